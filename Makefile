@@ -42,7 +42,7 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, hosts, faults, site and browser
+test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
 	$(call run_tests,slow)
 
 test-all: setup  ## make test, then make test-rest
@@ -83,6 +83,7 @@ lint: setup  ## style, types, imports, notebooks in step with their sources, wei
 	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
 	$(BIN)/python authoring/weights.py
+	$(BIN)/python authoring/plainness.py
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -2,7 +2,6 @@
 
 Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
 `torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed.
-Another part compares a job on two virtual hosts that `launch` starts with one that torchrun starts.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import torch.multiprocessing as multiprocessing
 
 from ddp_course.running.launching.launch import launch
 
-from . import two_hosts
 from .harness import Benchmark, Part, Promise, take_turns, timed
 
 WARM_WORLD_SIZES = (1, 2, 4, 8, 10, 12, 16)
@@ -139,6 +137,6 @@ def join_group(rank: int, world_size: int, meeting: str) -> None:
 BENCHMARK = Benchmark(
     "launch",
     "seconds to start K ranks, beside spawn and fork",
-    {"starts": compare, "hosts": two_hosts.compare},
+    {"starts": compare},
     repeats=5,
 )

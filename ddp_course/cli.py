@@ -23,7 +23,6 @@ COMMANDS = {
     "grade": "grade exercises",
     "check": "check your own exercise",
     "audit": "look for the usual mistakes in your own training script",
-    "hosts": "bring several machines together for launch(fn, hosts=...)",
 }
 
 PACKAGES = {

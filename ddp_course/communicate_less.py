@@ -63,11 +63,11 @@ class TopK:
     """
 
     def __init__(self, share, feedback=True):
-        self.share, self.feedback, self.left = (
-            share,
-            feedback,
-            {},
-        )  # `left` goes by parameter: DDP makes new buckets
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share}; it must be more than 0, and at most 1")
+        self.share = share
+        self.feedback = feedback
+        self.left = {}  # It goes by parameter: DDP makes new buckets.
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
@@ -104,7 +104,11 @@ class LowRank:
     """
 
     def __init__(self, rank):
-        self.rank, self.left, self.directions = rank, {}, {}  # their keys are parameters
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank is {rank}; it must be a whole number, 1 or more")
+        self.rank = rank
+        self.left = {}  # Keys of this and of `directions` are parameters.
+        self.directions = {}
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
@@ -165,8 +169,10 @@ def train_local(
     `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes
     `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
     """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every is {every}; it must be a whole number of steps, 1 or more")
     broadcast_parameters(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = trainable(model)
     inner, losses = SGD(trained, lr=lr), []
     shared = [parameter.detach().clone() for parameter in trained]
     outer_optimizer = outer(shared) if outer else SGD(shared, lr=1.0)
@@ -181,6 +187,14 @@ def train_local(
             meet(model, shared, outer_optimizer)
     same_on_all_ranks(math.inf, shared[0].device)  # this rank meets the others no more
     return losses
+
+
+def trainable(model: Module) -> list[Tensor]:
+    """The parameters that are trained; ValueError if there are none."""
+    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("the model has no trainable parameters: nothing to train")
+    return trained
 
 
 def same_on_all_ranks(step: float, device: torch.device) -> None:
@@ -201,7 +215,7 @@ def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
     """Move the `shared` weights by the mean change of all ranks, and go on from there; so do
     running statistics.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = trainable(model)
     for start, parameter in zip(shared, trained, strict=True):
         start.grad = start - parameter
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -228,7 +242,7 @@ def train_asynchronously(
     if dist.get_world_size() == 1:
         raise ValueError("rank 0 only serves, so one rank would train nothing; use at least two")
     broadcast_parameters(model)
-    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter.detach() for parameter in trainable(model)]
     weights = end_to_end(trained)
     if dist.get_rank() == 0:
         staleness = serve(weights, lr)

@@ -18,7 +18,7 @@ class Failure:
 
     `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
     the machine's monotonic clock; `consequence` marks a broken connection, which follows from
-    another rank's failure; `host` is named in a launch over several machines.
+    another rank's failure.
     """
 
     rank: int
@@ -27,10 +27,9 @@ class Failure:
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
-    host: str = ""
 
     def __str__(self):
-        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        rank = f"rank {self.rank}"
         if self.consequence:
             return f"{rank}: lost its connection to another rank ({self.type_name})"
         return f"{rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
@@ -72,7 +71,6 @@ class RankState:
     status: str
     collective: str = ""
     stack: str = ""
-    host: str = ""
 
 
 class LaunchTimeout(CourseError):
@@ -94,10 +92,7 @@ class LaunchTimeout(CourseError):
             " they were:"
         ]
         for state in self.states:
-            lines += [
-                "",
-                f"rank {state.rank}{f' on {state.host}' if state.host else ''}: {state.status}",
-            ]
+            lines += ["", f"rank {state.rank}: {state.status}"]
             lines += [f"  last collective: {state.collective}"] if state.collective else []
             lines += [state.stack.rstrip()] if state.stack else []
         return "\n".join(lines)
@@ -129,3 +124,7 @@ class Wrong(CourseError):
 
 class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
+
+
+class TooSlow(BaseException):
+    """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""

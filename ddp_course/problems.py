@@ -237,7 +237,7 @@ class Bytes(Problem):
 class Synthetic(Problem):
     """Random vectors in `width` classes, for sweeps in which only the number of parameters matters.
 
-    `parameters` is rounded to whole layers of width x width, without biases.
+    `parameters`, at most 10 billion, is rounded to whole layers of width x width, without biases.
     """
 
     name, learning_rate, global_batch, steps = "synthetic", 0.1, 24, 10
@@ -245,6 +245,11 @@ class Synthetic(Problem):
     def __init__(
         self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"
     ):
+        if not 1 <= parameters <= 10**10:
+            raise ValueError(
+                f"a stack of {parameters:,} parameters is out of range; choose {width**2:,}, which"
+                " are one layer, to 10,000,000,000"
+            )
         generator = torch.Generator().manual_seed(0)
         data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(
             device, dtype

@@ -61,7 +61,7 @@ def reduce_scatter(chunks, group=None):
     chunk r+1.
     """
     rank, world_size, left, right = wire.neighbours(group)
-    scratch = torch.empty_like(chunks[0])
+    scratch = torch.empty_like(max(chunks, key=len))
     for step in range(world_size - 1):
         outgoing, target = (
             chunks[(rank - step) % world_size],

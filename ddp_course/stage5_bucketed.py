@@ -70,7 +70,7 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
     With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start
     early.
     """
-    if bucket_cap_mb <= 0:
+    if not bucket_cap_mb > 0:
         raise ValueError(
             f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25"
         )

@@ -38,13 +38,15 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from .mesh import mesh
 from .running import flight_recorder, wire
 from .running.communication import together
 from .running.torch_inside import twin
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage6_ddp.unused import graph_behind
-from .stage7_sharded.clipping import Part, clip_grad_norm_
+from .stage7_sharded.clipping import clip_grad_norm_
+from .stage7_sharded.parts import Part
 
 group_of_two = cache(twin)  # two ranks make their group only once per process group
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
@@ -536,23 +538,6 @@ class Pipeline:
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, self.group, self.device
         )
-
-
-def mesh(**axes):
-    """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`; return {axis: this rank's
-    group along it}.
-    """
-    world_size = dist.get_world_size()
-    if torch.Size(axes.values()).numel() != world_size:
-        raise ValueError(
-            f"{world_size} ranks cannot form a mesh of {axes}: its axes must multiply to"
-            f" {world_size}"
-        )
-    ranks, groups = torch.arange(world_size).view(*axes.values()), {}
-    for position, (axis, size) in enumerate(axes.items()):
-        lines = ranks.movedim(position, -1).reshape(-1, size)
-        groups[axis] = wire.group_among(dist.group.WORLD, tuple(map(tuple, lines.tolist())))
-    return groups
 
 
 def average_part(part, group):

@@ -33,29 +33,27 @@ Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 (2019); its f and g are ou
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD
 
+from .mesh import mesh
 from .problems import TransformerBlock
 from .running import checkpoint, wire
+from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
-from .stage8_pipeline import mesh
+from .stage7_sharded.checks import check_model
+from .stage7_sharded.parts import PartOfParameter
 
-ELEMENTWISE = (
-    nn.ReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-)  # these may stand between the two layers of a pair
+# These may stand between the two layers of a pair: they work element by element.
+ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}
 
 
 class Enter(torch.autograd.Function):
@@ -69,6 +67,7 @@ class Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         return ctx.all_reduce(gradient.clone()), None
 
@@ -84,81 +83,119 @@ class Leave(torch.autograd.Function):
         return all_reduce(term)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         return gradient, None
 
 
+class SumOver:
+    """The all-reduce of the ranks of `group`; copies of a model go on with the same group."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __call__(self, tensor):
+        return ring_all_reduce(tensor, group=self.group)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Cut(NamedTuple):
-    """Which slice of a tensor of this `shape` a rank has: the indices `mine` of dimension `dim`."""
+    """Which slice of a tensor of this `shape` a rank has: the `indices` of dimension `dim`."""
 
     dim: int
-    mine: torch.Tensor
+    indices: torch.Tensor
     shape: torch.Size
     all_reduce: Callable
 
     def of(self, whole):
         """This rank's slice of a whole tensor."""
-        return whole.detach().index_select(self.dim, self.mine.to(whole.device))
+        return whole.detach().index_select(self.dim, self.indices.to(whole.device))
 
     def whole(self, piece):
         """The whole tensor from every rank's slice; all ranks call this."""
-        indices = self.mine.to(piece.device)
-        return self.all_reduce(
-            piece.new_zeros(self.shape).index_copy_(self.dim, indices, piece.detach())
-        )
+        whole = piece.new_zeros(self.shape)
+        whole.index_copy_(self.dim, self.indices.to(piece.device), piece.detach())
+        return self.all_reduce(whole)
+
+
+class Slice(PartOfParameter):
+    """A parameter of a layer while it is split; its `cut` says which part this rank has.
+
+    A parameter's class is exchanged for this one and back, because an optimizer may know it.
+    """
+
+
+allow_foreach(Slice)
 
 
 class SplitLinear(nn.Module):
-    """This rank's slice of a linear layer: its outputs or inputs with the indices `mine`."""
+    """This rank's slice of a linear layer: its outputs or inputs with these `indices`."""
 
     split_along: dict[str, int]  # the dimension of weight and bias that is split
 
-    def __init__(self, layer, mine, all_reduce):
+    def __init__(self, layer, indices, all_reduce):
         super().__init__()
-        self.whole_layer, self.all_reduce = (
-            [layer],
-            all_reduce,
-        )  # in a list, `layer` is not a submodule
-        self.weight, self.bias = (
-            layer.weight,
-            layer.bias,
-        )  # an optimizer may know these objects already
+        self.whole_layer = [layer]  # In a list it is not a submodule.
+        self.all_reduce = all_reduce
+        self.weight = layer.weight
+        self.bias = layer.bias
         for name, parameter in layer.named_parameters():
             if name in self.split_along:
-                parameter.cut = Cut(self.split_along[name], mine, parameter.shape, all_reduce)
-                parameter.data, parameter.grad = parameter.cut.of(parameter), None
-                parameter.register_post_accumulate_grad_hook(guard)
+                cut = Cut(self.split_along[name], indices, parameter.shape, all_reduce)
+                parameter.data = cut.of(parameter)
+                parameter.grad = None
+                parameter.cut = cut
+                parameter.__class__ = Slice
 
+    @uncompiled
+    def forward(self, x):
+        """The outputs of this layer; here the slices are tensors like all others."""
+        with as_plain_tensors():
+            return self.outputs(x)
 
-def guard(parameter):
-    """The hook: make the gradient of a slice refuse its norm, which `clip_grad_norm_` computes over
-    all slices.
-    """
-    if hasattr(parameter, "cut") and parameter.shape != parameter.cut.shape:
-        parameter.grad = parameter.grad.as_subclass(clipping.Part)
+    def make_whole(self):
+        """Return the layer as it was before it was split, with the weights of now."""
+        for name in self.split_along:
+            parameter = getattr(self, name)
+            if isinstance(parameter, Slice):
+                cut = parameter.cut
+                del parameter.cut
+                parameter.__class__ = nn.Parameter
+                parameter.data = cut.whole(parameter)
+                parameter.grad = None
+            elif parameter is not None:
+                raise RuntimeError(
+                    f"the {name} of a split layer was exchanged, and nobody knows which slice of"
+                    " the whole tensor the new one is: write values into a slice by copy_(…)"
+                )
+        return self.whole_layer[0]
 
 
 class ColumnLinear(SplitLinear):
-    """Some of a linear layer's outputs: (…, inputs) to (…, len(mine)). All ranks are given the same
-    inputs.
+    """Some of a linear layer's outputs: (…, inputs) to (…, len(indices)). All ranks are given the
+    same inputs.
     """
 
     split_along = {"weight": 0, "bias": 0}
 
-    def forward(self, x):
+    def outputs(self, x):
+        """Some of the outputs."""
         return linear(Enter.apply(x, self.all_reduce), self.weight, self.bias)
 
 
 class RowLinear(SplitLinear):
-    """Some of a linear layer's inputs: (…, len(mine)) to (…, outputs). All ranks return the same
+    """Some of a linear layer's inputs: (…, len(indices)) to (…, outputs). All ranks return the same
     outputs.
     """
 
     split_along = {"weight": 1}
 
-    def forward(self, x):
+    def outputs(self, x):
+        """All outputs; the bias is added once, not on every rank."""
         y = Leave.apply(linear(x, self.weight), self.all_reduce)
-        return y if self.bias is None else y + self.bias  # once, not on every rank
+        return y if self.bias is None else y + self.bias
 
 
 def pairs(model):
@@ -166,7 +203,7 @@ def pairs(model):
     of the second).
     """
     for module in model.modules():
-        if isinstance(module, TransformerBlock):
+        if type(module) is TransformerBlock:
             columns = torch.arange(module.out.in_features).view(-1, module.head_width)
             rows = torch.cat(
                 [columns, columns + columns.numel(), columns + 2 * columns.numel()], dim=1
@@ -174,24 +211,37 @@ def pairs(model):
             yield module, "qkv", "out", rows, columns
         children = list(module.named_children()) if isinstance(module, nn.Sequential) else []
         while len(children) > 2:
-            (first, layer), (_, between), (last, after) = children[:3]
-            if type(layer) is type(after) is nn.Linear and isinstance(between, ELEMENTWISE):
-                yield module, first, last, *[torch.arange(layer.out_features).view(-1, 1)] * 2
+            (first, layer), (_, between), (last, _) = children[:3]
+            if type(between) in ACTIVATIONS and not has_hooks(between):
+                units = torch.arange(len(layer.weight)).view(-1, 1)
+                yield module, first, last, units, units
                 children = children[2:]
             children = children[1:]
 
 
+def has_hooks(module):
+    """Whether `module` does more than its class, by way of hooks on it or on its parameters."""
+    hooks = [module._forward_hooks, module._forward_pre_hooks]
+    hooks += [module._backward_hooks, module._backward_pre_hooks]
+    hooks += [parameter._backward_hooks for parameter in module.parameters()]
+    return any(hooks)
+
+
+def can_be_split(layer, uses):
+    """Whether `layer` is an ordinary linear layer whose weight is used once."""
+    return type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
+
+
 def split(model, rank, ranks, all_reduce):
-    """Leave in `model` slice `rank` of `ranks` of each pair that is used once and has units for all
+    """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
     ranks.
     """
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-    chosen = [pair for pair in pairs(model) if len(pair[3]) >= ranks]
-    chosen = [
-        pair
-        for pair in chosen
-        if all(uses[getattr(pair[0], name).weight] == 1 for name in pair[1:3])
-    ]
+    chosen = []
+    for parent, first, last, *units in pairs(model):
+        layers = [getattr(parent, first), getattr(parent, last)]
+        if len(units[0]) >= ranks and all(can_be_split(layer, uses) for layer in layers):
+            chosen.append((parent, first, last, *units))
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no two linear layers that could be split over {ranks}"
@@ -207,31 +257,30 @@ def split(model, rank, ranks, all_reduce):
 
 
 def parallelize(model, group=None):
-    """Share out the layers of `model`, in place, over the ranks of `group`; all ranks call this
-    with the same model.
+    """Share out the layers of `model`, in place, over the ranks of `group`; return it.
+
+    All ranks call this with the same model, and start from the first rank's weights; optimizers are
+    made afterwards, or before their first step. Pairs of layers with hooks stay whole. Raises
+    ValueError for a model that has no layers to split or is sharded, split or compiled already.
     """
-    states = (
-        checkpoint.random_states()
-    )  # all take those of the first rank, so that dropout drops the same
+    if dist.get_world_size(group) == 1:
+        return model
+    check_model(model, group)
+    states = checkpoint.random_states()  # All take those of one rank: dropout drops the same.
     checkpoint.set_random_state([states[wire.global_rank(0, group)]] * len(states))
-    return split(
-        model,
-        dist.get_rank(group),
-        dist.get_world_size(group),
-        partial(ring_all_reduce, group=group),
-    )
+    broadcast_parameters(model, group=group)
+    return split(model, dist.get_rank(group), dist.get_world_size(group), SumOver(group))
 
 
 def restore(model):
-    """Make all layers whole again, in place; all ranks call this. Return the model."""
+    """Make all layers whole again, in place; all ranks call this. Return the model.
+
+    Raises RuntimeError if a slice was exchanged for a tensor that is none.
+    """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, SplitLinear):
-                setattr(parent, name, child.whole_layer[0])
-    for parameter in model.parameters():
-        if hasattr(parameter, "cut"):
-            parameter.data, parameter.grad = parameter.cut.whole(parameter), None
-            del parameter.cut
+                setattr(parent, name, child.make_whole())
     return model
 
 
@@ -239,9 +288,8 @@ def clip_grad_norm_(model, max_norm, group=None):
     """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the
     norm before.
     """
-    counted = [
-        p for p in model.parameters() if dist.get_rank(group) == 0 or hasattr(p, "cut")
-    ]  # each element once
+    first = dist.get_rank(group) == 0
+    counted = [p for p in model.parameters() if first or isinstance(p, Slice)]  # each element once
     total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, None)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
@@ -253,8 +301,8 @@ def train(model, batches, lr, tensor=None):
     """
     tensor = tensor or dist.get_world_size()
     groups = mesh(data=dist.get_world_size() // tensor, tensor=tensor)
-    broadcast_parameters(model)
     parallelize(model, groups["tensor"])
+    broadcast_parameters(model, group=groups["data"])
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:

@@ -36,7 +36,9 @@ from .measuring.job import Job, checked
 from .running import checkpoint
 from .running.devices import rank_device
 from .running.join import join
+from .running.units import positive_number, whole_number
 
+STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # These a checkpoint has.
 MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr")
 
 
@@ -46,45 +48,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m ddp_course.train", description=__doc__.split(":")[0]
     )
     add = parser.add_argument
-    add("--problem", default="digits", choices=problems.NAMES, help="default digits")
-    add(
-        "--stage",
-        default="6",
-        choices=ladder.STAGES,
-        help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1",
-    )
-    add("--steps", type=int, metavar="N", help="training steps in all (default: the problem's)")
-    add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
-    add(
-        "--checkpoint",
-        metavar="DIR",
-        help="save here, and go on from the newest checkpoint that is there",
-    )
-    add("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
-    add("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
-    add("--global-batch", type=int, metavar="B", help="samples per step, over all ranks together")
-    add("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
-    add(
-        "--dropout",
-        type=float,
-        default=0.0,
-        help="share of activations dropped in training (default 0)",
-    )
-    add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
-    add("--lr", type=float, help="learning rate (default: the problem's)")
-    add(
-        "--pipeline",
-        type=int,
-        metavar="S",
-        help="stage 8: ranks that form a pipeline (default: all)",
-    )
-    add(
-        "--tensor",
-        type=int,
-        metavar="T",
-        help="stage 9: ranks that share each layer (default: all)",
-    )
+    stages = "default 6; 4w: whole-gradient ring, 7o: ZeRO-1"
+    add("--stage", default="6", choices=ladder.STAGES, help=stages)
+    add("--checkpoint", metavar="DIR", help="save here, and go on from the newest that is there")
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
+    add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
+    counts = {
+        "--steps": ("N", None, "training steps in all (default: the problem's)"),
+        "--every": ("N", 10, "steps between checkpoints (default 10)"),
+        "--keep": ("N", 2, "checkpoints to keep (default 2)"),
+        "--global-batch": ("B", None, "samples per step, over all ranks together"),
+        "--parameters": ("P", None, "size of the model of bytes and synthetic"),
+        "--pipeline": ("S", None, "stage 8: ranks that form a pipeline (default: all)"),
+        "--tensor": ("T", None, "stage 9: ranks that share each layer (default: all)"),
+    }
+    for option, (letter, default, words) in counts.items():
+        add(option, type=whole_number, metavar=letter, default=default, help=words)
+    add("--problem", default="digits", choices=problems.NAMES, help="default digits")
+    dropped = "share of activations dropped in training (default 0)"
+    add("--dropout", type=float, default=0.0, help=dropped)
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
+    add("--lr", type=positive_number, help="learning rate (default: the problem's)")
     return parser.parse_args(arguments)
 
 
@@ -95,10 +79,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     state dict, "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the
     checkpoint does not fit the options, ValueError for options that cannot work.
     """
-    if options.every < 1 or options.keep < 1:
-        raise ValueError(
-            f"--every is {options.every} and --keep {options.keep}; each must be 1 or more"
-        )
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
     if ladder.find(options.stage).one_process and dist.get_world_size() > 1:
         raise ValueError(
@@ -138,6 +118,11 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
         try:
             claims.enter_context(checkpoint.writing_to(folder))
             message[0] = checkpoint.load(folder) if checkpoint.checkpoints(folder) else None
+            if not is_state(message[0]):
+                raise CheckpointError(
+                    f'the newest checkpoint in "{folder}" is not one of this script; choose another'
+                    " folder"
+                )
         except CheckpointError as error:
             message[1] = error
     dist.broadcast_object_list(message, src=0)
@@ -145,6 +130,11 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
     if failure:
         raise failure
     return saved
+
+
+def is_state(saved: Any) -> bool:
+    """Whether a checkpoint is one of this script, or None."""
+    return saved is None or (isinstance(saved, dict) and STATE.issubset(saved))
 
 
 def complete(options: argparse.Namespace, saved: Any) -> Job:

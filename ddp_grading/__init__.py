@@ -1,11 +1,11 @@
 """Grading folders of exercises: what only a teacher uses.
 
-A learner's `check` is in `ddp_course.checking`. Four modules grade a submission. `submissions`
-finds and reads the notebook, and puts its cells, unchanged, into the pristine notebook with the
-course's own check cells. `run_cells` runs the result under nbval; its check cells write down the
-answers that they are given. `grader` gathers the evidence and the verdicts of
-`ddp_course.checking`, and adds up the points (`results`). `report` and `gradebooks` write them.
-There are three kinds of processes: the grader, where nothing of a submission ever runs; nbval with
-the notebook's kernel; and the ranks. The last two are under the limits of
-`ddp_course.checking.guard`.
+A learner's `check` is in `ddp_course.checking`. `people` says whose a notebook is, and
+`submissions` finds and reads all of them, and puts a learner's cells, unchanged, among the cells of
+the pristine notebook. `run_cells` runs them in a kernel; its check cells hand over the answers that
+they are given. `grader` gathers the evidence and the verdicts of `ddp_course.checking`, and adds up
+the points (`results`); `comments` adds a teacher's. `report` and `gradebooks` write them. There are
+three kinds of processes: the grader, where nothing of a submission ever runs; the kernel, below a
+process that watches it; and the ranks. The kernel and the ranks are under the limits of `guard`,
+inside a fence of `landlock`.
 """

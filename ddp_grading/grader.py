@@ -1,37 +1,42 @@
-"""Grade submissions: run each notebook under nbval, try what its checks are given, put the points
+"""Grade submissions: run each notebook's cells, try what its checks are given, put the points
 together.
 """
 
-import json
 import multiprocessing
 import re
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-import nbformat
 
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
-from ddp_course.checking.evidence import BUSY, TRIES, Evidence, gather, known, solved
+from ddp_course.checking.evidence import (
+    PATIENCE_SECONDS,
+    TRIES,
+    Evidence,
+    gather,
+    known,
+    solved,
+)
 from ddp_course.errors import GradingError
 
+from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
-from .run_cells import RESULTS, run_cells
-from .submissions import NUMBERED, Cell, Laid, Pristine, Submission, exercise_of, lay, read_notebook
+from .run_cells import run_cells
+from .submissions import NUMBERED, Laid, Pristine, Submission, exercise_of, lay
 
-CELL_SECONDS, END_SECONDS = 20.0, 10.0
+END_SECONDS = 10.0
+PATIENCE_FACTOR = 3.0  # Ranks wait so many times longer than the course's own solution took.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
-LOADED = ["ddp_grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
-SLOW = "it was stopped: not finished after {:g} s"
-DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
+LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
 
 def grade(
@@ -40,7 +45,6 @@ def grade(
     seed: int | None = None,
     jobs: int = 1,
     timeout: float = 120.0,
-    hidden: bool = False,
     progress: Callable[[Submission, Result], None] = lambda submission, result: None,
     task_done: Callable[[TaskResult], None] = lambda task: None,
 ) -> list[Result]:
@@ -50,7 +54,7 @@ def grade(
     task, from one of several threads. Ctrl-C ends the grading as soon as the submissions that have
     begun are done.
     """
-    judge = Judge(secrets.randbelow(100_000) if seed is None else seed, hidden)
+    judge = Judge(secrets.randbelow(100_000) if seed is None else seed)
 
     def graded(submission: Submission) -> Result:
         result = grade_one(submission, exercises, judge, timeout, task_done)
@@ -70,27 +74,32 @@ class Judge:
     and known answers.
     """
 
-    def __init__(self, seed: int, hidden: bool) -> None:
-        self.seed, self.hidden, self.lock = seed, hidden, threading.RLock()
+    def __init__(self, seed: int) -> None:
+        self.seed, self.lock = seed, threading.RLock()
         self.book = cache(self.made)
+        self.patience: dict[str, float] = {}
 
     def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
         """A task's inputs, the solution's evidence, and a function that gets the known wrong
         answers' evidence once.
         """
         task = find(number)
-        inputs = task.inputs(self.seed, self.hidden)
-        tries = (gather([solved(task, inputs)])[0] for _ in range(TRIES))
-        right = next(
-            (evidence for evidence in tries if evidence.values is not None), Evidence(None, BUSY)
-        )
+        inputs = task.inputs(self.seed)
+        for _ in range(TRIES):
+            start = time.monotonic()
+            (right,) = gather([solved(task, inputs)])
+            took = time.monotonic() - start
+            if right.values is not None:
+                break
+        self.patience[number] = max(PATIENCE_SECONDS, PATIENCE_FACTOR * took)
         return inputs, right, cache(lambda: gather(known(task, inputs)))
 
     def verdict(self, number: str, content: bytes, folder: str) -> Verdict:
         """Try an answer that a notebook has handed over, and say whether it is right."""
         with self.lock:
             inputs, right, others = self.book(number)
-        (evidence,) = gather([Attempt(number, inputs, content)], work=folder)
+        attempt = Attempt(number, inputs, content)
+        (evidence,) = gather([attempt], self.patience[number], partial(enter, folder))
         with self.lock:
             return verdict(find(number), evidence, right, others)
 
@@ -103,22 +112,24 @@ def grade_one(
     task_done: Callable,
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
-    name = submission.path.name if submission.path else ""
-    numbered = NUMBERED.match(name)
+    numbered = NUMBERED.match(submission.name)
     number = int(numbered[1]) if numbered else None
-    result = Result(submission.learner, None, files=[submission.file] if submission.file else [])
+    files = {submission.file: submission.digest} if submission.file else {}
+    result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
+    result.note = "handed in late" if submission.late else ""
     try:
-        cells = read_notebook(submission.path)
-        number = exercise_of(cells, number, exercises)
-        result.tasks = points_of(exercises[number], cells, judge, seconds, task_done)
+        if submission.fault:
+            raise GradingError(submission.fault)
+        number = exercise_of(submission.cells, number, exercises)
+        result.tasks = points_of(exercises[number], submission, judge, seconds, task_done)
     except GradingError as error:
-        result.message = clean(f'"{name}" {error}' if name else error)
+        result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
     except Exception as error:  # One odd submission must not spoil the others' results.
-        fault = (
-            f"could not be graded, by a fault of the grader ({type(error).__name__}: {error});"
-            " please report it"
+        result.graded = False
+        result.message = clean(
+            f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
+            " report it"
         )
-        result.message = clean(fault)
     result.exercise = number if number in exercises else None
     points = exercises[number].points.items() if number in exercises else ()
     nothing_earned = [
@@ -129,29 +140,30 @@ def grade_one(
 
 
 def points_of(
-    pristine: Pristine, cells: Sequence[Cell], judge: Judge, seconds: float, task_done: Callable
+    pristine: Pristine, submission: Submission, judge: Judge, seconds: float, task_done: Callable
 ) -> list[TaskResult]:
     """Run a submission's cells and try its answers, each in fresh processes: what each task
     earned.
     """
     given = next((cell.source for cell in pristine.notebook.cells if cell.id == "imports"), "")
     results: list[TaskResult] = []
+    laid = lay(pristine, submission.cells)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
-        laid, errors = run(pristine.notebook, cells, folder, seconds)
+        errors = run(laid, folder, seconds)
         for number, worth in pristine.points.items():
-            answers, trouble = Path(folder, f"{number}.answers"), laid.troubles.get(number)
+            answers, trouble = (
+                Path(folder, "answers", f"{number}.answers"),
+                laid.troubles.get(number),
+            )
             if trouble is None and answers.exists():
-                judged = judge.verdict(number, answers.read_bytes(), folder)
+                judged = judge.verdict(number, answers.read_bytes(), f"{folder}/work")
             else:
-                judged = nothing(
-                    find(number), trouble or errors.get(number) or "its check did not run"
-                )
+                error = trouble or error_of(number, errors) or "its check did not run"
+                judged = nothing(find(number), error)
             result, source = result_of(number, worth, judged), laid.sources.get(number, "")
             if trouble is None:
-                result.answer, result.suspicious = (
-                    clean(source, MOST_SHOWN),
-                    remarks(clean(source), given),
-                )
+                result.answer = clean(source, MOST_SHOWN)
+                result.suspicious = remarks(clean(source), given)
                 name_what_comes_first(result, results, source)
             results.append(result)
             task_done(result)
@@ -173,68 +185,41 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
         )
 
 
-def run(
-    pristine: Any, cells: Sequence[Cell], folder: str, seconds: float
-) -> tuple[Laid, dict[str, str]]:
-    """Run the laid notebook, again without a cell that ended it or hung; return it and {task: why
-    it has no answer}.
-    """
-    without: dict[str, str] = {}
-    while True:
-        laid = lay(pristine, cells, list(without))
-        if laid.sources.keys() <= laid.troubles.keys():
-            return laid, {}  # Nothing was answered, so nothing runs.
-        messages, slow = run_once(laid.notebook, folder, seconds)
-        names = [cell.id for cell in laid.notebook.cells]
-        if len(messages) == len(names) or len(without) > len(cells):
-            break
-        without[names[len(messages)]] = SLOW.format(seconds) if slow else DIED
-    by_cell = dict(zip(names, messages, strict=False)) | without
-    return laid, {task: error for task in laid.sources if (error := error_of(task, by_cell))}
-
-
-def error_of(task: str, messages: dict[str, str]) -> str:
-    """The error of a task's last answer cell, or of its check; `messages` are {id of a laid cell:
-    its error}.
-    """
-    of_task = [
-        message
-        for name, message in messages.items()
-        if name.startswith(f"{cell_of(task)}-") and message
-    ]
-    check = messages.get(cell_of(task).replace("answer", "check"))
-    return (
-        f"the answer cell fails: {of_task[-1]}"
-        if of_task
-        else f"its check fails: {check}"
-        if check
-        else ""
-    )
-
-
-def run_once(notebook: Any, folder: str, seconds: float) -> tuple[list[str], bool]:
-    """Run a notebook under nbval: the error, or "", of each cell that ended, and whether the run
-    was stopped.
-    """
-    path, results = Path(folder, "notebook.ipynb"), Path(folder, RESULTS)
-    nbformat.write(notebook, path)
-    results.write_text("")
-    child = processes().Process(target=run_cells, args=(path, min(CELL_SECONDS, 0.6 * seconds)))
+def run(laid: Laid, folder: str, seconds: float) -> dict[str, str]:
+    """Run a submission's cells in a process of their own; return {id: its error, or ""}."""
+    if laid.sources.keys() <= laid.troubles.keys():
+        return {}  # Nothing was answered, so nothing runs.
+    for name in ("work", "answers", "ipython"):
+        Path(folder, name).mkdir()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = processes().Process(target=run_cells, args=(laid.cells, folder, seconds, sender))
     child.start()
-    child.join(seconds)
-    if slow := child.is_alive():
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(seconds + END_SECONDS) else {}
+    except EOFError:
+        raise RuntimeError("the notebook could not be run") from None
+    finally:
         child.terminate()  # The child then ends all that it has started.
         child.join(END_SECONDS)
-    child.kill()
-    child.join()
-    if child.exitcode == 1:  # The child ended by an error of its own.
-        raise RuntimeError("the notebook could not be run")
-    return list(map(json.loads, results.read_text().splitlines())), slow
+        child.kill()
+        child.join()
+
+
+def error_of(task: str, errors: dict[str, str]) -> str:
+    """The error of a task's last answer cell, or of its check; `errors` are {id of a cell: its
+    error}.
+    """
+    for name, error in reversed(errors.items()):
+        if error and name.startswith(f"{cell_of(task)}-"):
+            return f"the answer cell fails: {error}"
+    check = errors.get(cell_of(task).replace("answer", "check"))
+    return f"its check fails: {check}" if check else ""
 
 
 @cache
 def processes() -> Any:
-    """How processes are started: forked from one that has loaded nbval and torch."""
+    """How processes are started: forked from one that has loaded torch and the kernel."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context

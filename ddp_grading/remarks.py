@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 
 from ddp_course.checking.checks import solution
 
-from .results import Result, TaskResult
+from .results import Result
 
 LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
 ALIKE = 0.95
@@ -112,21 +112,17 @@ def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def note_likeness(results: Sequence[Result]) -> None:
-    """Name learners whose answers are alike in each other's results; only answers that earned
-    points are compared.
+def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+    """(task, learners whose answers are alike), a line a group; only answers that earned points are
+    compared.
     """
-    by_task: dict[str, dict[str, TaskResult]] = {}
+    by_task: dict[str, dict[str, str]] = {}
     for result in results:
         for task in result.tasks:
             if task.points and task.answer:
-                by_task.setdefault(task.id, {})[result.learner] = task
-    for number, tasks in by_task.items():
-        for group in clusters(
-            {learner: task.answer for learner, task in tasks.items()}, solution(number)
-        ):
-            for learner in group:
-                tasks[learner].suspicious = [
-                    *tasks[learner].suspicious,
-                    f"alike: {', '.join(group)}",
-                ]
+                by_task.setdefault(task.id, {})[result.learner] = task.answer
+    return [
+        (number, group)
+        for number, answers in by_task.items()
+        for group in clusters(answers, solution(number))
+    ]

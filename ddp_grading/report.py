@@ -1,8 +1,10 @@
-"""What was graded, for people and for programs: a table, CSV, JSON, and a page of HTML per learner
+"""What was graded, for people and for programs: a table, CSV, JSON, and pages of HTML
 (`report.html`).
 """
 
+import base64
 import csv
+import hashlib
 import io
 import json
 import re
@@ -15,26 +17,46 @@ import jinja2
 
 from ddp_course.running.files import replace_file
 
-from .results import Result
+from .remarks import likeness
+from .results import Result, TaskResult
 from .submissions import UNTOUCHED
+
+SORT = """
+for (const title of document.querySelectorAll("th")) title.onclick = () => {
+  const place = title.cellIndex, body = title.closest("table").tBodies[0];
+  const order = title.order = -(title.order || 1);
+  const key = row => row.cells[place].textContent.trim();
+  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
+  body.append(...[...body.rows].sort((a, b) => order * -compare(key(a), key(b))));
+};
+"""
 
 
 def write_files(
-    results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = (), grades: Any = ()
+    results: Sequence[Result],
+    args: Any,
+    stored: Sequence[Result],
+    missing: Sequence[str] = (),
+    grades: Any = (),
 ) -> None:
     """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a
-    whole.
+    whole; `stored` are the results without what was added by hand, for a later run.
     """
-    everything = json.dumps([result.as_dict() for result in results], indent=1) + "\n"
-    files = {args.csv: as_csv(results), args.json: everything, **dict(grades)}
+    by_hand = {(result.learner, result.exercise): result for result in results}
+    records = []
+    for result in stored:
+        records.append(by_hand.get((result.learner, result.exercise), result).as_dict())
+    files = {
+        args.csv: as_csv(results),
+        args.json: json.dumps(records, indent=1) + "\n",
+        **dict(grades),
+    }
     if args.html:
-        files |= {
-            str(Path(args.html, name)): page for name, page in pages(results, seed, missing).items()
-        }
+        files |= {f"{args.html}/{name}": page for name, page in pages(results, missing).items()}
     for path, text in files.items():
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(Path(path), text.encode())
+            replace_file(Path(path), text.encode(), "file for the report")
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
@@ -42,28 +64,27 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
     same message.
     """
     lines = []
+    width = min(48, max((len(result.learner) for result in results), default=0))
     for result in results:
         exercise = f"exercise {result.exercise}" if result.exercise is not None else "no exercise"
-        head = f"{result.learner:<24.24} {exercise:<12} {result.points:g} of {result.possible:g}"
+        head = f"{result.learner:<{width}} {exercise:<12} {result.in_words}"
         messages = {task.message for task in result.tasks}
         common = result.message or (messages.pop() if len(messages) == 1 else "")
-        lines.append(
-            f"{head}  {first_line('; '.join(filter(None, [result.note, common])))}".rstrip()
-        )
-        if not common:
-            lines += [
-                f"    {task.id:<6} {first_line(task.message)}"
-                for task in result.tasks
-                if task.message
-            ]
-        lines += [
-            f"    {task.id:<6} look at it: {first_line(why)}"
-            for task in result.tasks
-            for why in task.suspicious
-        ]
+        notes = filter(None, [result.note, result.comment, common])
+        lines.append(f"{head}  {first_line('; '.join(notes))}".rstrip())
+        for task in result.tasks:
+            said = "; ".join(
+                filter(None, [task.comment, "" if common else first_line(task.message)])
+            )
+            lines += [f"    {task.id:<6} {said}"] if said else []
+            lines += [f"    {task.id:<6} look at it: {first_line(why)}" for why in task.suspicious]
+    lines += [f"task {number}: alike: {', '.join(group)}" for number, group in likeness(results)]
     lines += ["", *summary(results), ""] if len(results) > 1 else []
     if missing:
         lines.append(f"handed in nothing: {', '.join(missing)}")
+    ungraded = [result.learner for result in results if not (result.has_grade or result.excused)]
+    if ungraded:
+        lines.append(f"not graded: {', '.join(ungraded)}")
     passed = sum(result.passed for result in results)
     return "\n".join([*lines, f"{passed} of {len(results)} submissions have all points"])
 
@@ -72,24 +93,35 @@ def summary(results: Sequence[Result]) -> list[str]:
     """A line per task: how many solved it, how many have not begun, and the message that most
     others got.
     """
-    in_order = sorted(
-        (result for result in results if result.exercise), key=lambda result: result.exercise or 0
-    )
-    everyones, lines = [task for result in in_order for task in result.tasks], []
-    for number in dict.fromkeys(task.id for task in everyones):
-        tasks = [task for task in everyones if task.id == number]
-        solved = sum(task.points == task.possible for task in tasks)
+    lines = []
+    for number, tasks in by_task(results).items():
+        solved = sum(task.earned >= task.possible for task in tasks)
         untouched = sum(task.message.startswith(UNTOUCHED) for task in tasks)
-        wrong = [
-            first_line(task.message)
-            for task in tasks
-            if task.message and not task.message.startswith(UNTOUCHED)
-        ]
+        wrong = [first_line(task.message) for task in tasks if task.message]
+        wrong = [message for message in wrong if not message.startswith(UNTOUCHED)]
         often = f", most often: {max(set(wrong), key=wrong.count)[:90]}" if wrong else ""
         lines.append(
             f"task {number:<5} {solved} of {len(tasks)} solved, {untouched} not begun{often}"
         )
     return lines
+
+
+def by_task(results: Sequence[Result]) -> dict[str, list[TaskResult]]:
+    """{task: everyone's result of it}, in the order of exercises."""
+    tasks: dict[str, list[TaskResult]] = {}
+    for result in sorted(results, key=lambda result: result.exercise or 0):
+        for task in result.tasks if result.exercise else ():
+            tasks.setdefault(task.id, []).append(task)
+    return tasks
+
+
+def feedback(result: Result) -> str:
+    """What a learner is told of an exercise, a line a task."""
+    lines = [result.comment] if result.comment else []
+    for task in result.tasks:
+        said = "; ".join(filter(None, [task.comment, first_line(task.message)]))
+        lines += [f"{task.id}: {said}"] if said else []
+    return "\n".join(lines)
 
 
 def first_line(message: str) -> str:
@@ -98,17 +130,23 @@ def first_line(message: str) -> str:
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """A line per task."""
-    rows: list[list] = [
-        ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
-    ]
+    """A line per task; the points are empty if it could not be graded."""
+    titles = "learner exercise task points possible message parts suspicious comment"
+    rows: list[list] = [titles.split()]
     for result in results:
         for task in result.tasks:
-            parts = "; ".join(
+            parts = [
                 f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
+            ]
+            points = f"{task.earned:g}" if result.graded and task.graded else ""
+            about = [task.id, points, f"{task.possible:g}", task.message, "; ".join(parts)]
+            about += ["; ".join(task.suspicious), task.comment]
+            rows.append([result.learner, result.exercise or "", *about])
+        if result.comment or result.extra or result.excused:
+            points = f"{result.extra:+g}" if not result.excused else "excused"
+            rows.append(
+                [result.learner, result.exercise or "", "", points, "", "", "", "", result.comment]
             )
-            about = [task.id, f"{task.points:g}", f"{task.possible:g}", task.message, parts]
-            rows.append([result.learner, result.exercise or "", *about, "; ".join(task.suspicious)])
     return as_rows(rows)
 
 
@@ -124,35 +162,38 @@ def as_rows(rows: Sequence[Sequence]) -> str:
     return file.getvalue()
 
 
-def pages(results: Sequence[Result], seed: int, missing: Sequence[str] = ()) -> dict[str, str]:
-    """{file name: page}: one self-contained page per learner, and index.html; text from submissions
-    is escaped.
+def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, str]:
+    """{file name: page}: index.html for the teacher, and in hand_back/ one self-contained page per
+    learner; text from submissions is escaped.
     """
-    by_learner = {
-        result.learner: [other for other in results if other.learner == result.learner]
-        for result in results
-    }
+    by_learner: dict[str, list[Result]] = {}
+    for result in results:
+        by_learner.setdefault(result.learner, []).append(result)
     files: dict[str, str] = {}
     for learner in by_learner:  # Names must differ even where a system does not tell A from a.
         name = file_name(learner)
-        while f"{name}.html".lower() in ["index.html", *map(str.lower, files.values())]:
+        while f"hand_back/{name}.html".lower() in map(str.lower, files.values()):
             name += "_"
-        files[learner] = f"{name}.html"
+        files[learner] = f"hand_back/{name}.html"
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    template = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True
-    ).from_string(text)
-    about_all = {
-        "class": by_learner,
-        "files": files,
-        "missing": missing,
-        "summary": summary(results),
-    }
-    own = {
-        files[name]: template.render(title=name, records=records, seed=seed)
-        for name, records in by_learner.items()
-    }
-    return {"index.html": template.render(about_all, title="All submissions", seed=seed), **own}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(text)
+    exercises: dict[int, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.exercise or 0):
+        exercises.setdefault(result.exercise or 0, []).append(result)
+    script = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
+    index = template.render(
+        title="All submissions",
+        exercises=exercises,
+        files=files,
+        missing=missing,
+        summary=summary(results),
+        alike=likeness(results),
+        script=jinja2.utils.markupsafe.Markup(SORT),
+        hash=script,
+    )
+    own = {files[name]: template.render(title=name, records=rs) for name, rs in by_learner.items()}
+    return {"index.html": index, **own}
 
 
 def file_name(learner: str) -> str:

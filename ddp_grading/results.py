@@ -18,6 +18,7 @@ class TaskResult:
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message.
     `suspicious` are remarks for a person to judge by, and `answer` is the learner's source.
+    `comment` and `by_hand`, points that count instead, are a teacher's.
     """
 
     id: str
@@ -27,14 +28,23 @@ class TaskResult:
     parts: list[dict[str, Any]] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
     answer: str = ""
+    graded: bool = True
+    comment: str = ""
+    by_hand: float | None = None
+
+    @property
+    def earned(self) -> float:
+        """The points that count."""
+        return self.points if self.by_hand is None else self.by_hand
 
 
 @dataclass
 class Result:
     """One submission, graded. `exercise` is None if it is unknown; a `note` costs no points.
 
-    `files` are the names of the notebooks that were handed in for it, as found in the learner's
-    folder.
+    `files` are {name: hash} of the notebooks that were handed in for it; `about` is what a
+    gradebook knows the learner by. It counts as `graded` unless the grader could not do its work.
+    `comment` and `extra` points are a teacher's; an `excused` learner gets no grade.
     """
 
     learner: str
@@ -42,12 +52,18 @@ class Result:
     tasks: list[TaskResult] = field(default_factory=list)
     message: str = ""
     note: str = ""
-    files: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    about: dict[str, str] = field(default_factory=dict)
+    graded: bool = True
+    comment: str = ""
+    extra: float = 0.0
+    excused: bool = False
 
     @property
     def points(self) -> float:
-        """Points earned in all."""
-        return sum(task.points for task in self.tasks)
+        """Points earned in all, with those that a teacher gave or took; never less than 0."""
+        return max(0.0, sum(task.earned for task in self.tasks) + self.extra)
 
     @property
     def possible(self) -> float:
@@ -57,36 +73,75 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether all points were earned."""
-        return not self.message and self.points == self.possible > 0
+        return not self.message and self.points >= self.possible > 0
+
+    @property
+    def has_grade(self) -> bool:
+        """Whether there is a grade: the grader could do its work, and nobody is excused."""
+        return not self.excused and self.graded and all(task.graded for task in self.tasks)
+
+    @property
+    def mark(self) -> str:
+        """The points as a gradebook has them: an empty cell if there is no grade."""
+        return f"{self.points:g}" if self.has_grade else ""
+
+    @property
+    def in_words(self) -> str:
+        """The points as people read them."""
+        if self.has_grade:
+            return f"{self.points:g} of {self.possible:g}"
+        return "excused" if self.excused else "not graded"
 
     def as_dict(self) -> dict[str, Any]:
         """The form of the JSON report."""
-        return asdict(self) | {"points": self.points, "possible": self.possible}
+        points = self.points if self.has_grade else None
+        return asdict(self) | {"points": points, "possible": self.possible}
 
 
 def from_dict(record: dict[str, Any]) -> Result:
-    """A `Result` from its form in the JSON report; KeyError or TypeError if it has another form."""
-    about = {
-        key: value for key, value in record.items() if key not in ("tasks", "points", "possible")
-    }
-    return Result(tasks=[TaskResult(**task) for task in record["tasks"]], **about)
+    """A `Result` from its form in the JSON report, without a teacher's comments; KeyError or
+    TypeError if it has another form.
+    """
+    apart = ("tasks", "points", "possible", "comment", "extra", "excused")
+    about = {key: value for key, value in record.items() if key not in apart}
+    tasks = [TaskResult(**task | {"comment": "", "by_hand": None}) for task in record["tasks"]]
+    return Result(tasks=tasks, **about)
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
     """The results, with only the best of each learner's submissions to an exercise, and a note on
     their number.
     """
+    groups: dict[tuple, list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.learner, result.exercise), []).append(result)
     best: list[Result] = []
-    for work in dict.fromkeys((result.learner, result.exercise) for result in results):
-        group = [result for result in results if (result.learner, result.exercise) == work]
-        first = max(
-            group, key=lambda result: result.points
-        )  # Of equal results, `max` takes the first.
-        count = sum(max(1, len(result.files)) for result in group)
-        files = [file for result in group for file in result.files]
-        note = f"handed in {count} times; the best counts" if count > 1 else first.note
-        best += group if first.exercise is None else [replace(first, note=note, files=files)]
+    for group in groups.values():
+        first = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
+        files = {name: digest for result in group for name, digest in result.files.items()}
+        if first.exercise is None:
+            best += group
+        elif len(files) > 1:
+            late = "; handed in late" if "late" in first.note else ""
+            note = f"handed in {len(files)} times; the best counts{late}"
+            best.append(replace(first, note=note, files=files))
+        else:
+            best.append(first)
     return best
+
+
+def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
+    """Earlier results, of which those are left out that `new` ones replace, and the new ones."""
+    graded = {(result.learner, result.exercise) for result in new}
+    files = {(result.learner, file) for result in new for file in result.files}
+    learners = {result.learner for result in new}
+    kept = []
+    for result in earlier:
+        same_file = any((result.learner, file) in files for file in result.files)
+        nothing_then = not result.files and result.learner in learners
+        if (result.learner, result.exercise) not in graded and not same_file and not nothing_then:
+            kept.append(result)
+    return best_of([*kept, *new])
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
@@ -103,9 +158,9 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
                 "message": clean(message),
             }
         )
-    return TaskResult(
-        task, sum(part["points"] for part in parts), possible, clean(verdict.message), parts
-    )
+    points = sum(part["points"] for part in parts)
+    message = clean(verdict.message)
+    return TaskResult(task, points, possible, message, parts, graded=verdict.judged)
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:

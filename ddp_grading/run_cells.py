@@ -1,133 +1,165 @@
-"""Run a notebook under nbval, in a process of its own, which ends with the notebook's kernel.
+"""Run a submission's cells in a kernel of its own, in a process that ends with all that it started.
 
-The kernel is a fork of this process, which has loaded torch: loading it anew would take longer than
-all else.
+The kernel is ipykernel's in-process kernel in a fork of this process, which has loaded torch:
+loading it anew would take longer than all else.
 """
 
-import asyncio
-import json
 import multiprocessing
 import os
-import re
 import signal
-import sys
-import threading
+import time
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
-import pytest
-from jupyter_client.provisioning import local_provisioner
 
-from ddp_course.checking.guard import HAND_OVER, enter, limit
+from ddp_course.checking.handing_over import HAND_OVER
 from ddp_course.running import linux
 
+from .guard import enter
+
 FORK: Any = multiprocessing.get_context("fork")
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-RESULTS = "results"
-OPTIONS = (
-    "--nbval-lax --nbval-current-env --noconftest -p nbval.plugin -p no:cacheprovider -q"
-    " --nbval-cell-timeout"
-)
+CELL_SECONDS, INTERRUPT_SECONDS = 20.0, 3.0
+FIRST_SHARE, SLOW_SHARE = 0.5, 0.05  # These are parts of a submission's time.
+DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
+LEFT_OUT = "it was left out after {:.0f} s: the submission's time was running out"
+NEVER_RUN = "the submission's time was over before this cell could run"
+HOMES = ("HOME", "MPLCONFIGDIR")
 
 
-class Reporter:
-    """A pytest plugin: writes down how each cell went, as soon as it is known."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def pytest_runtest_makereport(self, call: Any) -> None:
-        """One line of JSON for each cell that has run: the end of the kernel's traceback, nbval's
-        message, or "".
-        """
-        if call.when == "call" or call.excinfo:
-            error = call.excinfo.value if call.excinfo else ""
-            inner = ANSI.sub("", getattr(error, "inner_traceback", None) or "").strip()
-            words = last_error(inner) if inner and "KeyboardInterrupt" not in inner else str(error)
-            with self.file.open("a") as file:
-                file.write(json.dumps(words[:2000]) + "\n")
+class Stopped(BaseException):
+    """Raised in a cell whose time is over; `except Exception` does not catch it."""
 
 
-def last_error(traceback: str) -> str:
-    """The error at the end of a kernel's traceback, with all its lines; a SyntaxError gets the
-    number of its line.
+def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
+    """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}.
+
+    If one ends the kernel, the rest runs again without it; if half of the time is over, without all
+    that were slow. Checks write answers to `folder`/answers; cells work in `folder`/work.
     """
-    starts = [
-        match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)
-    ]
-    words = traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
-    lines = re.findall(r"\bline (\d+)", traceback)
-    return (
-        f"{words} (line {lines[-1]} of the cell)"
-        if words.startswith("SyntaxError") and lines
-        else words
-    )
+    os.setsid()
+    linux.adopt_orphans()  # Processes that a submission starts stay below this one.
+    signal.signal(signal.SIGTERM, end_children)
+    os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
+    os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
+    errors: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    start = time.monotonic()
+    end, most = start + FIRST_SHARE * seconds, min(CELL_SECONDS, FIRST_SHARE * seconds)
+    while time.monotonic() < start + seconds:
+        waiting = {name: source for name, source in cells.items() if name not in left_out}
+        bad, errors = run_once(waiting, folder, most, end)
+        left_out |= bad
+        if not bad:
+            break
+        if time.monotonic() > end:  # From now on no cell may be slow.
+            end, most = start + seconds, min(most, SLOW_SHARE * seconds)
+    answers.send({name: (errors | left_out).get(name, NEVER_RUN) for name in cells})
 
 
-def start_kernel(command: list[str], env: dict, **_: Any) -> Any:
-    """Stand in for Jupyter's `launch_kernel`: return a fork with what Jupyter uses of
-    `subprocess.Popen`.
+def run_once(
+    cells: Mapping[str, str], folder: str, most: float, end: float
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Run cells in a new kernel until `end`, each for at most `most` seconds: {id: why it must be
+    left out}, and {id: its error} of the others.
     """
-    kernel = FORK.Process(
-        target=be_kernel, args=(command[-1], env)
-    )  # The last word names the file with the ports.
-    kernel.start()
-    kernel.stdin = kernel.stdout = kernel.stderr = None
-    kernel.poll, kernel.wait = lambda: kernel.exitcode, kernel.join
-    kernel.send_signal = lambda number: os.kill(kernel.pid, number)
-    with suppress(OSError, AttributeError):
-        os.setpgid(kernel.pid, kernel.pid)  # Jupyter interrupts the kernel's process group.
-    threading.Thread(target=end_with, args=(kernel,), daemon=True).start()
-    return kernel
+    kernel = Kernel(folder)
+    errors: dict[str, str] = {}
+    took: dict[str, float] = {}
+    bad: dict[str, str] = {}
+    for name, source in cells.items():
+        start = time.monotonic()
+        error = kernel.run(source, max(0.1, min(most, end - start)))
+        took[name] = time.monotonic() - start
+        if error is None:
+            bad = {name: DIED}
+            break
+        if time.monotonic() > end:
+            slow = [other for other in took if took[other] > SLOW_SHARE * most] or [name]
+            bad = {other: LEFT_OUT.format(took[other]) for other in slow}
+            break
+        errors[name] = error
+    end_children()
+    return bad, errors
 
 
-def end_with(kernel: Any) -> None:
-    """End this process when the kernel ends: nbval would notice only after the cell's whole
-    time.
-    """
-    kernel.join()
-    end_children(True)
+class Kernel:
+    """A process in which cells run, one after the other."""
+
+    def __init__(self, folder: str) -> None:
+        self.connection, other = multiprocessing.Pipe()
+        self.process = FORK.Process(target=be_kernel, args=(folder, other))
+        self.process.start()
+        other.close()
+
+    def run(self, source: str, seconds: float) -> str | None:
+        """Run a cell; return its error, "" if there is none, or None if the kernel has ended."""
+        try:
+            self.connection.send(source)
+            if not self.connection.poll(seconds):
+                os.kill(self.process.pid, signal.SIGALRM)
+                if not self.connection.poll(INTERRUPT_SECONDS):
+                    return None
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
 
 
-def be_kernel(file: str, environment: dict) -> None:
-    """Be the notebook's kernel, under a submission's limits before anything of the learner's
-    runs.
-    """
+def be_kernel(folder: str, connection: Connection) -> None:
+    """Be the kernel, under a submission's limits before anything of the learner's runs."""
     import torch
-    from ipykernel.kernelapp import IPKernelApp
+    from ipykernel.inprocess.ipkernel import InProcessKernel
 
+    os.setpgid(0, 0)
     linux.die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    asyncio.set_event_loop(asyncio.new_event_loop())  # The loop that came with the fork is busy.
-    app = IPKernelApp.instance()
-    app.initialize(["-f", file])
-    enter(environment[HAND_OVER])
-    app.start()
-
-
-def run_cells(notebook: Path, seconds: float) -> None:
-    """Run a notebook, each cell for at most `seconds`, and write a line of JSON for each."""
-    os.setsid()
-    folder = str(notebook.parent)
-    homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "JUPYTER_RUNTIME_DIR", HAND_OVER)
-    modules = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())
-    os.environ.update(dict.fromkeys(homes, folder), OMP_NUM_THREADS="1", PYTHONPATH=modules)
-    os.environ.update({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""})
-    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, stop)
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silent, descriptor)
-    linux.adopt_orphans()  # Processes that a submission starts stay below this one.
-    signal.signal(signal.SIGTERM, end_children)
-    limit()
-    local_provisioner.launch_kernel = start_kernel  # type: ignore[assignment]
-    options = [*OPTIONS.split(), str(seconds), "-c", os.devnull, "--rootdir", folder]
-    pytest.main([*options, str(notebook)], plugins=[Reporter(notebook.with_name(RESULTS))])
-    end_children()
+    torch.set_num_threads(1)
+    shell = InProcessKernel().shell
+    enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
+    own = os.getpid()
+    while True:
+        source = connection.recv()
+        error = error_of(shell.run_cell(source, store_history=True), source)
+        if os.getpid() != own:
+            os._exit(0)  # This is a process that the cell has forked.
+        connection.send(error)
+
+
+def stop(*_: Any) -> None:
+    """Raise Stopped, as the handler of a signal."""
+    raise Stopped
+
+
+def error_of(result: Any, source: str) -> str:
+    """The error that a cell has raised, in words; "" if there is none."""
+    error = result.error_before_exec or result.error_in_exec
+    if error is None:
+        return ""
+    if isinstance(error, Stopped):
+        return f"it was stopped: {running_line(error, source)} was still running"
+    words = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
+    if isinstance(error, SyntaxError):
+        return f"{words} (line {error.lineno} of the cell)"
+    return words[:2000]
+
+
+def running_line(error: BaseException, source: str) -> str:
+    """The line of a cell that was running when it was stopped."""
+    lines = source.splitlines()
+    trace, place = error.__traceback__, "it"
+    while trace is not None:
+        file, number = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if "ipykernel_" in file and number <= len(lines):
+            place = f"line {number} ({lines[number - 1].strip()})"
+        trace = trace.tb_next
+    return place
 
 
 def end_children(*signalled: Any) -> None:

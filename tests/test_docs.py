@@ -89,3 +89,10 @@ def test_the_ratios_in_the_readme_are_those_of_the_reports():
     ]
     table = README.split("| ours over torch's | |\n|---|---|\n")[1].split("\n\n")[0]
     assert [line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()] == ratios
+
+
+def test_the_tests_that_find_what_others_get_wrong_exist():
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", (ROOT / "docs" / "MISTAKES.md").read_text())
+    assert len(named) >= 9
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"

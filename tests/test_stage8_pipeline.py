@@ -565,7 +565,7 @@ def lbfgs():
 
 
 def test_an_optimizer_that_looks_at_all_gradients_is_refused():
-    with pytest.raises(RankError, match="this rank has a part of the gradient only"):
+    with pytest.raises(RankError, match="this rank has a part of the tensor only"):
         launch(lbfgs, world_size=2)
 
 

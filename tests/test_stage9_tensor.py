@@ -12,6 +12,7 @@ from ddp_course import launch, problems, stage1_single, stage9_tensor
 from ddp_course.errors import RankError
 from ddp_course.running import wire
 from ddp_course.running.checkpoint import set_random_state
+from ddp_course.running.devices import Device
 
 MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # (data, tensor)
 
@@ -258,3 +259,13 @@ def test_what_cannot_be_split_stays_whole():
     tied = net()
     tied.append(nn.Linear(32, 13))[-1].weight = tied[2].weight
     assert slices(tied) == {"6.weight": (3, 7), "6.bias": (3,), "8.weight": (2048, 3)}
+
+
+def on_an_emulated_device():
+    """Gradients are looked at below the functions that a part allows; the distance is the same."""
+    with Device("1GFLOP/s", "1GB/s").emulate(sleep=False):
+        return distance(gpt, 2)
+
+
+def test_a_split_model_trains_on_emulated_devices():
+    assert max(launch(on_an_emulated_device, world_size=2)) < 1e-12

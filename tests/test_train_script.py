@@ -188,9 +188,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         file.write_bytes(b"broken")
     with pytest.raises(RankError, match="are damaged"):
         launch(run, options, world_size=2)
-    checkpoint.save(tmp_path, {"model": {}, "step": 3})
-    with pytest.raises(RankError, match=r"was made with --problem None .now synthetic."):
-        launch(run, options, world_size=2)
+    for foreign in ({"model": {}, "step": 3}, [1, 2], 3.0):
+        checkpoint.save(tmp_path, foreign)
+        with pytest.raises(RankError, match="is not one of this script"):
+            launch(run, options, world_size=2)
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path):
@@ -225,11 +226,10 @@ def script(*arguments, **environment):
     [
         ("--problem digits --parameters 5", '"parameters" cannot be chosen for digits'),
         ("--problem synthetic --dropout 0.1", '"dropout" cannot be chosen for synthetic'),
-        ("--problem synthetic --steps 0", "steps is 0"),
-        ("--every 0", "--every is 0 and --keep 2; each must be 1 or more"),
-        ("--lr nan", "lr is nan"),
-        ("--lr -1", "lr is -1.0"),
-        ("--problem synthetic --global-batch -3", "cannot share a batch of -3"),
+        ("--problem digits --dropout nan", "dropout is nan"),
+        ("--problem digits --dropout 2", "dropout is 2.0"),
+        ("--problem synthetic --parameters 99999999999", "is out of range"),
+        ("--problem digits --pipeline 3 --stage 8", "cannot form a mesh"),
     ],
 )
 def test_bad_options_are_refused(arguments, message):
@@ -246,8 +246,8 @@ def test_the_script_alone(tmp_path):
     assert again.returncode == 0 and f"the run in {run_dir} is finished: 6 steps" in again.stdout
     wrong = script("-m", "ddp_course.train", *options, "--seed", "3")
     assert wrong.returncode == 1 and wrong.stderr.startswith("ddp_course.train: the checkpoint in")
-    bad = script("-m", "ddp_course.train", "--problem", "synthetic", "--global-batch", "-3")
-    assert bad.returncode == 2 and "cannot share a batch of -3" in bad.stderr
+    bad = script("-m", "ddp_course.train", "--problem", "synthetic", "--dropout", "2")
+    assert bad.returncode == 2 and "dropout is 2.0" in bad.stderr
     expected = launch(run, options[:-2], world_size=1)[0]
     loaded = checkpoint.load(run_dir)
     assert loaded["losses"] == expected["losses"]

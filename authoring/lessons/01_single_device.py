@@ -28,6 +28,8 @@ r"""
 A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
 entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. You may know how to
 write it: task 1.1 of [exercise 1](../exercises/01_single_device.ipynb) asks for one step.
+
+![A batch goes forward through the model to a loss; backward makes a gradient for each parameter, the last layer's first; the update changes the weights, and the next batch meets new weights](../docs/figures/training_step.svg)
 """
 
 # %% source

@@ -5,7 +5,7 @@
 # numbers every time, and says what is wrong.
 #
 # Stuck? `hint("1.1")` gives the first of three hints for a task, and
-# `hint("1.1", 2)` the next. Reports count them.
+# `hint("1.1", 2)` the next.
 # %% imports
 import torch
 from torch.nn.functional import cross_entropy

@@ -4,7 +4,7 @@
 # The pieces of `DataParallel`: cut the batch, add up the gradients, and see what it costs the master.
 #
 # Stuck? `hint("2.1")` gives the first of three hints for a task, and
-# `hint("2.1", 2)` the next. Reports count them.
+# `hint("2.1", 2)` the next.
 # %% imports
 import torch
 

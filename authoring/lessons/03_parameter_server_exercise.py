@@ -5,7 +5,7 @@
 # 1 to 4 of them, with different servers. All messages go through `wire`, where they are counted.
 #
 # Stuck? `hint("3.1")` gives the first of three hints for a task, and
-# `hint("3.1", 2)` the next. Reports count them.
+# `hint("3.1", 2)` the next.
 # %% imports
 import torch
 import torch.distributed as dist

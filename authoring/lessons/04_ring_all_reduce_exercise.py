@@ -5,7 +5,7 @@
 # as you like: it starts four ranks, draws new numbers every time, counts what you send, and says what is wrong.
 #
 # Stuck? `hint("4.1")` gives the first of three hints for a task, and
-# `hint("4.1", 2)` the next. Reports count them.
+# `hint("4.1", 2)` the next.
 # %% imports
 import torch
 import torch.distributed as dist

@@ -86,6 +86,10 @@ guess
 r"""
 ## The code
 
+One iteration of data parallel training on three devices, with what is new in this lesson below:
+
+![Each of three ranks takes a third of the batch and runs forward and backward with equal weights; an all-reduce sums the gradients around a ring and divides by three, beginning with the first full bucket while backward still computes; every rank makes the same update, so the weights stay equal](../docs/figures/ddp_iteration.svg)
+
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
 communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
 [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look.
@@ -312,6 +316,23 @@ The sum has moved out of the loop, into `backward()`.
 
 # %% diff
 show.diff(stage4_ring.train, stage5_bucketed.train)
+
+# %% [markdown]
+r"""
+## How far does data parallelism reach?
+
+The same two times say how many devices are worth having. Let the batch of a step be fixed, since a larger one trains
+differently (lesson 10): G tokens. A model of n parameters takes 4 n flops per token backward, so K devices of R flop/s
+compute for $4\,n\,G / (K R)$ seconds. A ring sends gradients of e bytes for $2\,\frac{K-1}{K}\,n\,e / W$ seconds over
+links of W bytes/s. All is hidden while the first is the longer one. n cancels, and K too, but for K-1:
+
+$$K \le 1 + \frac{2\,G\,W}{e\,R}$$
+
+In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in its share. R/W, flops per byte, belongs to the
+machine: an H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in practice) and 50 GB/s per GPU has 8,000, so each GPU needs
+8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds 500 such
+GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
+"""
 
 # %% [markdown]
 r"""

@@ -5,7 +5,7 @@
 # which order to send. Then all of it at work, and timelines to read.
 #
 # Stuck? `hint("5.1")` gives the first of three hints for a task, and
-# `hint("5.1", 2)` the next. Reports count them.
+# `hint("5.1", 2)` the next.
 # %% imports
 import math
 
@@ -265,3 +265,26 @@ def when_it_hides(measure, ring):
 
 # %% check-5-7 points=3
 check("5.7", when_it_hides)
+
+
+# %% [markdown]
+# ## 5.8 How far does data parallelism reach?
+#
+# *15 minutes · medium*
+#
+# The batch of one step is fixed, since a larger one would train differently (lesson 10): `tokens` tokens, shared out evenly over K
+# devices. With n parameters, backward takes 4 n flops per token, and a device computes `flops_per_s`. Meanwhile a ring
+# all-reduce sends 2(K-1)/K of n gradients of `gradient_bytes` each, over a link of `bytes_per_s`. More devices have less to
+# compute, but hardly less to send. Up to which K does the all-reduce still fit under the backward pass? You need no n: write
+# both times down, and see what cancels.
+# %% answer-5-8
+def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
+    """Return the largest K at which the all-reduce takes no longer than the backward pass."""
+    ### BEGIN SOLUTION
+    # 4 n tokens / K / flops_per_s >= 2 (K-1) / K n gradient_bytes / bytes_per_s
+    return int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+    ### END SOLUTION
+
+
+# %% check-5-8 points=2
+check("5.8", most_ranks)

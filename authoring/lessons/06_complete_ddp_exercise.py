@@ -4,7 +4,7 @@
 # Small parts without which a DDP works only in lessons, a script to mend, and at the end the heart of it: a reducer.
 #
 # Stuck? `hint("6.1")` gives the first of three hints for a task, and
-# `hint("6.1", 2)` the next. Reports count them.
+# `hint("6.1", 2)` the next.
 # %% imports
 import os
 

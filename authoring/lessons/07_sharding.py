@@ -527,6 +527,25 @@ show.diff(stage5_bucketed.train, stage7_sharded.train)
 
 # %% [markdown]
 r"""
+## How far does it reach?
+
+As in lesson 05, for b tokens per device, n parameters, K devices of R flop/s with links of W bytes/s. Weights and gradients have
+two bytes each.
+
+| pass | computing | sending | hidden if b is at least |
+|---|---|---|---|
+| DDP, backward | 4 n b / R | 4 n / W: reduce-scatter and allgather of gradients | R / W |
+| fully sharded, forward | 2 n b / R | 2 n / W: allgather of weights | R / W |
+| fully sharded, backward | 4 n b / R | 4 n / W: allgather of weights, reduce-scatter of gradients | R / W |
+
+(Each sending time is (K-1)/K of what stands there.) So fully sharded training needs as many tokens per device as DDP does, in
+both passes, and n is not in it: a larger model does not hide its messages any better, it only has more memory to save.
+What does help: more samples per device, a faster network, or sharding inside a host only, where W is tens of times as large,
+with plain data parallelism between hosts (hybrid sharding).
+"""
+
+# %% [markdown]
+r"""
 ## What torch does
 
 You called it above. Where this is in PyTorch: `torch/distributed/optim/zero_redundancy_optimizer.py` is ZeRO-1, by whole

@@ -2,16 +2,17 @@
 # # Exercise 7: shard it
 #
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
-# parameters, step those, and send the new values to the others (ZeRO stage 1).
+# parameters, step those, and send the new values to the others (ZeRO stage 1). Then go on to where a rank does not even
+# keep the parameters: you write what FSDP does before, after and behind each layer.
 #
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
-# `hint("7.1", 2)` the next. Reports count them.
+# `hint("7.1", 2)` the next.
 # %% imports
 import torch
 import torch.distributed as dist
 
 from ddp_course.checking import check, hint
-from ddp_course.running import wire
+from ddp_course.stage4_ring import allgather, reduce_scatter
 
 
 # %% [markdown]
@@ -43,22 +44,24 @@ check("7.1", assign_owners)
 #
 # *10 minutes · medium*
 #
-# The gradients are averaged already, by an all-reduce. `optimizer` holds only the parameters that this rank owns. After
-# your function all ranks have the new values of all parameters.
+# This is ZeRO-1. All weights lie end to end in one flat tensor, all gradients in another, and both are cut into K chunks:
+# `weights` and `gradients` are lists of these chunks, views of the flat tensors. A rank keeps optimizer state for one
+# chunk only, and `update(chunk of weights, chunk of gradients)` makes the step of that chunk, in place. Afterwards all
+# ranks have the new weights. You need no more bytes than DDP: 2(K-1)/K p per rank.
 #
-# This is the simplest way, not the cheapest: the all-reduce sends 2(K-1)/K p, and the owners send (K-1)/K p more, as an
-# average over the ranks. The lesson's ZeRO-1 sends 2(K-1)/K p in all: reduce-scatter, step, allgather.
+# `reduce_scatter(chunks, group)` and `allgather(chunks, group)` are those of lesson 04: after the first, rank r has the
+# sum of chunk r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients.
 # %% answer-7-2
-def sharded_step(parameters, owners, optimizer, group=None):
-    """Step this rank's own parameters, and get the others' from their owners, in place."""
+def sharded_step(weights, gradients, update, group=None):
+    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other chunks, in place."""
     ### BEGIN SOLUTION
-    optimizer.step()
-    for parameter, owner in zip(parameters, owners):
-        if dist.get_rank(group) == owner:
-            for peer in wire.others(owner, group):
-                wire.send(parameter.detach(), peer, group)
-        else:
-            wire.recv(parameter.detach(), owner, group)
+    world_size = dist.get_world_size(group)
+    for chunk in gradients:
+        chunk /= world_size
+    reduce_scatter(gradients, group)
+    own = (dist.get_rank(group) + 1) % world_size
+    update(weights[own], gradients[own])
+    allgather(weights, group)
     ### END SOLUTION
 
 
@@ -132,3 +135,93 @@ def network_order(blocks, block_mb, cap_mb):
 
 # %% check-7-4 points=4
 check("7.4", network_order)
+
+
+# %% [markdown]
+# ## 7.5 Fully sharded: fetch, free, finish
+#
+# *40 minutes · hard*
+#
+# A rank keeps a part of each layer only. Hooks call your three functions: `fetch` before a layer computes, forward and
+# backward, and one layer ahead, so that its gather runs under this layer's computing; `free` when a layer's forward pass
+# is over; `finish` when backward has the gradient of the layer's whole parameter. A `layer` has
+#
+# | | |
+# |---|---|
+# | `layer.parameter` | the whole parameter, in bfloat16; it computes, and `parameter.grad` is its gradient |
+# | `layer.storage`, `layer.nbytes` | the memory of the whole parameter: `storage.resize_(0)` gives it back, `storage.resize_(nbytes)` takes it again, with anything in it |
+# | `layer.chunks` | the whole parameter cut into K chunks, views of that memory |
+# | `layer.index` | which of the chunks this rank owns: rank r owns chunk r+1, as after a reduce-scatter |
+# | `layer.own` | this rank's chunk in float32, the *master* that the optimizer steps; `own.grad` is its gradient |
+# | `layer.coming` | yours: None, or what `fetch` returned |
+# | `layer.group` | the ranks |
+#
+# - `fetch(layer, thread)` returns at once. `thread.submit(function, *arguments)` runs a function on the thread that sends
+#   all messages, in order, and returns a future. Called again before `free`, it gathers nothing a second time. Weights
+#   travel in bfloat16.
+# - `free(layer)` gives the memory back.
+# - `finish(layer, thread)` brings the *mean* of the ranks' gradients to `own.grad`, in float32: bfloat16 has eight bits, too few
+#   for sums. Gradients of several backward passes add up until the optimizer clears them. It keeps no more than its chunk:
+#   the whole gradient goes, and the layer is freed.
+# %% answer-7-5
+def fetch(layer, thread):
+    """Begin to gather the whole parameter, unless that has begun; return the future that ends with it."""
+    ### BEGIN SOLUTION
+    if layer.coming is None:
+        layer.storage.resize_(layer.nbytes)
+        layer.chunks[layer.index].copy_(layer.own.detach())
+        layer.coming = thread.submit(allgather, layer.chunks, layer.group)
+    return layer.coming
+    ### END SOLUTION
+
+
+def free(layer):
+    """Give the memory of the whole parameter back."""
+    ### BEGIN SOLUTION
+    layer.storage.resize_(0)
+    layer.coming = None
+    ### END SOLUTION
+
+
+def finish(layer, thread):
+    """Add the mean of this rank's chunk of the gradient to `own.grad`; keep nothing else, and free the layer."""
+    ### BEGIN SOLUTION
+    world_size = len(layer.chunks)
+    whole = layer.parameter.grad.view(-1).float() / world_size
+    gradients = whole.tensor_split(world_size)
+    thread.submit(reduce_scatter, gradients, layer.group).result()
+    part = gradients[layer.index].clone()
+    layer.own.grad = part if layer.own.grad is None else layer.own.grad + part
+    layer.parameter.grad = None
+    free(layer)
+    ### END SOLUTION
+
+
+# %% check-7-5 points=5
+check("7.5", fetch, free, finish)
+
+
+# %% [markdown]
+# ## 7.6 The norm of what no rank has
+#
+# *10 minutes · medium*
+#
+# To clip gradients by their norm one needs the norm of *all* of them, and no rank has all. `shards` are this rank's parts
+# of the sharded gradients. `replicated` are gradients that every rank has whole, and equal: those of small layers that are
+# not sharded. `all_reduce(tensor)` sums over the ranks, in place; once is enough.
+# %% answer-7-6
+def global_norm(shards, replicated, all_reduce):
+    """Return the 2-norm of all gradients together, the same on all ranks, as a tensor; change no gradient."""
+    ### BEGIN SOLUTION
+    squares = torch.zeros((), dtype=torch.float64)
+    for shard in shards:
+        squares += shard.square().sum()
+    all_reduce(squares)
+    for gradient in replicated:
+        squares += gradient.square().sum()
+    return squares.sqrt()
+    ### END SOLUTION
+
+
+# %% check-7-6 points=2
+check("7.6", global_norm)

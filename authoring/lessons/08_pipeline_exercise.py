@@ -5,9 +5,12 @@
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
 #
 # Stuck? `hint("8.1")` gives the first of three hints for a task, and
-# `hint("8.1", 2)` the next. Reports count them.
+# `hint("8.1", 2)` the next.
 # %% imports
+import torch
+
 from ddp_course.checking import check, hint
+from ddp_course.running import wire
 
 
 # %% [markdown]
@@ -168,3 +171,54 @@ def read(timeline):
 
 # %% check-8-6 points=2
 check("8.6", read)
+
+
+# %% [markdown]
+# ## 8.7 A stage, with its messages
+#
+# *25 minutes · medium*
+#
+# Now a stage of a real pipeline, on ranks. Somebody else walks through GPipe's schedule and calls your two functions with the
+# number of a micro-batch. A `stage` has `module`, its part of the model; `before` and `after`, the neighbours' ranks, None at the ends;
+# `shape`, the shape of what comes from the stage before; and an empty dict `kept` for what you want to keep. The first stage has
+# `inputs`, a list with a tensor for each micro-batch. The last one has `targets` and `loss(output, target)`, and the loss of the batch is
+# the *mean* over all `stage.microbatches`.
+#
+# `wire.send(tensor, rank)` and `wire.recv(tensor, rank)` are those of lesson 03. Parameters' gradients add up in `.grad` as
+# always. After its backward pass nothing of a micro-batch is kept.
+# %% answer-8-7
+def forward(stage, number):
+    """Take micro-batch `number` from the stage before, run the module, and hand its output on."""
+    ### BEGIN SOLUTION
+    if stage.before is None:
+        x = stage.inputs[number]
+    else:
+        x = torch.empty(stage.shape)
+        wire.recv(x, stage.before)
+        x.requires_grad_()
+    y = stage.module(x)
+    if stage.after is None:
+        y = stage.loss(y, stage.targets[number]) / stage.microbatches
+    else:
+        wire.send(y.detach(), stage.after)
+    stage.kept[number] = x, y
+    ### END SOLUTION
+
+
+def backward(stage, number):
+    """Take the gradient of the output from the stage after, go backward, and hand that of the input back."""
+    ### BEGIN SOLUTION
+    x, y = stage.kept.pop(number)
+    if stage.after is None:
+        y.backward()
+    else:
+        gradient = torch.empty_like(y)
+        wire.recv(gradient, stage.after)
+        y.backward(gradient)
+    if stage.before is not None:
+        wire.send(x.grad, stage.before)
+    ### END SOLUTION
+
+
+# %% check-8-7 points=4
+check("8.7", forward, backward)

@@ -283,6 +283,24 @@ show.sketches.mesh(data=2, pipeline=2, tensor=2)
 
 # %% [markdown]
 r"""
+## How far does it reach?
+
+A split pair of layers on b tokens, of width h and inner width 4h, computes 16 b h² flops forward, so T ranks of R flop/s take
+16 b h² / (T R) seconds. Its all-reduce sums b h numbers of two bytes over links of W bytes/s:
+$2\,\frac{T-1}{T}\cdot 2\,b\,h / W$ seconds. Nothing can hide it, since the next layer needs the sum. It takes less than the
+computing while
+
+$$T \le 1 + \frac{4\,h\,W}{R}$$
+
+b is not in it: a larger batch does not help, a wider model does. Between hosts with R/W = 8,000 flops per byte, and for
+h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host, with NVLink, W is nine times as large. That is
+why tensor parallelism stays inside a host, and data parallelism, which needs R/W tokens per replica (lessons 05 and 07),
+goes across. Together they reach further: the T ranks of a replica compute T times as fast, and each of them sends only its T-th of
+the gradients. So a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices.
+"""
+
+# %% [markdown]
+r"""
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
 by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of
 layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits

@@ -5,7 +5,7 @@
 # for a machine with two kinds of links. The first three need a few lines each; the last is a search with a score.
 #
 # Stuck? `hint("9.1")` gives the first of three hints for a task, and
-# `hint("9.1", 2)` the next. Reports count them.
+# `hint("9.1", 2)` the next.
 # %% imports
 import torch
 
@@ -176,3 +176,55 @@ def plan(job):
 
 # %% check-9-4 points=4
 check("9.4", plan)
+
+
+# %% [markdown]
+# ## 9.5 Sequence parallelism
+#
+# *20 minutes · hard*
+#
+# With `Enter` and `Leave` every rank of a split layer has the whole activation before and after it, though between split layers,
+# in norms and dropout, all of them compute the same. An all-reduce is a reduce-scatter and an allgather; so let the one end a
+# split layer, and the other begin the next. In between each rank has its own T-th of the *sequence* only: the bytes are the
+# same, the activations take 1/T of the memory.
+#
+# `allgather(tensor)` returns the ranks' tensors end to end along the first dimension. `reduce_scatter(tensor)` returns this
+# rank's T-th, along the first dimension, of the sum over the ranks. Autograd knows neither. Write the two functions:
+# `Gather` stands before a column-split layer, `Scatter` after a row-split one. One of the two calls in each pass is enough.
+# %% answer-9-5
+class Gather(torch.autograd.Function):
+    """From this rank's part of the sequence to the whole of it."""
+
+    @staticmethod
+    def forward(ctx, x, allgather, reduce_scatter):
+        ### BEGIN SOLUTION
+        ctx.reduce_scatter = reduce_scatter
+        return allgather(x)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ### BEGIN SOLUTION
+        return ctx.reduce_scatter(gradient), None, None
+        ### END SOLUTION
+
+
+class Scatter(torch.autograd.Function):
+    """From a term of the sum for the whole sequence to this rank's part of the sum."""
+
+    @staticmethod
+    def forward(ctx, term, allgather, reduce_scatter):
+        ### BEGIN SOLUTION
+        ctx.allgather = allgather
+        return reduce_scatter(term)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ### BEGIN SOLUTION
+        return ctx.allgather(gradient), None, None
+        ### END SOLUTION
+
+
+# %% check-9-5 points=3
+check("9.5", Gather, Scatter)

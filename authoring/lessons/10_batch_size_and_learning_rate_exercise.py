@@ -4,7 +4,7 @@
 # The data, the learning rate, and what to do when shards are not equal.
 #
 # Stuck? `hint("10.1")` gives the first of three hints for a task, and
-# `hint("10.1", 2)` the next. Reports count them.
+# `hint("10.1", 2)` the next.
 # %% imports
 import math
 
@@ -145,3 +145,30 @@ def largest_rate():
 
 # %% check-10-5 points=2
 check("10.5", largest_rate)
+
+
+# %% [markdown]
+# ## 10.6 Three tokens and three hundred
+#
+# *15 minutes · medium*
+#
+# A language model's loss is a mean over *tokens*. Here one rank has a short micro-batch of 3 tokens, another one a long one of 300.
+# If each rank takes the mean of its own micro-batches and DDP averages the ranks, each of the 3 tokens weighs a hundred times
+# as much as each of the 300. Nothing warns: it trains, a little worse. (This stood in several large training libraries for years.)
+#
+# `sums` has, for each of this rank's micro-batches, the *sum* of its tokens' losses, with a graph behind it; `counts` says how many
+# tokens each has. You return what `backward()` is called on, one number per micro-batch. The gradients of all of them add
+# up on a rank; then DDP *averages* them over `world_size` ranks. The result must be the gradient of the mean over all
+# tokens of all micro-batches of all ranks. `all_reduce(tensor)` sums over the ranks, in place; call it once.
+# %% answer-10-6
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    """Return a loss for each micro-batch, such that DDP's average is the gradient of the mean over all tokens."""
+    ### BEGIN SOLUTION
+    tokens = torch.tensor(float(sum(counts)))
+    all_reduce(tokens)
+    return [loss * world_size / tokens for loss in sums]
+    ### END SOLUTION
+
+
+# %% check-10-6 points=3
+check("10.6", losses_for_backward)

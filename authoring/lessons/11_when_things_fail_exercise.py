@@ -4,7 +4,7 @@
 # Long runs fail. What counts is what is left, and who was to blame.
 #
 # Stuck? `hint("11.1")` gives the first of three hints for a task, and
-# `hint("11.1", 2)` the next. Reports count them.
+# `hint("11.1", 2)` the next.
 # %% imports
 import copy
 import os
@@ -231,3 +231,31 @@ def mended():
 
 # %% check-11-5 points=5
 check("11.5", diagnoses)
+
+
+# %% [markdown]
+# ## 11.6 Saved on four ranks, loaded on two
+#
+# *15 minutes · medium*
+#
+# A sharded checkpoint has a part per rank: each rank saved its chunk of every flat tensor (`tensor_split(K)[rank]`), and
+# what is the same on all ranks, such as the number of the step. Then two GPUs are taken away. `saved` has the parts of all
+# ranks that saved, in order: `saved[2]["momentum"]` is rank 2's chunk. Make the part of a rank of the new, smaller or larger
+# world. It keeps no more memory than it needs.
+# %% answer-11-6
+def reshard(saved, rank, world_size):
+    """Return the part of `rank` among `world_size` ranks, with the keys of `saved[0]`."""
+    ### BEGIN SOLUTION
+    part = {}
+    for name, value in saved[0].items():
+        if isinstance(value, torch.Tensor):
+            whole = torch.cat([other[name] for other in saved])
+            part[name] = whole.tensor_split(world_size)[rank].clone()
+        else:
+            part[name] = value
+    return part
+    ### END SOLUTION
+
+
+# %% check-11-6 points=3
+check("11.6", reshard)

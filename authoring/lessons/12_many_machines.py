@@ -144,27 +144,7 @@ between GPUs. With `--gpus-per-node` all ranks see all GPUs, and each takes that
 
 Files for both are in `deploy/`.
 
-A few machines of your own need no script at all: `launch` reaches them from a cell. Once, in terminals:
-
-```bash
-pip install "ddp-course[hosts]"                                 # on every machine
-ddp-course hosts start --ip 192.168.1.10 --engines engines.json # on this one; leave it running
-ddp-course hosts join engines.json                              # on each of the others, with a copy of that file
-```
-
-Then any launch of this course runs there, with one more argument. On three hosts, one rank on each:
-
-```python
-def place():
-    print("here")
-    return socket.gethostname()
-
-launch(place, world_size=3, hosts="all")     # prints, as they come: [rank 1 host2] here
-# ['host1', 'host2', 'host3']
-```
-
-An error names rank and host, and a machine whose cable is pulled ends the launch instead of hanging it.
-`docs/CLUSTERS.md` says when to use which of the four ways.
+A few machines of your own can take part from a cell, too: `docs/CLUSTERS.md` has the lines, and says when to use which way.
 
 ## Inside one host: switches and wires
 

@@ -4,7 +4,7 @@
 # An all-reduce in two levels, a prediction for a cluster that you do not have, and a log to read.
 #
 # Stuck? `hint("12.1")` gives the first of three hints for a task, and
-# `hint("12.1", 2)` the next. Reports count them.
+# `hint("12.1", 2)` the next.
 # %% imports
 import torch
 

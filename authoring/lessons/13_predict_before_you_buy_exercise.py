@@ -4,7 +4,7 @@
 # Tables to judge, units to read, plans to rule out, and an honest error. Nothing here is timed; paper and a few lines do.
 #
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
-# `hint("13.1", 2)` the next. Reports count them.
+# `hint("13.1", 2)` the next.
 # %% imports
 from ddp_course.checking import check, hint
 

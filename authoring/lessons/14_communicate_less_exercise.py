@@ -4,7 +4,7 @@
 # Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
 #
 # Stuck? `hint("14.1")` gives the first of three hints for a task, and
-# `hint("14.1", 2)` the next. Reports count them.
+# `hint("14.1", 2)` the next.
 # %% imports
 import torch
 
@@ -146,3 +146,34 @@ def break_even(plain, frugal, target, compute_s):
 
 # %% check-14-4 points=2
 check("14.4", winner, break_even)
+
+
+# %% [markdown]
+# ## 14.5 Eight bits
+#
+# *20 minutes · medium*
+#
+# A gradient of float32 travels as whole numbers from -127 to 127, of one byte each, beside one number that says what a 1
+# is worth: the *scale*. As in 14.1, what rounding loses is `left`, and is added to the next gradient: `owed = gradient + left`.
+# The scale is such that the largest magnitude of `owed` becomes 127. All values may be zero.
+#
+# `gather(tensor)` returns a list with this tensor of every rank, in order. Ranks have scales of their own. Gather
+# int8 values and a scale of one number, and nothing else. Change neither `gradient` nor `left`.
+# %% answer-14-5
+def int8_mean(gradient, left, gather):
+    """Return (the mean over the ranks of what was sent, what is left on this rank now), both in float32."""
+    ### BEGIN SOLUTION
+    owed = gradient + left
+    scale = owed.abs().max() / 127
+    values = (owed / scale.clamp(min=1e-30)).round().to(torch.int8)
+    all_values = gather(values)
+    all_scales = gather(scale.reshape(1))
+    total = torch.zeros_like(owed)
+    for their_values, their_scale in zip(all_values, all_scales):
+        total += their_values * their_scale
+    return total / len(all_values), owed - values * scale
+    ### END SOLUTION
+
+
+# %% check-14-5 points=3
+check("14.5", int8_mean)

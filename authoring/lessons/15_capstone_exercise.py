@@ -5,7 +5,7 @@
 # is looked at here is what they wrote: each leaves a `run.json` in its folder, and prints it as its last line.
 #
 # Stuck? `hint("15.1")` gives the first of three hints for a task, and
-# `hint("15.1", 2)` the next. Reports count them.
+# `hint("15.1", 2)` the next.
 # %% imports
 from ddp_course.checking import check, hint
 

@@ -10,11 +10,11 @@ import secrets
 from typing import Any
 
 from ..errors import Wrong
-from .guard import HAND_OVER, hand_over
+from .handing_over import HAND_OVER, hand_over
 from .hints import hint
 
 __all__ = ["check", "hint"]
-CORRECT = "correct. The grader draws other inputs, some of them harder."
+CORRECT = "correct. The grader draws other inputs."
 SO_FAR = "right so far: "
 
 

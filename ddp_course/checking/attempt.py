@@ -5,10 +5,13 @@ Nothing here knows what is right.
 """
 
 import linecache
+import math
 import os
 import pickle
+import resource
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import Wrong
+from ..errors import TooSlow, Wrong
 from ..running.torch_inside import TorchDispatchMode
 from .checks import Task, find
-from .guard import enter
 from .plain import pack, unpack
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
+OURS = ("torch.", "ddp_course.", "exercise_checks.")
+SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
@@ -56,9 +60,11 @@ class Evidence(NamedTuple):
     failure: str = ""
 
 
-def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, work: str) -> None:
+def make_attempts(
+    attempts: Sequence[Attempt], folder: str, patience: float, enter: Callable | None
+) -> None:
     """On each rank: make every attempt and write its evidence into a file named by the attempt's
-    place and the rank.
+    place and the rank. `enter(folder)` sets a submission's limits before anything of it runs.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -70,13 +76,27 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     # process.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    if work:
-        enter(work)
+    if enter:
+        enter(folder)
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
         answers = load(task, attempt.answers)
         if ranks > 1:
             dist.barrier()  # No rank waits in an answer for one that is still loading.
+        limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
         Path(folder, f"{place}-{rank}").write_bytes(pack(probed(task, answers, attempt.inputs)))
+
+
+def limit_processor_time(seconds: float) -> None:
+    """Raise TooSlow when this process has computed for so many seconds from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    signal.signal(signal.SIGXCPU, too_slow)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def too_slow(*_: Any) -> None:
+    """Raise TooSlow, as the handler of a signal."""
+    raise TooSlow
 
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
@@ -118,45 +138,89 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     """
     evidence: dict = {}
     past = PastTheWire() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext()
+    refuse_the_courses_own(answers)
     with past, refusing(task.forbidden):
         for part, case, value in task.probe(*answers, **inputs):
             evidence.setdefault(part, {})[case] = value
     return evidence
 
 
+def refuse_the_courses_own(answers: Sequence) -> None:
+    """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
+    for answer in answers:
+        while hasattr(answer, "func") or hasattr(answer, "__wrapped__"):
+            answer = getattr(answer, "func", None) or answer.__wrapped__
+        place = getattr(answer, "__globals__", {}).get("__name__") or answer.__module__
+        if str(place).startswith(OURS):
+            name = getattr(answer, "__name__", type(answer).__name__)
+            raise Wrong(
+                f"your answer is {place.removeprefix('ddp_course.')}.{name}: write it yourself"
+            )
+
+
+class Forbidden(NamedTuple):
+    """A function that an answer must not call: what its caller is told, how many frames of
+    decorators lie above it, and a copy of it.
+    """
+
+    message: str
+    depth: int
+    original: FunctionType
+
+
+forbidden_now: dict[str, Forbidden] = {}
+refused: list[str] = []  # An answer may catch the error.
+STUB = """
+def stub(*args, **kwargs):
+    from ddp_course.checking.attempt import refuse_or_call
+    return refuse_or_call({!r}, args, kwargs)
+"""
+
+
 @contextmanager
 def refusing(forbidden: Sequence[str]) -> Iterator[None]:
-    """Raise Wrong where code outside of torch and the course calls a forbidden function, and once
-    more at the end.
+    """For a while forbidden functions have other code, by whatever name and in whatever thread they
+    are called: it raises Wrong unless torch or the course calls. Raises Wrong once more at the end.
     """
-    messages, calls = {}, []
+    changed = []
     for name in forbidden:
-        sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
-        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
         with suppress(ImportError, AttributeError):  # This version of torch may lack the function.
-            function, callers = resolve_name(name), 1
+            function, depth = resolve_name(name), 1
             while hasattr(function, "__wrapped__"):
-                function, callers = function.__wrapped__, callers + 1
-            messages[function.__code__] = message, callers
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in messages:
-            message, callers = messages[frame.f_code]
-            for _ in range(callers):
-                frame = frame.f_back
-            if not frame.f_globals.get("__name__", "").startswith(
-                ("torch.", "ddp_course.", "exercise_checks.")
-            ):
-                calls.append(message)
-                raise Wrong(message)
-
-    sys.setprofile(look)
+                function, depth = function.__wrapped__, depth + 1
+            sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
+            message = (
+                f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
+            )
+            original = FunctionType(
+                function.__code__, function.__globals__, None, function.__defaults__
+            )
+            original.__kwdefaults__ = function.__kwdefaults__
+            forbidden_now[name] = Forbidden(message, depth, original)
+            names: dict[str, Any] = {}
+            exec(STUB.format(name), names)
+            changed.append((function, function.__code__))
+            function.__code__ = names["stub"].__code__
+    refused.clear()
     try:
         yield
     finally:
-        sys.setprofile(None)
-    if calls:  # The answer may have caught the first error.
-        raise Wrong(calls[0])
+        for function, code in changed:
+            function.__code__ = code
+    if refused:
+        raise Wrong(refused[0])
+
+
+def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
+    """Call a forbidden function for torch and the course; raise Wrong for all other callers."""
+    forbidden = forbidden_now[name]
+    frame: Any = sys._getframe(1)
+    for _ in range(forbidden.depth):
+        frame = frame.f_back
+    if not str(frame.f_globals.get("__name__")).startswith(OURS):
+        refused.append(forbidden.message)
+        raise Wrong(forbidden.message)
+    return forbidden.original(*args, **kwargs)
 
 
 class PastTheWire(TorchDispatchMode):

@@ -20,9 +20,7 @@ from typing import Any
 
 from ..running.files import course_folder
 
-HEADER = re.compile(
-    r"^# %% (\d+\.\d+) (right|wrong|told|hidden): (.+?)(?: \| (.+))?$", re.MULTILINE
-)
+HEADER = re.compile(r"^# %% (\d+\.\d+) (right|wrong|told): (.+?)(?: \| (.+))?$", re.MULTILINE)
 EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
 
 
@@ -36,7 +34,7 @@ class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among
     the task's points}.
 
-    `draw(random, hidden)` gives keyword arguments (harder cases if `hidden`). `probe(*answers,
+    `draw(random, hidden)` gives keyword arguments; `hidden` is always true. `probe(*answers,
     **inputs)` runs on each of `ranks` ranks and yields (part, case, value); without it `draw`
     yields (part, case, arguments). Numbers may differ by `bound` times the largest. `forbidden` are
     dotted names of functions that an answer must not call. The values of `secret` parts are not
@@ -60,9 +58,9 @@ class Task:
         """The number of the exercise that this task is a part of."""
         return int(self.number.split(".")[0])
 
-    def inputs(self, seed: int, hidden: bool = False) -> dict[str, Any]:
+    def inputs(self, seed: int) -> dict[str, Any]:
         """The inputs that are drawn from a seed."""
-        drawn = self.draw(random.Random(f"{seed} {self.number}"), hidden)
+        drawn = self.draw(random.Random(f"{seed} {self.number}"), True)
         return {"rows": list(drawn)} if isinstance(drawn, Iterator) else drawn
 
 
@@ -122,8 +120,7 @@ class Known:
     evidence.
 
     A "told" answer is wrong, but no diagnosis of other answers: it raises, waits for ever, or has
-    the wrong type. A "hidden" answer is wrong on hidden inputs only. In both, `message` is a part
-    of what the learner is told.
+    the wrong type; its `message` is a part of what the learner is told.
     """
 
     task: str

@@ -7,7 +7,7 @@ factor, another order), or the first of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,13 @@ SURE = 8  # This many equal numbers are no coincidence.
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with each part of an answer, such as "bytes"; "" if the part is right."""
+    """What is wrong with each part of an answer, such as "bytes"; "" if the part is right.
+
+    It is not `judged` if the course's own solution could not be tried.
+    """
 
     parts: dict[str, str]
+    judged: bool = True
 
     @property
     def message(self) -> str:
@@ -56,9 +60,10 @@ def verdict(
     known wrong ones.
     """
     if evidence.values is None:
-        return nothing(task, evidence.failure)
+        return replace(nothing(task, evidence.failure), judged=BUSY not in evidence.failure)
     if solution.values is None:
-        return nothing(task, f"{BUSY} (the course's own solution failed: {solution.failure})")
+        failed = f"{BUSY} (the course's own solution failed: {solution.failure})"
+        return Verdict(dict.fromkeys(task.parts, failed), judged=False)
     wrong = {
         name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
     }

@@ -7,12 +7,12 @@ on.
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CourseError, LaunchTimeout, RankError
+from ..errors import CourseError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
@@ -28,6 +28,7 @@ TOO_LONG = (
 BOTH_SEND = (
     " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 )
+LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
 GAVE_UP = re.compile(
     "timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE
 )
@@ -38,17 +39,19 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
 def gather(
-    attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work: str = ""
+    attempts: Sequence[Attempt],
+    patience: float = PATIENCE_SECONDS,
+    enter: Callable | None = None,
 ) -> list[Evidence]:
-    """The evidence of each attempt; with a folder for their `work` the ranks keep to a submission's
-    limits.
+    """The evidence of each attempt. Ranks wait at most `patience` seconds for each other; where
+    they `enter` a submission's limits, before anything of it runs, they keep to them.
     """
     warm_up()
     results: list[Evidence] = []
     waiting, tries = list(attempts), 0
     while waiting:
         task = find(waiting[0].number)
-        done, failure = launched(waiting, task, patience, work)
+        done, failure = launched(waiting, task, patience, enter)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
@@ -84,15 +87,16 @@ def warm_up() -> None:
 
 
 def launched(
-    attempts: Sequence, task: Task, patience: float, work: str
+    attempts: Sequence, task: Task, patience: float, enter: Callable | None
 ) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
     it.
     """
-    timeout = START_SECONDS + task.seconds * len(attempts)
+    stretch = max(1.0, patience / PATIENCE_SECONDS)
+    timeout = stretch * (START_SECONDS + task.seconds * len(attempts))
     failure = None
-    with tempfile.TemporaryDirectory(prefix="ddp_course_", dir=work or None) as folder:
-        arguments = (list(attempts), folder, patience, work)
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
+        arguments = (list(attempts), folder, patience, enter)
         try:
             launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)
         except CourseError as error:
@@ -109,16 +113,15 @@ def launched(
 def explain(error: CourseError, task: Task) -> str:
     """Why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
-        return (
-            "not finished in time:"
-            f" {task.hang if task.ranks > 1 else 'is there a loop that never ends?'}"
-        )
+        return f"not finished in time: {still_running(error, task)}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
     frame = own_frame(error.traceback, task)
     where = place(frame, task)
     if error.type_name == "Wrong" and error.message:
         return error.message + where
+    if error.type_name == TooSlow.__name__:
+        return f"still running after all of its time{where}: is there a loop that never ends?"
     if error.type_name == "NotImplementedError":
         if frame and frame.task != task.number:
             return (
@@ -146,12 +149,23 @@ def explain(error: CourseError, task: Task) -> str:
         return (
             f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
         )
-    unknown = (
-        "; is it spelt right, and defined or imported in a cell?"
-        if error.type_name == "NameError"
-        else ""
-    )
+    if not frame and error.type_name not in LEARNERS_OWN:
+        return (
+            "your answer returned something that cannot be used"
+            f" ({error.type_name}: {error.message[:300]})"
+        )
+    unknown = ""
+    if error.type_name == "NameError":
+        unknown = "; is it spelt right, and defined or imported in a cell?"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
+
+
+def still_running(error: LaunchTimeout, task: Task) -> str:
+    """The line of the learner's that was still running when time ran out; else the task's hint."""
+    for state in error.states:
+        if frame := own_frame(state.stack, task):
+            return f"still running on rank {state.rank}{place(frame, task)}: does it ever end?"
+    return task.hang if task.ranks > 1 else "is there a loop that never ends?"
 
 
 class Frame(NamedTuple):

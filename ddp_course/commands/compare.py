@@ -18,15 +18,18 @@ from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
 from ..running.parent import JOB
+from ..running.units import positive_number, whole_number
 from ..showing.plots import BUSY, compare_figure, stage_label
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
-    parser.add_argument("--world-size", type=int, default=4, metavar="K", help="number of ranks")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="training steps; None: the problem's"
+        "--world-size", type=whole_number, default=4, metavar="K", help="number of ranks"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
     )
     parser.add_argument(
         "--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}"
@@ -39,15 +42,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
     parser.add_argument(
-        "--global-batch", type=int, metavar="B", help="samples per step; None: the problem's"
+        "--global-batch",
+        type=whole_number,
+        metavar="B",
+        help="samples per step; None: the problem's",
     )
     parser.add_argument(
-        "--parameters", type=int, metavar="P", help="size of the model; None: the problem's"
+        "--parameters",
+        type=whole_number,
+        metavar="P",
+        help="size of the model; None: the problem's",
     )
     parser.add_argument(
-        "--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket"
+        "--bucket-cap-mb", type=positive_number, default=0.25, metavar="M", help="MiB per bucket"
     )
-    parser.add_argument("--lr", type=float, help="learning rate; None: the problem's")
+    parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
     parser.add_argument(
         "--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem"
     )
@@ -55,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links"
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage"
+        "--timeout", type=positive_number, default=300.0, metavar="S", help="seconds for a stage"
     )
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
 

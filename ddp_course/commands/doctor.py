@@ -5,6 +5,7 @@ that is missing.
 import argparse
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -79,20 +80,43 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
             else "no (needs NVIDIA GPUs and Linux)"
         ),
     )
-    launch(dist.barrier, world_size=2, timeout=60)
+    alone = launch(network_after_a_barrier, world_size=2, timeout=60)[0] != own_network()
     yield "two ranks", "were launched, and agree"
-    private = os.environ.get("DDP_COURSE_NETWORK") == "private"
-    common = (
-        "this machine's loopback, open to its other users (docs/WORKSHOP.md says how to change"
-        " that)"
-    )
-    yield "ranks meet on", "a loopback of their own" if private else common
+    yield "ranks meet on", network_in_words(alone)
     unusable = [str(warning.message) for warning in caught[-1:]]
     yield (
         "GPUs",
         ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated",
         *unusable,
     )
+
+
+def network_after_a_barrier() -> str:
+    """Return this rank's network, once all ranks have met there."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    return own_network()
+
+
+def own_network() -> str:
+    """Return the kernel's name of this process's network, "" where it has none."""
+    here = "/proc/self/ns/net"
+    return os.readlink(here) if os.path.exists(here) else ""
+
+
+def network_in_words(alone: bool) -> str:
+    """Return where ranks meet, and who else is there; `alone` says that they have left the caller's
+    network.
+    """
+    from ..running.launching.setting import network
+
+    if alone:
+        return "a network of their own, which no other user can reach"
+    loopback = "this machine's loopback"
+    if network() == "auto" and sys.platform == "linux":
+        return f"{loopback}, where they refuse connections of other users (no namespaces here)"
+    return f"{loopback}, open to its other users (docs/WORKSHOP.md)"
 
 
 def lessons() -> Iterator[tuple[str, ...]]:

@@ -113,8 +113,9 @@ def bring(folder: Path) -> list[str]:
     """Copy the course's files into `folder`; return those that both the learner and the course
     changed: they stay.
     """
-    record_path, kept = folder / RECORD, []
-    record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
+    record_path = folder / RECORD
+    record = read_record(record_path)
+    kept = []
     for name, source in course_files():
         content, there = source.read_bytes(), folder / name
         mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
@@ -129,6 +130,21 @@ def bring(folder: Path) -> list[str]:
             kept.append(name)
     replace_file(record_path, json.dumps(record, indent=1).encode())
     return kept
+
+
+def read_record(path: Path) -> dict[str, str]:
+    """{file: digest of the course's version that was copied last}; ValueError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{path} is damaged; delete it: files that you have changed will stay as they are"
+        )
+    return record
 
 
 def course_files() -> Iterator[tuple[str, Path]]:

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), or 6")
-    parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
+    parser.add_argument("--per-host", type=units.whole_number, default=8, help="devices on a host")
     parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
     parser.add_argument(
         "--local-link", default="3.6Tbit", help="bandwidth between the devices of a host"
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="10us", help="of a message between hosts")
     parser.add_argument("--local-latency", default="2us", help="of a message inside a host")
     parser.add_argument("--algorithm", default="ring", help=", ".join(theory.ALL_REDUCE))
-    parser.add_argument("--bucket-cap", type=float, default=25.0, help="in MiB")
+    parser.add_argument("--bucket-cap", type=units.positive_number, default=25.0, help="in MiB")
     parser.add_argument("--out", default="results", help="folder of simulate.png")
 
 
@@ -37,8 +37,6 @@ def main(args: argparse.Namespace) -> None:
     from ..showing.simulator_plots import scaling_figure
 
     devices, algorithm = parse_devices(args.devices), args.algorithm.replace("-", "_")
-    if args.per_host < 1:
-        raise ValueError(f"{args.per_host} devices per host: give at least 1")
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
     between, within = (
         theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag))

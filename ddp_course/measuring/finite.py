@@ -48,7 +48,8 @@ class Later:
             self.sums, self.backward_pass = {}, now
             after_backward(self.look)
         if not parameter.grad.is_sparse:
-            self.sums[self.names[parameter]] = parameter.grad.sum(dtype=torch.float64)
+            gradient = parameter.grad.as_subclass(torch.Tensor)  # It may be a part of one.
+            self.sums[self.names[parameter]] = gradient.sum(dtype=torch.float64)
 
     def look(self) -> None:
         """Wait for all sums at once; raise NotFiniteError for the first that is not finite."""
@@ -73,11 +74,10 @@ def check(gradient: torch.Tensor, name: str) -> None:
     """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite
     elements.
     """
-    if (
-        gradient.is_sparse
-        or math.isfinite(gradient.sum().item())
-        or bool(gradient.isfinite().all())
-    ):
+    if gradient.is_sparse:
+        return
+    gradient = gradient.as_subclass(torch.Tensor)  # It may be a part of one.
+    if math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
         return  # Finite terms may have a sum that is too large for the dtype.
     kinds = {"NaN": gradient.isnan(), "infinite": gradient.isinf()}
     raise NotFiniteError(

@@ -48,11 +48,15 @@ class Job:
             (self.steps >= 1, f"steps is {self.steps}; it must be 1 or more"),
             (0 < self.lr < math.inf, f"lr is {self.lr}; it must be a positive number, such as 0.1"),
             (
+                0 <= self.dropout < 1,
+                f"dropout is {self.dropout}; it must be 0 or more, and less than 1",
+            ),
+            (
                 self.dtype in ("float32", "float64"),
                 f'dtype is "{self.dtype}"; choose float32 or float64',
             ),
             (
-                self.bucket_cap_mb > 0,
+                0 < self.bucket_cap_mb < math.inf,
                 f"bucket_cap_mb is {self.bucket_cap_mb}; it must be a positive number of MiB",
             ),
         ]:

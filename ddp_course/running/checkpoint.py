@@ -13,6 +13,7 @@ one before it.
 import io
 import pickle
 import random
+import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
                 ".*.tmp"
             ):  # A writer that was killed left it: there is one writer at a time.
                 leftover.unlink(missing_ok=True)
-            number = max((int(saved.stem[-8:]) for saved in checkpoints(folder)), default=0) + 1
+            number = max(map(number_of, checkpoints(folder)), default=0) + 1
             file = files.write_whole(folder / f"checkpoint-{number:08}.pt", content, OWNER_ONLY)
         except OSError as error:
             raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
@@ -118,7 +119,14 @@ def checkpoints(path: str | Path) -> list[Path]:
     """Return the files of all checkpoints in the folder `path`, newest first; [] if there is no
     folder.
     """
-    return sorted(Path(path).glob(f"checkpoint-{8 * '[0-9]'}.pt"), reverse=True)
+    files = [file for file in Path(path).glob("checkpoint-*.pt") if number_of(file)]
+    return sorted(files, key=number_of, reverse=True)
+
+
+def number_of(file: Path) -> int:
+    """The number in the name of a checkpoint, of eight digits or more; 0 for any other name."""
+    match = re.fullmatch(r"checkpoint-(\d{8,})\.pt", file.name, re.ASCII)
+    return int(match[1]) if match else 0
 
 
 def packed(state: Any) -> bytes:
@@ -130,8 +138,10 @@ def packed(state: Any) -> bytes:
         torch.save(state, content)
         content.seek(0)
         foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         foreign = str(error)
+    except (RecursionError, ValueError, OverflowError) as error:
+        foreign = f"{type(error).__name__}: too deep a list, or too large a number"
     if foreign:
         raise CheckpointError(
             f"the state cannot be saved ({foreign}): a checkpoint holds tensors, numbers, text,"

@@ -91,10 +91,3 @@ def course_folder(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     packed = package / "course" / name  # setup.py copies the course's folders there
     return packed if packed.is_dir() else package.parent / name
-
-
-def connection_folder() -> Path:
-    """Return the folder where `ddp-course hosts start` leaves the files with which heads and
-    engines connect.
-    """
-    return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")

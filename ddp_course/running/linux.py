@@ -4,19 +4,22 @@ container's limits.
 At its top it imports the standard library only, so that the preloaded server and other small
 processes can load it. The functions about processes do nothing on other systems; those about
 namespaces raise OSError there. Sources: prctl(2), namespaces(7), user_namespaces(7), netdevice(7),
-cgroups(7).
+proc_net_tcp(5), cgroups(7).
 """
 
 import ctypes
+import errno
 import math
 import os
 import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = (
@@ -27,6 +30,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = (
 )
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+LISTENING = "0A"  # the kernel's number for the state of a socket that takes connections
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -100,6 +104,75 @@ def raise_loopback() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+
+
+def enter_own_network() -> None:
+    """Move this process, which must have one thread only, into a network in which there is nothing
+    but a loopback. Raises OSError where that is forbidden; the process is then as it was.
+
+    A child tries first: some systems let an ordinary user into a user namespace, and then forbid
+    everything in it (AppArmor in Ubuntu 24.04).
+    """
+    try:
+        call("unshare", CLONE_NEWNET)
+    except PermissionError:
+        child = os.fork()
+        if child == 0:
+            end_after(lambda: unshare_as_anyone(CLONE_NEWNET))
+        _, status = os.waitpid(child, 0)
+        if code := os.waitstatus_to_exitcode(status):
+            raise OSError(code, os.strerror(code)) from None
+        unshare_as_anyone(CLONE_NEWNET)
+    raise_loopback()
+
+
+def end_after(attempt: Callable[[], None]) -> None:
+    """Make an attempt, and end this process with its error's number, or 0. This never returns."""
+    code = errno.EPERM
+    try:
+        attempt()
+        code = 0
+    except OSError as error:
+        code = error.errno or code
+    finally:
+        os._exit(code)
+
+
+def alone_in_network() -> bool:
+    """Return whether this process's network has a loopback and no other card."""
+    return [name for _, name in socket.if_nameindex()] == ["lo"]
+
+
+def users_connected() -> set[int]:
+    """Return the numbers of other users with a connection to a listening socket of this process;
+    -1 stands for a far end that this machine does not know.
+    """
+    inodes = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # another thread may just have closed it
+            inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+    connections = [
+        Connection(*line.split()[1:4], *line.split()[7:10:2])
+        for name in ("tcp", "tcp6")
+        for line in read(Path("/proc/self/net", name)).splitlines()[1:]
+    ]
+    own = [each for each in connections if each.inode in inodes]
+    doors = {each.near for each in own if each.state == LISTENING}
+    users = {(each.near, each.far): int(each.user) for each in connections if each.inode != "0"}
+    accepted = [each for each in own if each.near in doors and each.state != LISTENING]
+    return {users.get((each.far, each.near), -1) for each in accepted} - {os.getuid()}
+
+
+class Connection(NamedTuple):
+    """A line of /proc/net/tcp: addresses and state in hexadecimal digits, the socket's user and
+    inode.
+    """
+
+    near: str
+    far: str
+    state: str
+    user: str
+    inode: str
 
 
 def usable_cores() -> int:

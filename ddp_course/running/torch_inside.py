@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch._C import Future as Future
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
+Operator = torch._ops.OpOverload  # A dispatch mode is given these.
 busy_gpu = torch.cuda._sleep
 default_group = (
     distributed_c10d._get_default_group
@@ -39,7 +42,6 @@ as_plain_tensors = (
 backward_pass = (
     torch._C._current_graph_task_id
 )  # Backward passes have numbers from 0; -1 means no pass.
-UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
 @contextmanager
@@ -60,6 +62,16 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, run)
+
+
+def allow_foreach(kind: type) -> None:
+    """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
+    ordinary ones; torch itself does this for its DTensor.
+    """
+    clipping: list[Any] = _foreach_utils._foreach_supported_types
+    updates: list[Any] = optimizer._foreach_supported_types
+    clipping.append(kind)
+    updates.append(kind)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -92,6 +104,19 @@ def serve_store_on(
         "master_listen_fd": listener.detach(),
     }
     return dist.TCPStore(host, port, timeout=patience, **own)
+
+
+def after_each_group(action: Callable[[], None]) -> None:
+    """Have `action` called whenever this process has made a process group, from now on."""
+    make = distributed_c10d._new_process_group_helper
+
+    @wraps(make)
+    def make_and_act(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        action()
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_act
 
 
 def messages() -> int:

@@ -1,9 +1,10 @@
-"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s"
-for a memory.
+"""Numbers as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s" for a
+memory; and the numbers that commands are given.
 """
 
 import math
 import re
+from argparse import ArgumentTypeError
 
 from ..errors import EmulationError
 
@@ -39,6 +40,24 @@ def flops_per_second(text: str | int) -> float:
 def bytes_per_second(text: str | int) -> float:
     """Parse a memory's bandwidth such as "5GB/s"; raises EmulationError for other text."""
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number of 1 or more, for an option of a command, which names the option."""
+    if not re.fullmatch(r"\s*\+?0*[1-9][0-9]{0,11}\s*", text):
+        raise ArgumentTypeError(f'"{text}" must be a whole number, 1 or more')
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Parse a positive number such as 0.25, for an option of a command, which names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25')
+    return value
 
 
 def two_digits(value: float, up: bool = False) -> float:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from . import flight_recorder
 from .event_clock import Clock
+from .torch_inside import as_plain_tensors
 
 Group = dist.ProcessGroup | None
 
@@ -140,7 +141,8 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     tensor or several.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, by which
-    mismatched shapes and hangs are reported with the numbers of the ranks.
+    mismatched shapes and hangs are reported with the numbers of the ranks. In it a tensor of a
+    subclass is an ordinary one.
     """
     parameters = signature(function)
 
@@ -150,7 +152,8 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
         with span(function.__name__), flight_recorder.entry(function.__name__, tensors, group):
             for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)[:1]:
                 warm_up(tensor, group)
-            return function(tensors, *args, **kwargs)
+            with as_plain_tensors():
+                return function(tensors, *args, **kwargs)
 
     return announced
 

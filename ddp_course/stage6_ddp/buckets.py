@@ -18,6 +18,7 @@ the tests compare with `torch.distributed._compute_bucket_assignment_by_size`.
 import warnings
 from functools import cache
 from itertools import accumulate
+from math import inf
 
 import torch
 
@@ -43,7 +44,7 @@ def size_limits(cap_mb, cap_mb_list=None):
     positive.
     """
     caps = cap_mb_list or [cap_mb]
-    if any(cap is not None and cap <= 0 for cap in caps):
+    if any(cap is not None and not 0 < cap < inf for cap in caps):
         raise ValueError(
             f"bucket_cap_mb is {cap_mb_list or cap_mb}; it must be a positive number of MiB, such"
             " as 25"

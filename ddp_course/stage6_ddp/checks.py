@@ -57,7 +57,9 @@ def same_on_all_ranks(parameters, group=None):
     """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
 
     Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
+    Raises ValueError for slices of layers that these ranks share.
     """
+    refuse_slices(parameters, group)
     gradients = {
         name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()
     }
@@ -68,6 +70,24 @@ def same_on_all_ranks(parameters, group=None):
         difference = first_difference(ranks[0], parameters_there, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
+
+
+def refuse_slices(parameters, group):
+    """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
+    different slices, of which there is no average.
+    """
+    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "cut"):
+            sharing = dist.get_process_group_ranks(
+                parameter.cut.all_reduce.group or dist.group.WORLD
+            )
+            if len(members.intersection(sharing)) > 1:
+                raise ValueError(
+                    f"parameter {name} is split over ranks of this process group: average over the"
+                    " mesh's data axis, as in DistributedDataParallel(model,"
+                    ' process_group=mesh(data=…, tensor=…)["data"])'
+                )
 
 
 def first_difference(expected, actual, rank):

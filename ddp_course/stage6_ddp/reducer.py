@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.event_clock import Clock
-from ..running.torch_inside import after_backward
+from ..running.torch_inside import after_backward, as_plain_tensors
 from .automatic import best_limits
 from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
@@ -77,7 +77,7 @@ class Reducer:
 
     def listen(self):
         """Hook every parameter's gradient accumulator; the hooks do not keep this reducer alive."""
-        with torch.enable_grad():
+        with torch.enable_grad(), as_plain_tensors():
             self.accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self.parameters]
         this = weakref.ref(self)
         hooks = [

@@ -19,8 +19,8 @@ Fully sharded, block by block, with the next block's allgather under this block'
     network | gather 1  | gather 2  | gather 2  | gather 1   | gather 0   | reduce 1   | reduce 0
                                                              | + reduce 2 |
 
-In reading order: `clipping`, `flat` and `optimizer` are ZeRO-1; `blocks` and `fsdp` go on to
-ZeRO-3.
+In reading order: `parts`, `flat`, `clipping` and `optimizer` are ZeRO-1; `blocks` and `fsdp` go on
+to ZeRO-3.
 
 Sources: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """

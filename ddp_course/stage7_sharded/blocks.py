@@ -16,8 +16,6 @@ class Sharded(torch.nn.Parameter):
     `torch.nn.UninitializedParameter` is.
     """
 
-    is_shard = True
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in HARMLESS:
@@ -54,10 +52,11 @@ class Block(Flat):
     Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for
     backward get their values back with the next `gather`. Only the training thread calls
     `make_room` and `free`: `fsdp` says why. `gathering` waits until the block is whole, or is None.
-    `following` has the block that comes next in each phase.
+    `following` has the block that comes next in each phase. `holders` are the layers of each
+    parameter, with its name in them: while the block is not whole, they have its shard instead.
     """
 
-    def __init__(self, number, module, parameters, group):
+    def __init__(self, number, module, parameters, group, holders):
         if len({(parameter.dtype, parameter.device) for parameter in parameters}) > 1:
             kind = type(module).__name__
             raise ValueError(
@@ -65,11 +64,14 @@ class Block(Flat):
                 " `blocks`"
             )
         super().__init__(parameters, group, copied=True)
-        self.number, self.module, self.following = number, module, {}
-        self.bytes, self.kinds = (
-            self.full.untyped_storage().nbytes(),
-            [type(parameter) for parameter in parameters],
-        )
+        self.number = number
+        self.module = module
+        self.holders = []
+        for parameter in parameters:
+            self.holders += [(parameter, *place) for place in holders[parameter]]
+        self.following = {}
+        self.bytes = self.full.untyped_storage().nbytes()
+        self.kinds = [type(parameter) for parameter in parameters]
         self.gathering = None
 
     def make_room(self):
@@ -78,10 +80,12 @@ class Block(Flat):
         for (parameter, view), kind in zip(self.views(self.full).items(), self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
+        for parameter, layer, name in self.holders:
+            layer._parameters[name] = parameter
 
     def gather(self, group):
         """Fill this memory, in the communication thread; this rank sends (K-1)/K of its bytes."""
-        self.mine.copy_(self.shard)
+        self.own_chunk.copy_(self.shard)
         gather_chunks(self.chunks, group)
 
     def free(self):
@@ -96,23 +100,12 @@ class Block(Flat):
             self.gathering = None
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
-                parameter.data, parameter.grad = (
-                    self.full.new_empty(()).expand(parameter.shape),
-                    None,
-                )
+                parameter.data = self.full.new_empty(()).expand(parameter.shape)
+                parameter.grad = None
                 parameter.__class__ = Sharded
+        for parameter, layer, name in self.holders:
+            layer._parameters[name] = self.shards[parameter]
         self.full.untyped_storage().resize_(0)
-
-
-def refusal(words):
-    """A function that raises RuntimeError with these `words`, in place of a method that stage 7
-    does not support.
-    """
-
-    def refuse(*_, **__):
-        raise RuntimeError(words)
-
-    return refuse
 
 
 def default_blocks(module):
@@ -125,19 +118,25 @@ def default_blocks(module):
 
 
 def assign_blocks(module, blocks):
-    """Return (block, its parameters) pairs; parameters of no block or of several go to `module` as
-    a whole.
+    """Return (block, its parameters) pairs; parameters of no block, of several, or of other layers
+    too go to `module` as a whole.
     """
-    owners, members = (
-        {},
-        {module: []} | {block: [] for block in blocks},
-    )  # a module that runs twice is one block
-    for block in members.keys() - {module}:
-        for parameter in block.parameters():
-            owners.setdefault(parameter, []).append(block)
-    if not owners.keys() <= set(module.parameters()):
+    members = {module: []}  # A module that runs twice is one block.
+    for block in blocks:
+        members[block] = []
+    if not {*members} <= {*module.modules()}:
         raise ValueError("every block must be a submodule of the model")
-    for parameter in module.parameters():
-        home = owners.get(parameter, [])
-        members[home[0] if len(home) == 1 else module].append(parameter)
+    for parameter, places in holders_of(module).items():
+        layers = {layer for layer, _ in places}
+        homes = [block for block in members if block is not module and layers <= {*block.modules()}]
+        members[homes[0] if len(homes) == 1 else module].append(parameter)
     return [(block, parameters) for block, parameters in members.items() if parameters]
+
+
+def holders_of(module):
+    """{parameter: its (layer, name) pairs in `module`}; a tied parameter is in several layers."""
+    holders = {}
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            holders.setdefault(parameter, []).append((layer, name))
+    return holders

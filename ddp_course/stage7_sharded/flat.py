@@ -2,6 +2,8 @@
 optimizer's state.
 """
 
+import sys
+import threading
 from copy import deepcopy
 from datetime import timedelta
 
@@ -9,17 +11,39 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import timeout_of, tree_map_only
+from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
-from .clipping import Part
+from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)
+NOTICE = 10.0  # After so many seconds a rank that waits for the others says so.
 sum_chunks = wire.collective(reduce_scatter)
 
 
+class Shard(PartOfParameter):
+    """This rank's elements of a parameter that is cut into shards, for an optimizer. They lie in
+    the memory of the flat tensor, and must stay there.
+    """
+
+    refusal = (
+        f"{PartOfParameter.refusal}. If this happens in forward(), a block is used by its parts:"
+        " name those that are called in `blocks`"
+    )
+    no_hooks = "hooks on shards would never be called; add them to the parameters before wrapping"
+    register_hook = register_post_accumulate_grad_hook = refuse_with(no_hooks)
+
+    @classmethod
+    def takes(cls, tensor, values):
+        """Not if the tensor is a shard: what is trained is the memory that it has now."""
+        return not isinstance(tensor, Shard)
+
+
+allow_foreach(Shard)
+
+
 class Flat:
-    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`; `mine`
-    is this rank's.
+    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`;
+    `own_chunk` is this rank's.
 
     The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter
     p that lies in this rank's chunk, as a range of p's elements and as a range of the chunk, both
@@ -30,29 +54,30 @@ class Flat:
 
     def __init__(self, parameters, group=None, copied=False):
         rank, world_size, _, _ = wire.neighbours(group)
-        self.parameters, self.gradient, self.averages, self.places = parameters, None, None, None
-        self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.parameters = parameters
+        self.drop_gradients()
+        with as_plain_tensors():
+            self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.chunks = self.full.tensor_split(world_size)
-        self.index = (
-            rank + 1
-        ) % world_size  # stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r
-        self.mine = self.chunks[self.index]
-        self.shard, self.pieces, self.shards = self.mine.clone() if copied else self.mine, {}, {}
-        low = self.mine.storage_offset()
+        # Stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r.
+        self.index = (rank + 1) % world_size
+        self.own_chunk = self.chunks[self.index]
+        self.shard = self.own_chunk.clone() if copied else self.own_chunk
+        self.pieces = {}
+        self.shards = {}
+        low = self.own_chunk.storage_offset()
         for parameter, view in self.views(self.full).items():
             start = view.storage_offset()
             first, last = (
-                min(max(low, end), low + len(self.mine))
+                min(max(low, end), low + len(self.own_chunk))
                 for end in (start, start + parameter.numel())
             )
             self.pieces[parameter] = (
                 slice(first - start, last - start),
                 slice(first - low, last - low),
             )
-            elements = like(self.shard[first - low : last - low], parameter)
-            self.shards[parameter] = torch.nn.Parameter(
-                elements, requires_grad=parameter.requires_grad
-            )
+            elements = with_dimensions_of(self.shard[first - low : last - low], parameter)
+            self.shards[parameter] = Shard(elements, requires_grad=parameter.requires_grad)
             parameter.data = view
 
     def views(self, flat):
@@ -63,7 +88,7 @@ class Flat:
     # Gradients go from the parameters, divided by K, into one message, and from the sum of the
     # messages to the shards.
 
-    def collect(self):
+    def make_room_for_gradients(self):
         """Make room for the gradients in one message; `places` has the views of those that are
         missing.
 
@@ -74,7 +99,7 @@ class Flat:
         self.gradient = torch.full_like(self.full, -0.0)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
-    def take(self, parameter):
+    def put_gradient(self, parameter):
         """Move a finished gradient, divided by K, to its place; zero is added, so that no zero in
         it is negative.
         """
@@ -89,8 +114,8 @@ class Flat:
         parameter.grad = None
 
     def average(self, group=None):
-        """Reduce-scatter the gradients and keep this rank's chunk for `give`; return the message if
-        it is on a GPU.
+        """Reduce-scatter the gradients and keep this rank's chunk for `hand_out_averages`; return
+        the message if it is on a GPU.
         """
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
@@ -98,23 +123,35 @@ class Flat:
         self.averages = chunks[self.index].clone()
         return message if message.is_cuda else None
 
-    def give(self):
+    def hand_out_averages(self):
         """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed
         leaves no gradients.
         """
-        for parameter, (_, inside) in self.pieces.items():
-            average, shard = self.averages[inside], self.shards[parameter]
-            if average.numel() and not (average[0] == 0 and average[0].signbit()):
-                gradient = like(average, shard).as_subclass(Part)
-                shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
-        self.forget()
+        for parameter in self.with_averages():
+            shard = self.shards[parameter]
+            average = with_dimensions_of(self.averages[self.pieces[parameter][1]], shard)
+            if shard.grad is None:
+                shard.grad = average
+            else:
+                shard.grad.add_(average)
+        self.drop_gradients()
 
-    def forget(self):
+    def with_averages(self):
+        """The parameters of which this rank has elements, and some rank a gradient."""
+        present = [p for p, (_, inside) in self.pieces.items() if inside.stop > inside.start]
+        places = [self.pieces[parameter][1].start for parameter in present]
+        first = self.averages[places]
+        missing = ((first == 0) & first.signbit()).tolist()  # On a GPU it is read once.
+        return [parameter for parameter, none in zip(present, missing, strict=True) if not none]
+
+    def drop_gradients(self):
         """Drop the gradients that are on their way, if there are any."""
-        self.gradient, self.averages, self.places = None, None, None
+        self.gradient = None
+        self.averages = None
+        self.places = None
 
 
-def like(piece, tensor):
+def with_dimensions_of(piece, tensor):
     """A view of the vector `piece` with as many dimensions as `tensor`, by which training loops
     choose weight decay.
     """
@@ -124,21 +161,26 @@ def like(piece, tensor):
 # Every rank has pieces of an optimizer's state; a state dict has the whole state, as on one device.
 
 
-def meet(what, group=None):
+def wait_for_all_ranks(what, group=None):
     """Wait until all ranks of `group` have come to this call; RuntimeError names those that have
     not in two minutes.
     """
     group = group or dist.group.WORLD
     if "gloo" in dist.get_backend_config(group):
+        words = f"{what} needs all ranks together; this one has waited for {NOTICE:g} s"
+        notice = threading.Timer(NOTICE, print, [words], {"file": sys.stderr, "flush": True})
+        notice.start()
         try:
             dist.monitored_barrier(
                 group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
             )
         except RuntimeError as error:
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None
+        finally:
+            notice.cancel()
 
 
-def numbered(optimizer, flats):
+def shards_of(optimizer, flats):
     """(flat, parameter, shard) of each shard in `optimizer`, in its order; ValueError if it has
     other parameters.
     """
@@ -163,8 +205,8 @@ def whole_state(optimizer, flats, group=None):
     Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on
     every rank.
     """
-    meet("the state dict of a sharded optimizer", group)
-    members, everyone, state = numbered(optimizer, flats), [None] * dist.get_world_size(group), {}
+    wait_for_all_ranks("the state dict of a sharded optimizer", group)
+    members, everyone, state = shards_of(optimizer, flats), [None] * dist.get_world_size(group), {}
     mine = [optimizer.state.get(shard, {}) if shard.numel() else {} for _, _, shard in members]
     dist.all_gather_object(
         everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group
@@ -190,7 +232,7 @@ def load_whole_state_dict(optimizer, flats, state_dict):
         [number for members in state_dict["param_groups"] for number in members["params"]],
         {},
     )
-    for number, (flat, parameter, shard) in zip(saved, numbered(optimizer, flats), strict=False):
+    for number, (flat, parameter, shard) in zip(saved, shards_of(optimizer, flats), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if (
                 isinstance(value, torch.Tensor)
@@ -198,7 +240,7 @@ def load_whole_state_dict(optimizer, flats, state_dict):
                 and (value.dim() or not parameter.dim())
             ):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = like(
+                value = with_dimensions_of(
                     elements[flat.pieces[parameter][0]], shard
                 ).clone()  # deepcopy would copy the whole tensor
             state.setdefault(number, {})[key] = deepcopy(value)

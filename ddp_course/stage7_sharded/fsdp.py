@@ -14,11 +14,12 @@ from ..running import communication, flight_recorder, wire
 from ..running.torch_inside import after_backward, backward_pass, uncompiled
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
-from ..stage6_ddp.checks import same_on_all_ranks
 from ..stage6_ddp.unused import tensors_in
-from .blocks import Block, assign_blocks, default_blocks, refusal
+from .blocks import Block, assign_blocks, default_blocks, holders_of
+from .checks import check_model
 from .clipping import clip_grad_norm_
-from .flat import load_whole_state_dict, meet, whole_state
+from .flat import Shard, load_whole_state_dict, wait_for_all_ranks, whole_state
+from .parts import refuse_with
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -32,75 +33,50 @@ class FullyShardedDataParallel(torch.nn.Module):
     nothing is trainable, or something is sharded already.
     """
 
-    load_state_dict = refusal(
+    load_state_dict = _load_from_state_dict = refuse_with(
         "load a state dict into the model before it is wrapped, or after restore()"
     )
-    _apply = refusal("a sharded model cannot be moved or converted; do that before it is wrapped")
-    __reduce_ex__ = refusal(
+    _apply = refuse_with(
+        "a sharded model cannot be moved or converted; do that before it is wrapped"
+    )
+    __reduce_ex__ = refuse_with(
         "a sharded model cannot be copied or pickled; use its state_dict(), which all ranks call"
     )
 
     def __init__(self, module, blocks=None, process_group=None, prefetch=True):
         super().__init__()
-        self.names = {parameter: name for name, parameter in module.named_parameters()}
-        if any(getattr(parameter, "is_shard", False) for parameter in self.names):
-            raise ValueError(
-                "a part of the model is fully sharded already; name the parts as blocks of one"
-                " wrapper"
-            )
-        if any(
-            type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
-            for each in module.modules()
-        ):
-            raise ValueError("the model, or a part of it, is compiled already; wrap it first")
-        if not any(parameter.requires_grad for parameter in self.names):
-            raise ValueError(
-                "the model has no trainable parameters: nothing to average, nothing to train"
-            )
-        same_on_all_ranks(
-            {name: parameter for parameter, name in self.names.items()}, process_group
-        )
+        check_model(module, process_group)
         broadcast_parameters(module, group=process_group)
-        members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
-        self.module, self.group, self.prefetch = module, process_group, prefetch
-        self.blocks = [
-            Block(number, *member, process_group) for number, member in enumerate(members)
-        ]
-        self.shards = {
-            parameter: shard for block in self.blocks for parameter, shard in block.shards.items()
-        }
-        no_hooks = refusal(
-            "hooks on shards would never be called; add them to the model's parameters before"
-            " wrapping"
-        )
-        for parameter, name in self.names.items():
-            self._parameters[name] = shard = self.shards[parameter]
-            shard.is_shard, shard.register_hook, shard.register_post_accumulate_grad_hook = (
-                True,
-                no_hooks,
-                no_hooks,
-            )
-        self._ddp_params_and_buffers_to_ignore = list(
-            self._parameters
-        )  # torch's DDP around this finds nothing to do
-        self.thread, self.device = (
-            communication.communication_thread(process_group),
-            self.blocks[0].full.device,
-        )
-        self.latest, self.reducing, self.backward_pass, self.passes = None, [], None, 0
-        self.handles = [handle for block in self.blocks for handle in self.watch(block)]
+        self.module = module
+        self.group = process_group
+        self.prefetch = prefetch
+        self.thread = communication.communication_thread(process_group)
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.shard(default_blocks(module) if blocks is None else blocks)
+        self.latest = None
+        self.reducing = []
+        self.backward_pass = None
+        self.passes = 0
+        self.handles = [handle for block in self.blocks for handle in self.add_hooks(block)]
+        for layer in module.modules():
+            self.handles.append(layer.register_state_dict_pre_hook(refuse_parts))
         self.free_all()
 
-    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-        """Yield the wrapper alone, so that its parameters, and those of a model around it, are the
-        shards.
-        """
-        memo = set() if memo is None else memo
-        if self not in memo:
-            memo.add(self)
-            yield prefix, self
+    def shard(self, blocks):
+        """Cut the parameters of each block, and of the rest of the model, into shards."""
+        holders = holders_of(self.module)
+        members = assign_blocks(self.module, blocks)
+        self.blocks = [
+            Block(number, *member, self.group, holders) for number, member in enumerate(members)
+        ]
+        self.device = self.blocks[0].full.device
+        self.shards = {}
+        for block in self.blocks:
+            self.shards.update(block.shards)
+        # torch's DistributedDataParallel around this finds nothing to do.
+        self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in self.names.values()]
 
-    def watch(self, block):
+    def add_hooks(self, block):
         """Register the hooks that gather, free and reduce `block`: the first before `forward`, the
         last after it.
         """
@@ -119,11 +95,11 @@ class FullyShardedDataParallel(torch.nn.Module):
     @uncompiled
     def forward(self, *args, **kwargs):
         """Return the module's outputs; its blocks are gathered one after the other."""
-        self.check_usable()
         if backward_pass() != -1:
             return self.module(*args, **kwargs)
+        self.check_usable()
         if not (self.training and torch.is_grad_enabled()):  # rank 0 may try to evaluate alone
-            meet("a forward pass of a sharded model", self.group)
+            wait_for_all_ranks("a forward pass of a sharded model", self.group)
         self.start_over()  # the pass before may have ended with an exception
         self.passes += 1
         outputs = self.module(*args, **kwargs)
@@ -131,12 +107,19 @@ class FullyShardedDataParallel(torch.nn.Module):
         return outputs
 
     def check_usable(self):
-        """Raise RuntimeError after `restore`, or if parameters were frozen or unfrozen after
-        wrapping.
+        """Raise RuntimeError after `restore`, or if parameters were exchanged, frozen or unfrozen
+        after wrapping.
         """
         if not self.handles:
             raise RuntimeError(
                 "restore() has made the module an ordinary one again; use that, or wrap it anew"
+            )
+        present = list(self.module.parameters())  # After a pass that failed some may be whole.
+        known = {*self.shards, *self.shards.values()}
+        if len(present) != len(self.shards) or not known.issuperset(present):
+            raise RuntimeError(
+                "layers or parameters were exchanged, added or removed after wrapping; change the"
+                " model before it is wrapped, or after restore()"
             )
         if any(
             parameter.requires_grad != shard.requires_grad
@@ -155,7 +138,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             ):  # the communication thread raises the error again in its next job
                 wait()
         for block in self.blocks:
-            block.forget()
+            block.drop_gradients()
         self.free_all()
 
     def before_forward(self, block):
@@ -240,7 +223,7 @@ class FullyShardedDataParallel(torch.nn.Module):
                 self.reducing.pop(
                     0
                 )()  # the stream waits for this average, so its message can be freed
-            block.collect()
+            block.make_room_for_gradients()
 
     def gradient_ready(self, block, parameter):
         """The hook: once the last gradient of the block is complete, average them while backward
@@ -250,7 +233,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             raise RuntimeError(
                 f"{self.names[parameter]} got a gradient, but not by way of what its block returned"
             )
-        block.take(parameter)
+        block.put_gradient(parameter)
         if not block.places:
             self.reduce(block)
 
@@ -274,7 +257,7 @@ class FullyShardedDataParallel(torch.nn.Module):
                 wait()
         for block in self.blocks:
             if block.averages is not None:
-                block.give()
+                block.hand_out_averages()
         self.start_over()
 
     def free_all(self):
@@ -288,33 +271,36 @@ class FullyShardedDataParallel(torch.nn.Module):
         """
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
-    def begin(self, what):
+    def prepare_to_gather(self, what):
         """Wait for all ranks and all messages before a call that gathers the model, and broadcast
         rank 0's buffers.
         """
         self.check_usable()
-        meet(f"{what} of a sharded model", self.group)
+        wait_for_all_ranks(f"{what} of a sharded model", self.group)
         self.start_over()
         broadcast_tensors(list(self.module.buffers()), 0, self.group)
 
     @torch.no_grad()
-    def state_dict(self):
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """Return the state dict of the whole model, on the CPU, with rank 0's buffers; all ranks
-        must call this.
+        must call this. A model around this one may pass its `destination` and `prefix`.
         """
-        self.begin("state_dict()")
-        state, whole = self.module.state_dict(keep_vars=True), {}
+        self.prepare_to_gather("state_dict()")
+        whole = {}
         for block in self.blocks:
             self.request(block)()
-            whole.update(
-                (parameter, parameter.detach().to("cpu", copy=True))
-                for parameter in block.parameters
-            )
+            for parameter, shard in block.shards.items():
+                whole[shard] = parameter.detach().to("cpu", copy=True)
             block.free()
-        return {
-            n: whole[value] if value in whole else value.to("cpu", copy=True)
-            for n, value in state.items()
-        }
+        state = {} if destination is None else destination
+        for name, value in self.module.state_dict(prefix=prefix, keep_vars=True).items():
+            if isinstance(value, Shard):
+                state[name] = whole[value]
+            elif isinstance(value, torch.Tensor):
+                state[name] = value.to("cpu", copy=True)
+            else:
+                state[name] = value
+        return state
 
     def optimizer_state_dict(self, optimizer):
         """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all
@@ -333,10 +319,16 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns
         it.
         """
-        self.begin("restore()")
+        self.prepare_to_gather("restore()")
         for block in self.blocks:
             self.request(block)()
         for handle in self.handles:
             handle.remove()
         self.handles = []
         return self.module
+
+
+def refuse_parts(module, prefix, keep_vars):
+    """The hook: a state dict of this model alone would have this rank's shards in it."""
+    if not keep_vars:
+        raise RuntimeError("the model is sharded; call state_dict() of its wrapper, on all ranks")

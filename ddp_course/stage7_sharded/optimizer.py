@@ -14,9 +14,10 @@ from ..running.communication import together
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
-from .blocks import refusal
-from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import Flat, gather_chunks, load_whole_state_dict, whole_state
+from .blocks import Sharded
+from .clipping import clip_grad_norm_
+from .flat import Flat, Shard, gather_chunks, load_whole_state_dict, whole_state
+from .parts import OwnGradient, Part, refuse_with
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -36,7 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.parameters = torch.nn.ParameterList(
             p for members in self.param_groups for p in members["params"]
         )
-        if any(getattr(parameter, "is_shard", False) for parameter in self.parameters):
+        if any(isinstance(parameter, Shard | Sharded) for parameter in self.parameters):
             raise ValueError(
                 "these are shards of FullyShardedDataParallel; give them to an ordinary optimizer"
             )
@@ -56,11 +57,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for members in self.param_groups
         ]
         self.local = optimizer_cls(shards, **kwargs)
-        self.add_param_group = refusal(
+        self.add_param_group = refuse_with(
             "the shards are laid out already; make a new optimizer of all the parameters"
         )
         for parameter in trainable:
-            parameter.register_post_accumulate_grad_hook(guard)
+            parameter.register_post_accumulate_grad_hook(mark_as_own)
 
     @torch.no_grad()
     def average(self):
@@ -82,12 +83,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         with together(self.group):
             for flat in [] if self.averaged else self.trainable():
-                flat.collect()
+                flat.make_room_for_gradients()
                 for parameter in list(flat.places):
                     if parameter.grad is not None:
-                        flat.take(parameter)
+                        flat.put_gradient(parameter)
                 flat.average(self.group)
-                flat.give()
+                flat.hand_out_averages()
         self.averaged = True
 
     @torch.no_grad()
@@ -117,6 +118,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Average the gradients and scale them so that their norm is at most `max_norm`; return the
         norm.
         """
+        if any(isinstance(parameter, Part) for parameter in self.parameters):
+            raise RuntimeError(
+                "these gradients are parts in two ways, of a split model and a sharded optimizer:"
+                " their norm is not known; stage 6 around a split model can clip"
+            )
         self.average()
         return clip_grad_norm_(
             self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device
@@ -150,8 +156,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def check_elementwise(optimizer_cls, kwargs):
     """Try the optimizer on a part of a matrix, and return it; ValueError if it needs the whole."""
-    trial = torch.nn.Parameter(torch.ones(2, 1))
-    trial.grad = torch.ones(2, 1).as_subclass(Part)
+    trial = Shard(torch.ones(2, 1))
+    trial.grad = torch.ones(2, 1)
     try:
         optimizer = optimizer_cls([trial], **kwargs)
         optimizer.step()
@@ -162,7 +168,7 @@ def check_elementwise(optimizer_cls, kwargs):
     return optimizer
 
 
-def guard(parameter):
+def mark_as_own(parameter):
     """The hook: mark a new gradient as this rank's own, because it is not averaged yet."""
     if not parameter.grad.is_sparse:  # sparse tensors have no subclasses
         parameter.grad = parameter.grad.as_subclass(OwnGradient)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ddp_course.checking import SO_FAR
 from ddp_course.errors import GradingError
+from ddp_course.running.units import positive_number, whole_number
 
 from ..grader import grade
+from ..people import Owner
 from ..results import TaskResult
-from ..submissions import Submission, load_exercises
+from ..submissions import load_exercises, read_submission, walk
 
 FOLDERS = (
     ".",
@@ -25,12 +27,14 @@ FOLDERS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exercise", type=int, metavar="N", help="the number of the exercise")
+    parser.add_argument(
+        "exercise", type=whole_number, metavar="N", help="the number of the exercise"
+    )
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds it may take (default 120)"
+        "--timeout", type=positive_number, default=120.0, help="seconds it may take (default 120)"
     )
 
 
@@ -46,9 +50,9 @@ def main(args: argparse.Namespace) -> int:
         raise GradingError(f'"{path}" is not there')
     saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
     print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
-    (result,) = grade(
-        [Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show
-    )
+    (item,) = walk(path, (path.name,))
+    submission = read_submission(item, Owner("you", path.name))
+    (result,) = grade([submission], exercises, seed, timeout=args.timeout, task_done=show)
     if result.exercise not in (None, args.exercise):
         raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     if result.message:
@@ -58,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         if result.passed or result.message
         else f"; the same inputs again in a cell: check(…, seed={seed})"
     )
-    print(f"{result.points:g} of {result.possible:g} points{again}")
+    print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
 
 

@@ -10,48 +10,61 @@ from pathlib import Path
 
 from ddp_course.errors import GradingError
 from ddp_course.running.linux import usable_cores
+from ddp_course.running.units import positive_number, whole_number
 
-from .. import gradebooks, report
+from .. import gradebooks, landlock, report
+from ..comments import read_comments, with_comments
 from ..grader import grade
-from ..remarks import note_likeness
-from ..results import Result, best_of, clean, from_dict
-from ..submissions import PRISTINE, Submission, find_submissions, load_exercises
+from ..people import Roster, read_roster
+from ..results import Result, clean, from_dict, merged
+from ..submissions import (
+    PRISTINE,
+    Submission,
+    find_submissions,
+    load_exercises,
+    without_exercises_not_begun,
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions"
+        "paths", nargs="+", metavar="PATH", help="notebooks, zips, or folders of submissions"
     )
     parser.add_argument("--csv", metavar="FILE", help="write one line per task")
     parser.add_argument(
-        "--html", metavar="DIR", help="write a page for each learner, and index.html"
+        "--html",
+        metavar="DIR",
+        help="write index.html, and hand_back/ with a page for each learner",
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything")
+    parser.add_argument("--json", metavar="FILE", help="write everything, and keep what is in it")
     parser.add_argument(
         "--format", choices=gradebooks.FORMATS, help="write --grades for this gradebook"
     )
     parser.add_argument(
-        "--grades", metavar="PATH", help="a CSV file for canvas or moodle, a folder for gradescope"
+        "--grades", metavar="FILE", help="the CSV file that canvas or moodle imports"
     )
     parser.add_argument(
-        "--roster", metavar="FILE", help="who is in the class: shows who is missing"
+        "--roster",
+        metavar="FILE",
+        help="who is in the class: a list, or Canvas' or Moodle's export",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="skip what is in the file of --json already"
+        "--comments", metavar="FILE", help="points and comments by hand, applied last in every run"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="grade only what is new or changed since --json"
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=whole_number,
         default=usable_cores(),
         help="submissions at a time (default: one a core)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds a submission may take (default 120)"
-    )
-    parser.add_argument(
-        "--hidden",
-        action="store_true",
-        help="draw more and harder inputs than the learner's checks",
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        help="seconds a submission may take (default 120)",
     )
     parser.add_argument(
         "--seed",
@@ -62,25 +75,58 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all pass, 1 if some do not."""
+    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded."""
     check_options(args)
-    submissions, skipped = find_submissions(args.paths)
+    if not landlock.version():
+        print(
+            "this machine has no Landlock, so a submission can harm others: grade in a container"
+            " (deploy/grading.sh)",
+            file=sys.stderr,
+        )
+    roster = read_roster(args.roster) if args.roster else {}
+    exercises = load_exercises(args.exercises)
+    submissions, skipped = find_submissions(args.paths, roster)
+    submissions = without_exercises_not_begun(submissions, exercises)
+    for name in skipped:
+        print(f"no notebook, so skipped: {clean(name)}", file=sys.stderr)
     for path in filter(None, (args.csv, args.json, args.html, args.grades)):
-        Path(path).parent.mkdir(
-            parents=True, exist_ok=True
-        )  # A missing folder must not cost an hour of grading.
-    earlier = earlier_results(args.json) if args.resume else []
-    done = {(result.learner, file) for result in earlier for file in result.files or [""]}
-    waiting = [work for work in submissions if (work.learner, work.file) not in done]
-    for path in skipped:
-        print(f"no notebook, so skipped: {clean(path.name)}", file=sys.stderr)
-    return 0 if all(result.passed for result in grade_and_write(waiting, earlier, args)) else 1
+        folder = Path(path).parent
+        folder.mkdir(parents=True, exist_ok=True)  # A missing one must not cost an hour of grading.
+    earlier = earlier_results(args.json) if args.json else []
+    waiting = not_graded_yet(submissions, earlier) if args.resume else submissions
+    print(who_is_who(submissions, roster), file=sys.stderr)
+    results = grade_and_write(waiting, earlier, exercises, roster, args)
+    if not all(result.has_grade or result.excused for result in results):
+        return 2
+    return 0 if all(result.passed or result.excused for result in results) else 1
+
+
+def who_is_who(submissions: list[Submission], roster: Roster) -> str:
+    """How many learners there are, how many are late, and how many have handed in nothing."""
+    learners = {work.learner for work in submissions} | set(roster)
+    handed_in = {work.learner for work in submissions if work.file}
+    late = {work.learner for work in submissions if work.late}
+    without = len(learners) - len(handed_in)
+    return f"{len(learners)} learners, {len(late)} late, {without} without a notebook"
+
+
+def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list[Submission]:
+    """Submissions that are new, or have changed, or could not be graded; with them, all others of
+    the same learner and exercise.
+    """
+    now = {(work.learner, work.file): work.digest for work in submissions}
+    fresh = set()
+    for result in earlier:
+        files = {(result.learner, file): digest for file, digest in result.files.items()}
+        if result.has_grade and all(
+            now.get(key, digest) == digest for key, digest in files.items()
+        ):
+            fresh |= {*files} or {(result.learner, "")}
+    return [work for work in submissions if (work.learner, work.file) not in fresh]
 
 
 def check_options(args: argparse.Namespace) -> None:
     """GradingError for options that do not go together."""
-    if args.jobs < 1 or not args.timeout > 0:
-        raise GradingError("--jobs and --timeout must be positive")
     if bool(args.format) != bool(args.grades):
         raise GradingError(
             "--format and --grades go together: a gradebook, and where to write its file"
@@ -102,44 +148,41 @@ def earlier_results(file: str) -> list[Result]:
 
 
 def grade_and_write(
-    submissions: list[Submission], earlier: list[Result], args: argparse.Namespace
+    submissions: list[Submission],
+    earlier: list[Result],
+    exercises: dict,
+    roster: Roster,
+    args: argparse.Namespace,
 ) -> list[Result]:
-    """Grade all submissions, writing the reports after each; return each learner's best.
-    GradingError after Ctrl-C.
+    """Grade submissions, writing the reports after each; return the best of each learner, with
+    those that were graded earlier. GradingError after Ctrl-C.
     """
-    roster = gradebooks.read_roster(args.roster) if args.roster else {}
+    comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
-    done, lock = {}, threading.Lock()
+    done: list[Result] = []
+    lock = threading.Lock()
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
 
-    def so_far() -> list[Result]:
-        return [*earlier, *(done[id(work)] for work in submissions if id(work) in done)]
-
     def note(submission: Submission, result: Result) -> None:
-        points = f"{result.points:g} of {result.possible:g}"
-        print(f"{result.learner}: exercise {result.exercise or '?'}, {points}", file=sys.stderr)
+        print(
+            f"{result.learner}: exercise {result.exercise or '?'}, {result.in_words}",
+            file=sys.stderr,
+        )
         with lock:
-            done[id(submission)] = result
-            report.write_files(best_of(so_far()), args, seed)
+            done.append(result)
+            so_far = merged(earlier, done)
+            report.write_files(so_far, args, so_far)
 
     with suppress(KeyboardInterrupt):
-        grade(
-            submissions,
-            load_exercises(args.exercises),
-            seed,
-            args.jobs,
-            args.timeout,
-            args.hidden,
-            progress=note,
-        )
-    best = best_of(so_far())
-    note_likeness(best)
+        grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)
+    graded = merged(earlier, done)
+    best = with_comments(graded, comments)
     missing = [learner for learner in roster if learner not in {result.learner for result in best}]
     grades = gradebooks.grade_files(args.format, args.grades, best, roster) if args.format else {}
-    report.write_files(best, args, seed, missing, grades)
+    report.write_files(best, args, graded, missing, grades)
     print(report.table(best, missing))
     if len(done) < len(submissions):
         again = "; --resume goes on" if args.json else ""
-        count, whole = len(so_far()), len(earlier) + len(submissions)
+        count, whole = len(done), len(submissions)
         raise GradingError(f"interrupted after {count} of {whole} submissions{again}")
     return best

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from ddp_course.running import files
+from ddp_course.running.units import positive_number
 
 from .. import predict, published
 
@@ -65,10 +66,14 @@ def gpt(source: Path, target: str | None) -> None:
     if not rows:
         raise ValueError(f"{source} has no lines below its titles; write one line per setting")
     machine = published.machine()
+    errors = []
     for number, row in enumerate(rows, 2):
         try:
             row[COLUMN] = f"{published.gpt_ms(row, machine):.1f}"
-        except ValueError as error:
+            if row.get(published.GPT_MS):
+                measured = positive_number(row[published.GPT_MS])
+                errors.append(abs(float(row[COLUMN]) / measured - 1))
+        except (ValueError, argparse.ArgumentTypeError) as error:
             raise ValueError(f"{source}, line {number}: {error}") from None
     text = io.StringIO()
     writer = csv.DictWriter(
@@ -80,11 +85,6 @@ def gpt(source: Path, target: str | None) -> None:
         files.replace_file(Path(target), text.getvalue().encode())
     else:
         sys.stdout.write(text.getvalue())
-    errors = [
-        abs(float(row[COLUMN]) / float(row[published.GPT_MS]) - 1)
-        for row in rows
-        if row.get(published.GPT_MS)
-    ]
     if errors:
         print(
             f"median error of {len(errors)} lines: {median(errors):.1%}, worst {max(errors):.1%}",

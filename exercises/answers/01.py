@@ -173,7 +173,7 @@ def gradient_bytes(model):
 # %% 1.3 told: megabytes | a plain int was expected
 #-  if p.requires_grad)
 #+  if p.requires_grad) / 2**20
-# %% 1.3 hidden: layer by layer | a model with tied layers
+# %% 1.3 told: layer by layer | a model with tied layers
 def gradient_bytes(model):
     total = 0
     for layer in model.modules():

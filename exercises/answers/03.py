@@ -65,7 +65,7 @@ def collect(tensor, server=0, group=None):
 #+         if peer == server and dist.get_world_size(group) == 1:
 #+             continue
 #+         peer = (peer + 1) % 2 if peer == server else peer
-# %% 3.1 hidden: works for float32 only | do both sides mean the same
+# %% 3.1 told: works for float32 only | do both sides mean the same
 #- torch.empty_like(tensor)
 #+ torch.empty(tensor.shape)
 # %% 3.2 right: all sends at once

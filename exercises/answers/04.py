@@ -323,7 +323,7 @@ def ring_all_reduce(tensor, group=None):
     return ready(tensor, group)
 
 
-# %% 4.4 hidden: works for float32 only | do both sides mean the same
+# %% 4.4 told: works for float32 only | do both sides mean the same
 def ring_all_reduce(tensor, group=None):
     rank, size, left, right = wire.neighbours(group)
     work = tensor.flatten()

@@ -76,7 +76,7 @@ def assign_buckets(parameters, cap_bytes):
     return stage5_bucketed.assign_buckets(parameters, cap_bytes / 2**20)
 
 
-# %% 5.1 hidden: knows two dtypes | KeyError
+# %% 5.1 told: knows two dtypes | KeyError
 #- filling, closed = {}, []
 #+ filling, closed = {torch.float32: [], torch.float64: []}, []
 #- filling.setdefault(p.dtype, [])
@@ -467,3 +467,39 @@ def when_it_hides(measure, ring):
 # %% 5.4 wrong: line 9 | the list is right if what goes in is
 #- return 7
 #+ return 9
+# %% 5.8 right: tried one by one
+def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
+    ranks = 1
+    while 4 * tokens / (ranks + 1) / flops_per_s >= 2 * ranks / (ranks + 1) * gradient_bytes / bytes_per_s:
+        ranks += 1
+    return ranks
+
+
+# %% 5.8 right: by seconds per token
+def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
+    computing = 4 * tokens / flops_per_s
+    sending = 2 * gradient_bytes / bytes_per_s
+    return math.floor(computing / sending) + 1
+
+
+# %% 5.8 wrong: one rank too few | that is one too few: a ring of K sends 2(K-1)/K of the gradients, not 2
+#- int(1 + 2 * tokens
+#+ int(2 * tokens
+# %% 5.8 wrong: forward too | the all-reduce runs under the backward pass only: 4 n flops per token, not 6
+#- 1 + 2 * tokens
+#+ 1 + 3 * tokens
+# %% 5.8 wrong: backward like forward | backward computes twice what forward does: 4 n flops per token, not 2
+#- 1 + 2 * tokens
+#+ 1 + tokens
+# %% 5.8 wrong: sent once | every gradient is sent twice: reduce-scatter, then allgather
+#- 1 + 2 * tokens
+#+ 1 + 4 * tokens
+# %% 5.8 wrong: always four bytes | gradients have `gradient_bytes` bytes each, not always four
+#- (gradient_bytes * flops_per_s)
+#+ (4 * flops_per_s)
+# %% 5.8 wrong: bits | bytes per second are no bits per second
+#- * bytes_per_s /
+#+ * bytes_per_s / 8 /
+# %% 5.8 wrong: rounded up | with that many the all-reduce is a little too long: round down
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ math.ceil(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))

@@ -124,7 +124,7 @@ def used_anywhere(used, all_reduce):
 #-     all_reduce(counts)
 #+     for index in range(len(counts)):
 #+         all_reduce(counts[index : index + 1])
-# %% 6.2 hidden: packs them into one number | Overflow when unpacking
+# %% 6.2 told: packs them into one number | Overflow when unpacking
 def used_anywhere(used, all_reduce):
     packed = torch.tensor([sum(int(one) * 5**index for index, one in enumerate(used))])
     all_reduce(packed)

@@ -57,75 +57,78 @@ def assign_owners(sizes, world_size):
 # %% 7.1 wrong: to the fullest | rank 0 owns everything
 #- min(held)
 #+ max(held)
-# %% 7.2 right: receives and sends posted at once
-def sharded_step(parameters, owners, optimizer, group=None):
-    optimizer.step()
-    rank = dist.get_rank(group)
-    transfers = []
-    for parameter, owner in zip(parameters, owners):
-        if owner == rank:
-            transfers += [wire.isend(parameter.data, peer, group) for peer in wire.others(owner, group)]
-        else:
-            transfers.append(wire.irecv(parameter.data, owner, group))
-    for transfer in transfers:
-        transfer.wait()
-
-
-# %% 7.2 right: into a buffer
+# %% 7.2 right: divided after the sum
 @torch.no_grad()
-def sharded_step(parameters, owners, optimizer, group=None):
-    optimizer.step()
-    for index, owner in enumerate(owners):
-        if dist.get_rank(group) == owner:
-            for peer in reversed(wire.others(owner, group)):
-                wire.send(parameters[index].data, peer, group)
-        else:
-            fresh = torch.empty_like(parameters[index])
-            wire.recv(fresh, owner, group)
-            parameters[index].copy_(fresh)
+def sharded_step(weights, gradients, update, group=None):
+    reduce_scatter(gradients, group)
+    own = (dist.get_rank(group) + 1) % len(weights)
+    update(weights[own], gradients[own] / len(weights))
+    allgather(weights, group)
 
 
-# %% 7.2 wrong: nothing sent | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
-#-     for parameter, owner in zip(parameters, owners):
-#+     for parameter, owner in []:
-# %% 7.2 wrong: no step | the parameters have not changed: is there a step()?
-#-     optimizer.step()
-# %% 7.2 wrong: sent before the step | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
-def sharded_step(parameters, owners, optimizer, group=None):
-    for parameter, owner in zip(parameters, owners):
-        if dist.get_rank(group) == owner:
-            for peer in wire.others(owner, group):
-                wire.send(parameter.detach(), peer, group)
-        else:
-            wire.recv(parameter.detach(), owner, group)
-    optimizer.step()
+# %% 7.2 right: straight to the owner and back
+from ddp_course.running import wire
 
 
-# %% 7.2 told: rank 0 is the owner | receives from itself
-#- == owner:
-#+ == 0:
-# %% 7.2 wrong: not kept | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
-#- wire.recv(parameter.detach(), owner, group)
-#+ wire.recv(parameter.detach().clone(), owner, group)
-# %% 7.2 told: first other only | wait for each other
-#- in wire.others(owner, group):
-#+ in wire.others(owner, group)[:1]:
-# %% 7.2 wrong: gradients sent | where a parameter should be is its gradient: send the parameter itself, after the step
-#- wire.send(parameter.detach(), peer, group)
-#+ wire.send(parameter.grad, peer, group)
-# %% 7.2 wrong: every rank steps everything | nothing is sent: each rank steps all parameters, so none of the state is split
-def sharded_step(parameters, owners, optimizer, group=None):
-    everything = optimizer.__dict__.setdefault("whole", torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-    everything.step()
+def sharded_step(weights, gradients, update, group=None):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    owner_of = lambda chunk: (chunk - 1) % size
+    own = (rank + 1) % size
+    total = gradients[own].clone()
+    for step in range(1, size):
+        to, source = (rank + step) % size, (rank - step) % size
+        incoming = torch.empty_like(total)
+        receiving = wire.irecv(incoming, source, group)
+        wire.isend(gradients[(to + 1) % size], to, group).wait()
+        receiving.wait()
+        total += incoming
+    update(weights[own], total / size)
+    for step in range(1, size):
+        to, source = (rank + step) % size, (rank - step) % size
+        receiving = wire.irecv(weights[(source + 1) % size], source, group)
+        wire.isend(weights[own], to, group).wait()
+        receiving.wait()
 
 
-# %% 7.2 told: dist.broadcast | your code calls torch.distributed.broadcast
-def sharded_step(parameters, owners, optimizer, group=None):
-    optimizer.step()
-    for parameter, owner in zip(parameters, owners):
-        dist.broadcast(parameter.detach(), owner, group=group)
+# %% 7.2 wrong: chunk r instead of r+1 | after reduce_scatter rank r has the sum of chunk r+1, not of chunk r
+#- (dist.get_rank(group) + 1) % world_size
+#+ dist.get_rank(group)
+# %% 7.2 wrong: not divided | that is the step of the sum: divide the gradients by K
+#-     for chunk in gradients:
+#-         chunk /= world_size
+# %% 7.2 wrong: divided twice | the gradients are divided by K more than once
+#- update(weights[own], gradients[own])
+#+ update(weights[own], gradients[own] / world_size)
+# %% 7.2 wrong: no allgather | a rank has stepped its own chunk; the other chunks of the weights are still the old ones: gather them
+#-     allgather(weights, group)
+# %% 7.2 wrong: gradients gathered | a rank has stepped its own chunk; the other chunks of the weights are still the old ones: gather them
+#- allgather(weights, group)
+#+ allgather(gradients, group)
+# %% 7.2 wrong: gathered before the step | a rank has stepped its own chunk; the other chunks are gathered before they were stepped: gather after update()
+#-     update(weights[own], gradients[own])
+#-     allgather(weights, group)
+#+     allgather(weights, group)
+#+     update(weights[own], gradients[own])
+# %% 7.2 wrong: nothing reduced | each rank steps with its own gradients: what sums them over the ranks?
+#-     reduce_scatter(gradients, group)
+# %% 7.2 wrong: all-reduce and every chunk | every rank has the whole gradient and steps all chunks: that is DDP, and keeps all of the state on every rank
+def sharded_step(weights, gradients, update, group=None):
+    for chunk in gradients:
+        chunk /= len(gradients)
+    reduce_scatter(gradients, group)
+    allgather(gradients, group)
+    for chunk, gradient in zip(weights, gradients):
+        update(chunk, gradient)
 
 
+# %% 7.2 wrong: all-reduce and gather | half as many bytes again: only the sum of its own chunk is needed on a rank
+#- reduce_scatter(gradients, group)
+#+ reduce_scatter(gradients, group); allgather(gradients, group)
+# %% 7.2 wrong: no update | the weights have not changed: is there an update()?
+#-     update(weights[own], gradients[own])
+# %% 7.2 told: dist.reduce_scatter | your code calls torch.distributed.all_reduce
+#- reduce_scatter(gradients, group)
+#+ dist.all_reduce(gradients[0], group=group)
 # %% 7.3 right: one by one
 def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
@@ -162,6 +165,9 @@ def fewest_ranks(parameters, memory, level):
 # %% 7.3 wrong: rounded down | that is one too few: what is left over needs a place too
 #- -(-shared // (memory - whole))
 #+ shared // (memory - whole)
+# %% 7.3 wrong: one more where it fits exactly | what fits exactly fits: that is one rank too many
+#- -(-shared // (memory - whole))
+#+ shared // (memory - whole) + 1
 # %% 7.3 wrong: never says 0 | what stays whole does not fit, and no number of ranks changes that: 0
 #-     if whole >= memory:
 #-         return 0
@@ -239,3 +245,157 @@ def network_order(blocks, block_mb, cap_mb):
 #+ range(1, blocks + 1)]
 # %% 7.4 told: nothing returned | a list of steps was expected, not NoneType
 #-     return order
+# %% 7.5 right: cast once, kept as a list
+def fetch(layer, thread):
+    if not layer.coming:
+        layer.storage.resize_(layer.nbytes)
+        with torch.no_grad():
+            layer.chunks[layer.index][:] = layer.own.to(torch.bfloat16)
+        layer.coming = thread.submit(allgather, list(layer.chunks), layer.group)
+    return layer.coming
+
+
+def free(layer):
+    layer.coming = None
+    layer.storage.resize_(0)
+
+
+@torch.no_grad()
+def finish(layer, thread):
+    pieces = [piece / len(layer.chunks) for piece in layer.parameter.grad.float().flatten().tensor_split(len(layer.chunks))]
+    layer.parameter.grad = None
+    free(layer)
+    thread.submit(reduce_scatter, pieces, layer.group).result()
+    if layer.own.grad is None:
+        layer.own.grad = torch.zeros_like(layer.own)
+    layer.own.grad += pieces[layer.index]
+
+
+# %% 7.5 right: divided at the end, gathered in a function of its own
+def gather(layer):
+    allgather(layer.chunks, layer.group)
+
+
+def fetch(layer, thread):
+    if layer.coming is not None:
+        return layer.coming
+    layer.storage.resize_(layer.nbytes)
+    layer.chunks[layer.index].copy_(layer.own.data)
+    layer.coming = thread.submit(gather, layer)
+    return layer.coming
+
+
+def finish(layer, thread):
+    chunks = list(layer.parameter.grad.float().reshape(-1).tensor_split(len(layer.chunks)))
+    thread.submit(lambda: reduce_scatter(chunks, layer.group)).result()
+    mean = (chunks[layer.index] / len(chunks)).clone()
+    if layer.own.grad is not None:
+        mean += layer.own.grad
+    layer.own.grad = mean
+    layer.parameter.grad = None
+    free(layer)
+
+
+def free(layer):
+    layer.storage.resize_(0)
+    layer.coming = None
+
+
+# %% 7.5 wrong: overwrites | the second backward pass has overwritten the gradient of the first: gradients add up until the optimizer clears them
+#- layer.own.grad = part if layer.own.grad is None else layer.own.grad + part
+#+ layer.own.grad = part
+# %% 7.5 wrong: not divided | that is the sum over the ranks: divide by K for the mean
+#- layer.parameter.grad.view(-1).float() / world_size
+#+ layer.parameter.grad.view(-1).float()
+# %% 7.5 wrong: reduced in bfloat16 | bfloat16 travels where float32 should: make the gradients float32 before they are summed
+#- .view(-1).float() / world_size
+#+ .view(-1) / world_size
+#- part = gradients[layer.index].clone()
+#+ part = gradients[layer.index].float()
+# %% 7.5 wrong: chunk r | rank r has the sum of chunk r+1: `layer.index` says which
+#- part = gradients[layer.index].clone()
+#+ part = gradients[dist.get_rank(layer.group)].clone()[: len(layer.own)]; part = torch.nn.functional.pad(part, (0, len(layer.own) - len(part)))
+# %% 7.5 wrong: keeps the whole gradient alive | `own.grad` is a view of the whole gradient, which therefore stays in memory: copy the chunk
+#- gradients[layer.index].clone()
+#+ gradients[layer.index]
+# %% 7.5 wrong: gradient not dropped | the whole gradient stays in `parameter.grad`: a rank has no room for it
+#-     layer.parameter.grad = None
+# %% 7.5 wrong: gathers each time it is asked | a layer that is already coming is gathered again: look at `layer.coming`
+#-     if layer.coming is None:
+#+     if True:
+# %% 7.5 wrong: gathers in the caller's thread | the gather runs in the caller's thread, so that nothing can compute under it: give it to `thread`
+#- layer.coming = thread.submit(allgather, layer.chunks, layer.group)
+#+ import concurrent.futures
+#+         allgather(layer.chunks, layer.group)
+#+         layer.coming = concurrent.futures.Future()
+#+         layer.coming.set_result(None)
+# %% 7.5 wrong: never freed | layers stay whole: free one when its forward pass and when its backward pass is over
+#-     layer.storage.resize_(0)
+#-     layer.coming = None
+#+     pass
+# %% 7.5 wrong: finish does not free | layers stay whole: free one when its forward pass and when its backward pass is over
+#-     layer.parameter.grad = None
+#-     free(layer)
+#+     layer.parameter.grad = None
+# %% 7.5 told: not filled | thread.submit was expected
+#-     return layer.coming
+# %% 7.5 wrong: the old values travel | the memory holds anything when it comes back: copy `own` into its chunk before the gather
+#-         layer.chunks[layer.index].copy_(layer.own.detach())
+#+         layer.chunks[layer.index].zero_()
+# %% 7.6 right: a list of squares
+def global_norm(shards, replicated, all_reduce):
+    total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)
+    all_reduce(total)
+    return (total + sum((gradient**2).sum() for gradient in replicated)).sqrt()
+
+
+# %% 7.6 right: replicated ones divided by K
+def global_norm(shards, replicated, all_reduce):
+    squares = torch.stack([torch.zeros(2, dtype=torch.float64)] + [torch.stack([s.pow(2).sum(), s.sum() * 0]) for s in shards]).sum(0)
+    ones = torch.tensor([squares[0], 1.0], dtype=torch.float64)
+    all_reduce(ones)
+    total = ones[0]
+    for gradient in replicated:
+        total = total + gradient.norm() ** 2
+    return total**0.5
+
+
+# %% 7.6 wrong: sum of norms | norms do not add up, their squares do
+#- squares += shard.square().sum()
+#+ squares += shard.norm()
+#- squares += gradient.square().sum()
+#+ squares += gradient.norm()
+#- return squares.sqrt()
+#+ return squares
+# %% 7.6 wrong: replicated K times | the replicated gradients count once per rank: add them after the sum over the ranks
+#-     all_reduce(squares)
+#-     for gradient in replicated:
+#-         squares += gradient.square().sum()
+#+     for gradient in replicated:
+#+         squares += gradient.square().sum()
+#+     all_reduce(squares)
+# %% 7.6 wrong: root before the sum | the root is taken before the sum over the ranks: norms do not add up, their squares do
+#-     all_reduce(squares)
+#+     squares = squares.sqrt()
+#+     all_reduce(squares)
+#+     squares = squares.square()
+# %% 7.6 wrong: own shards only | that is the norm of this rank's own part: what do the other ranks have?
+#-     all_reduce(squares)
+# %% 7.6 wrong: no root | that is the square of the norm
+#- return squares.sqrt()
+#+ return squares
+# %% 7.6 wrong: replicated forgotten | the replicated gradients are missing
+#-     for gradient in replicated:
+#-         squares += gradient.square().sum()
+# %% 7.6 wrong: a mean | that is a mean over the ranks; the squares of all ranks add up
+#- all_reduce(squares)
+#+ all_reduce(squares); squares /= dist.get_world_size()
+# %% 7.6 told: an all-reduce per shard | wait for each other
+#-         squares += shard.square().sum()
+#-     all_reduce(squares)
+#+         part = shard.square().sum()
+#+         all_reduce(part)
+#+         squares += part
+# %% 7.6 wrong: squares in place | the gradients have changed: they are still needed
+#- squares += shard.square().sum()
+#+ squares += shard.square_().sum()

@@ -194,6 +194,19 @@ def most_held(steps):
 # %% 8.4 wrong: peak minus one | a backward pass releases its micro-batch when it is done, so the peak is before it
 #- return most
 #+ return most - 1
+# %% 8.4 wrong: from the oldest to the newest | between the oldest and the newest that wait, others have gone backward
+def most_held(steps):
+    waiting, most = set(), 0
+    for kind, m in steps:
+        if kind == "F":
+            waiting.add(m)
+        else:
+            waiting.discard(m)
+        if waiting:
+            most = max(most, max(waiting) - min(waiting) + 1)
+    return most
+
+
 # %% 8.4 told: the longest run of forward passes | was expected
 #- held += 1 if kind == "F" else -1
 #+ held = held + 1 if kind == "F" else 0
@@ -303,3 +316,84 @@ def read(timeline):
 # %% 8.6 told: words of one's own | the result is 'sequential'; 'one at a time' was expected
 #- return "one at a time", slow
 #+ return "sequential", slow
+# %% 8.7 right: with autograd.grad
+def forward(stage, number):
+    if stage.before is not None:
+        incoming = torch.zeros(*stage.shape)
+        wire.recv(incoming, stage.before)
+        x = incoming.requires_grad_(True)
+    else:
+        x = stage.inputs[number].clone().requires_grad_(True)
+    output = stage.module(x)
+    if stage.after is not None:
+        wire.send(output.detach().clone(), stage.after)
+    stage.kept[number] = (x, output)
+
+
+def backward(stage, number):
+    x, output = stage.kept.pop(number)
+    if stage.after is not None:
+        gradient = torch.zeros_like(output)
+        wire.recv(gradient, stage.after)
+        torch.autograd.backward(output, gradient)
+    else:
+        (stage.loss(output, stage.targets[number]) / stage.microbatches).backward()
+    if stage.before is not None:
+        wire.send(x.grad, stage.before)
+
+
+# %% 8.7 right: receives and sends posted, then waited for
+def forward(stage, number):
+    x = stage.inputs[number] if stage.before is None else torch.empty(stage.shape)
+    if stage.before is not None:
+        wire.irecv(x, stage.before).wait()
+    x = x.requires_grad_()
+    y = stage.module(x)
+    if stage.after is None:
+        y = stage.loss(y, stage.targets[number])
+    else:
+        wire.isend(y.detach(), stage.after).wait()
+    stage.kept[number] = {"x": x, "y": y}
+
+
+def backward(stage, number):
+    kept = stage.kept.pop(number)
+    gradient = torch.tensor(1 / stage.microbatches)
+    if stage.after is not None:
+        gradient = torch.empty(kept["y"].shape)
+        wire.irecv(gradient, stage.after).wait()
+    kept["y"].backward(gradient)
+    if stage.before is not None:
+        wire.isend(kept["x"].grad, stage.before).wait()
+
+
+# %% 8.7 wrong: not divided | the loss of the batch is the mean over all micro-batches: divide by their number
+#- stage.loss(y, stage.targets[number]) / stage.microbatches
+#+ stage.loss(y, stage.targets[number])
+# %% 8.7 told: no gradient for what came in | x.grad
+#-         x.requires_grad_()
+# %% 8.7 wrong: never dropped | a micro-batch is kept after its backward pass: take it out of `kept`
+#- stage.kept.pop(number)
+#+ stage.kept[number]
+# %% 8.7 wrong: a gradient of ones | each stage begins backward anew: the gradient of its output comes from the stage after
+#-         wire.recv(gradient, stage.after)
+#-         y.backward(gradient)
+#+         wire.recv(gradient, stage.after)
+#+         y.backward(torch.ones_like(y))
+# %% 8.7 wrong: the activation goes back | what goes back is the gradient of the input, not the input
+#- wire.send(x.grad, stage.before)
+#+ wire.send(x.detach(), stage.before)
+# %% 8.7 wrong: each target is the first | every micro-batch has its own target
+#- stage.targets[number]
+#+ stage.targets[0]
+# %% 8.7 wrong: each input is the first | every micro-batch has its own input
+#- stage.inputs[number]
+#+ stage.inputs[0]
+# %% 8.7 wrong: sent twice | one message for each pass and neighbour is enough
+#- wire.send(y.detach(), stage.after)
+#+ wire.send(y.detach()[:1], stage.after); wire.send(y.detach()[1:], stage.after)
+#- wire.recv(x, stage.before)
+#+ wire.recv(x[:1], stage.before); wire.recv(x[1:], stage.before)
+# %% 8.7 told: nothing goes back | every receive have its send
+#-     if stage.before is not None:
+#-         wire.send(x.grad, stage.before)

@@ -35,6 +35,9 @@ def my_slices(gate_and_up, down, rank, ranks):
 # %% 9.1 wrong: only the first rank's slice | every rank has the same slice: rank says which is its own
 #- (ranks)[rank]
 #+ (ranks)[0]
+# %% 9.1 wrong: the rest to the last rank | share the rest out as well: two ranks differ by one unit at most
+#- torch.arange(len(gate)).tensor_split(ranks)[rank]
+#+ torch.arange(len(gate))[rank * (len(gate) // ranks) :][: None if rank == ranks - 1 else len(gate) // ranks]
 # %% 9.1 told: only the gate is split | shapes cannot be multiplied
 #- torch.cat([gate[mine], up[mine]])
 #+ torch.cat([gate[mine], up])
@@ -218,3 +221,95 @@ def plan(job):
 # %% 9.4 told: not all GPUs | is not
 def plan(job):
     return 1, 8, 1
+# %% 9.5 right: saved on the context by name
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, allgather, reduce_scatter):
+        ctx.back = reduce_scatter
+        return allgather(x.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.back(gradient.contiguous()), None, None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, term, allgather, reduce_scatter):
+        ctx.back = allgather
+        return reduce_scatter(term.contiguous())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (ctx.back(gradient.contiguous()), None, None)
+
+
+# %% 9.5 right: one class for both
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.back(gradient), None, None
+
+
+class Gather:
+    @staticmethod
+    def apply(x, allgather, reduce_scatter):
+        return Both.apply(x, allgather, reduce_scatter)
+
+
+class Scatter:
+    @staticmethod
+    def apply(term, allgather, reduce_scatter):
+        return Both.apply(term, reduce_scatter, allgather)
+
+
+# %% 9.5 wrong: own part of the gradient | every rank has a term of x's gradient: backward of Gather sums the terms over the ranks, by a reduce-scatter
+#- return ctx.reduce_scatter(gradient), None, None
+#+ return gradient.chunk(dist_size(gradient))[dist_rank()].clone(), None, None
+#- class Gather(torch.autograd.Function):
+#+ import torch.distributed as torch_dist
+#+
+#+
+#+ def dist_rank():
+#+     return torch_dist.get_rank()
+#+
+#+
+#+ def dist_size(gradient):
+#+     return len(gradient) // 2
+#+
+#+
+#+ class Gather(torch.autograd.Function):
+# %% 9.5 wrong: a mean | Scatter's sum is divided by the number of ranks: it is a sum, not a mean
+#-         return reduce_scatter(term)
+#+         part = reduce_scatter(term)
+#+         return part * (len(part) / len(term))
+# %% 9.5 wrong: backward of Scatter for its own part only | the other rows of the gradient are zeros: every rank's term reaches all parts of the output, so gather their gradients
+#-         ctx.allgather = allgather
+#+         ctx.rows = len(term)
+#-         return ctx.allgather(gradient), None, None
+#+         import torch.distributed as torch_dist
+#+
+#+         whole = torch.zeros(ctx.rows, *gradient.shape[1:], dtype=gradient.dtype)
+#+         start = torch_dist.get_rank() * len(gradient)
+#+         whole[start : start + len(gradient)] = gradient
+#+         return whole, None, None
+# %% 9.5 wrong: gathered and scattered | twice the bytes: what the reduce-scatter of the sum gives is enough
+#- return ctx.reduce_scatter(gradient), None, None
+#+ ctx.reduce_scatter(gradient.clone()); return ctx.reduce_scatter(gradient), None, None
+# %% 9.5 told: not divided among the ranks | invalid gradient
+#- return ctx.reduce_scatter(gradient), None, None
+#+ return gradient, None, None
+# %% 9.5 wrong: the terms are not summed | that is this rank's own term of the output: Scatter sums the ranks' terms
+#-         return reduce_scatter(term)
+#+         import torch.distributed as torch_dist
+#+
+#+         rows = len(reduce_scatter(term))
+#+         return term[torch_dist.get_rank() * rows :][:rows].clone()
+# %% 9.5 wrong: gradients halved | the gradient of x is too small: a reduce-scatter sums, and nothing is to be divided
+#- return ctx.reduce_scatter(gradient), None, None
+#+ return ctx.reduce_scatter(gradient) / 2, None, None

@@ -237,3 +237,57 @@ def largest_rate():
 # %% 10.5 told: below 0 | the rate is a number above 0
 #- return 0.3
 #+ return -0.3
+# %% 10.6 right: divided first
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    mean = torch.zeros(1, dtype=torch.float64) + sum(counts) / world_size
+    all_reduce(mean)
+    return tuple(loss / mean.squeeze() for loss in sums)
+
+
+# %% 10.6 right: counts as a tensor
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    total = torch.tensor(counts).sum()
+    all_reduce(total)
+    weight = world_size / total.item()
+    return [weight * loss for loss in sums]
+
+
+# %% 10.6 wrong: mean of each micro-batch | each micro-batch has taken its own mean, so a token of a short one weighs more: divide by the tokens of all ranks
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    all_reduce(torch.zeros(1))
+    return [loss / max(count, 1) for loss, count in zip(sums, counts)]
+
+
+# %% 10.6 wrong: mean of means | each micro-batch has taken its own mean, so a token of a short one weighs more: divide by the tokens of all ranks
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    all_reduce(torch.zeros(1))
+    return [loss / max(count, 1) / len(sums) for loss, count in zip(sums, counts)]
+
+
+# %% 10.6 wrong: this rank's tokens | divided by this rank's tokens: a token of a rank with few weighs more
+#-     all_reduce(tokens)
+#-     return [loss * world_size / tokens for loss in sums]
+#+     all_reduce(torch.zeros(1))
+#+     return [loss / tokens for loss in sums]
+# %% 10.6 wrong: K forgotten | DDP divides by K once more: multiply by the number of ranks
+#- loss * world_size / tokens
+#+ loss / tokens
+# %% 10.6 wrong: sums | that is the gradient of the sum of all losses: divide by the number of all tokens
+#- loss * world_size / tokens
+#+ loss * world_size
+# %% 10.6 wrong: a sum per micro-batch | one all-reduce is enough: add up this rank's tokens first
+def losses_for_backward(sums, counts, all_reduce, world_size):
+    total = 0
+    for index in range(3):
+        tokens = torch.tensor(float(counts[index]) if index < len(counts) else 0.0)
+        all_reduce(tokens)
+        total += tokens
+    return [loss * world_size / total for loss in sums]
+
+
+# %% 10.6 wrong: number of micro-batches | divided by the number of micro-batches; the mean is over tokens
+#- torch.tensor(float(sum(counts)))
+#+ torch.tensor(float(len(counts)))
+# %% 10.6 wrong: world size twice | K is in it twice: the all-reduce has summed the tokens of all ranks already
+#- loss * world_size / tokens
+#+ loss * world_size * world_size / tokens

@@ -207,7 +207,7 @@ def culprit(lines):
 #- return min(failures)[1]
 #+ return min(rank for _, rank in failures)
 #-  and not what.endswith(consequences)
-# %% 11.3 hidden: times as text | go by the time
+# %% 11.3 told: times as text | go by the time
 #- float(seconds)
 #+ seconds
 # %% 11.4 right: a rate by LambdaLR's formula
@@ -318,3 +318,56 @@ def culprit(lines):
 #+ return list({
 #-     }
 #+     })
+# %% 11.6 right: by places
+def reshard(saved, rank, world_size):
+    state = dict(saved[0])
+    for name in state:
+        if torch.is_tensor(state[name]):
+            whole = torch.cat([part[name] for part in saved], dim=0)
+            small, longer = divmod(len(whole), world_size)
+            start = rank * small + min(rank, longer)
+            state[name] = whole[start : start + small + (rank < longer)].clone()
+    return state
+
+
+# %% 11.6 right: copies of pieces
+def reshard(saved, rank, world_size):
+    def cut(name):
+        pieces = torch.cat([part[name] for part in saved]).tensor_split(world_size)
+        return torch.tensor(pieces[rank].tolist(), dtype=pieces[rank].dtype)
+
+    return {name: cut(name) if torch.is_tensor(value) else value for name, value in saved[0].items()}
+
+
+# %% 11.6 wrong: its own old part | that is what the rank had before: the chunks have other borders now
+def reshard(saved, rank, world_size):
+    return {name: value.clone() if torch.is_tensor(value) else value for name, value in saved[rank % len(saved)].items()}
+
+
+# %% 11.6 wrong: everything to everyone | each rank has everything: cut it into parts for the new ranks
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole.clone()
+# %% 11.6 wrong: in turn | the elements are dealt out in turn; a part is a piece of neighbours
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole[rank::world_size].clone()
+# %% 11.6 wrong: a view | a part that is a view keeps the whole tensor in memory: copy it
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole.tensor_split(world_size)[rank]
+# %% 11.6 wrong: rounded down | the last elements are lost: 21 is no multiple of every number of ranks
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole[rank * (len(whole) // world_size) : (rank + 1) * (len(whole) // world_size)].clone()
+# %% 11.6 wrong: rounded up | the first parts are too long: `tensor_split` makes them differ by one at most
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole[rank * -(-len(whole) // world_size) : (rank + 1) * -(-len(whole) // world_size)].clone()
+# %% 11.6 wrong: no step | the number of the step is missing: what is the same on all ranks belongs to every part
+#-         else:
+#-             part[name] = value
+# %% 11.6 wrong: in the wrong order | the old chunks stand in the wrong order
+#- for other in saved]
+#+ for other in reversed(saved)]
+# %% 11.6 wrong: steps added up | the step is the same on all ranks, and is not added up
+#- part[name] = value
+#+ part[name] = sum(other[name] for other in saved)
+# %% 11.6 told: by old ranks | tensor_split
+#- torch.cat([other[name] for other in saved])
+#+ [other[name] for other in saved]

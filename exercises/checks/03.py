@@ -1,6 +1,5 @@
 """Exercise 3: the server's two loops, the average, and the time it takes."""
 
-import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
@@ -14,10 +13,9 @@ LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES}
 
 
 def draw_server(random, hidden, whole=True):
-    """Tensors that differ by rank (in float64 if `hidden`), and a server for each world size."""
-    dtype = torch.float64 if hidden else torch.float32
+    """Tensors that differ by rank, and a server for each world size."""
     servers = {3: random.randrange(1, 3), 4: random.randrange(4), 2: 1, 1: 0}
-    return {"values": tensors(random, 4, LENGTH, dtype=dtype, whole=whole), "servers": servers}
+    return {"values": tensors(random, 4, LENGTH, whole=whole), "servers": servers}
 
 
 def probe_server(function, values, servers):
@@ -26,9 +24,11 @@ def probe_server(function, values, servers):
     """
     for size, group in worlds(3, 4, 2, 1):
         tensor = values[dist.get_rank()].clone()
+        tensor = tensor.double() if size == 2 else tensor
         with wire.counting() as traffic:
             function(tensor, servers[size], group)
-        case = f"with {size} ranks and rank {servers[size]} as server"
+        kind = " (float64)" if size == 2 else ""
+        case = f"with {size} ranks and rank {servers[size]} as server{kind}"
         yield "values", case, tensor
         yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
 

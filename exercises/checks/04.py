@@ -114,14 +114,10 @@ class RingAllReduce:
     """
 
     def draw(random, hidden):
-        shapes = {**SHAPES, "of no elements": (0,)} if hidden else SHAPES
-        dtype = torch.float64 if hidden else torch.float32
-        return {
-            "values": {
-                name: tensors(random, 4, *shape, dtype=dtype, whole=True)
-                for name, shape in shapes.items()
-            }
-        }
+        values = {name: tensors(random, 4, *shape, whole=True) for name, shape in SHAPES.items()}
+        values["of no elements"] = tensors(random, 4, 0)
+        values["in float64"] = tensors(random, 4, 9, dtype=torch.float64, whole=True)
+        return {"values": values}
 
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
@@ -153,7 +149,8 @@ class StepSeconds:
             (8, 0.4, 1),
         ]:
             bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
-            cables = [slow * bits] * (1 + (ranks > 5)) + [bits] * (ranks - 1 - (ranks > 5))
+            count = 2 if ranks > 5 else 1
+            cables = [slow * bits] * count + [bits] * (ranks - count)
             random.shuffle(cables)
             latency, computing = random.randrange(1, 90) * 1e-3, share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
@@ -177,12 +174,11 @@ class FindTheBugInTheRing:
             "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)),
             "short": 3,
         }
-        dtype = torch.float64 if hidden else torch.float32
-        return {
-            "values": {
-                name: tensors(random, 4, n, dtype=dtype, whole=True) for name, n in lengths.items()
-            }
-        }
+        dtypes = {"even": torch.float64, "odd": torch.float32, "short": torch.float32}
+        values = {}
+        for name, length in lengths.items():
+            values[name] = tensors(random, 4, length, dtype=dtypes[name], whole=True)
+        return {"values": values}
 
     def probe(the_bug, mended_ring, values):
         yield "the line", "the faulty line", the_bug()

@@ -430,3 +430,25 @@ class WhenItHides:
                 " bounds it"
             )
             yield "explained", f"{about}: {half}", why
+
+
+@task("5.8", "most_ranks", {"small machines": 1, "large machines": 1})
+class MostRanks:
+    """Backward is tokens / K, the ring 2(K-1)/K: K is at most 1 + 2 tokens W / (bytes R)."""
+
+    def draw(random, hidden):
+        cases = []
+        for gradient_bytes in (2, 4):
+            for ranks in (5, 40, 700, 9000):
+                tokens = random.randrange(2**14, 2**22)
+                rate = random.randrange(50, 900) * 10**12
+                # This bandwidth puts the limit half way between two whole numbers.
+                bandwidth = (ranks - 0.5) * gradient_bytes * rate / (2 * tokens)
+                cases.append((tokens, rate, bandwidth, gradient_bytes, ranks))
+        for tokens, rate, bandwidth, gradient_bytes, ranks in cases:
+            part = "small machines" if ranks < 100 else "large machines"
+            about = (
+                f"{tokens} tokens, {rate / 1e12:g} TFLOP/s, {bandwidth / 1e9:.3g} GB/s,"
+                f" {gradient_bytes} bytes per gradient"
+            )
+            yield part, about, (tokens, rate, bandwidth, gradient_bytes)

@@ -1,6 +1,8 @@
-"""Exercise 7: optimizer state split over the ranks, the memory that it saves, and prefetch in
-little room.
+"""Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
+room, parameters that come and go, and the norm of what no rank has.
 """
+
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -8,8 +10,9 @@ import torch.distributed as dist
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import load_tasks, task
 from ddp_course.running import wire
+from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import RING, SERVER, require, several, tensors, worlds
+from .shared import SERVER, noted_ring, require, several, tensors, worlds
 
 SCHEDULES = load_tasks(8)
 
@@ -56,47 +59,54 @@ def balance(sizes, world_size, owners):
     return "" if least else f"{list(owners)} gives {held} numbers per rank"
 
 
-SHAPES = [(6, 5), (9,), (4, 4), (3,), (7, 2)]
-SAME_ORDER = "do all ranks go through the parameters in the same order?"
-LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES, "hang": SAME_ORDER, "bound": 1e-9}
+SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
+WHOLE = tuple(
+    f"ddp_course.stage4_ring.{name}"
+    for name in ("ring_all_reduce", "whole_gradient_ring", "average_on_ring")
+)
+LOOP = {"ranks": 4, "forbidden": SERVER + WHOLE + COLLECTIVES, "hang": SAME_ORDER, "bound": 1e-9}
 
 
-@task("7.2", "sharded_step", {"values": 2, "bytes": 1}, **LOOP)
+@task("7.2", "sharded_step", {"weights": 2, "bytes": 1}, **LOOP)
 class ShardedStep:
-    """Each rank steps the parameters that it owns, then sends them to the others."""
+    """ZeRO-1: reduce-scatter of the gradients, a step of the own chunk, allgather of the weights."""
 
     def draw(random, hidden):
-        values, gradients = (
-            [tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES] for _ in "ab"
-        )
-        owners = {
-            size: [random.randrange(size) for _ in SHAPES[size:]] + list(range(size))
-            for size in (2, 3, 4)
-        }
-        return {
-            "values": values,
-            "gradients": gradients,
-            "owners": {size: owners[size] for size in (3, 4, 2)},
-        }
+        length = random.randrange(20, 40) if hidden else 26
+        (start,) = tensors(random, 1, length, dtype=torch.float64)
+        return {"start": start, "gradients": tensors(random, 4, length, dtype=torch.float64)}
 
-    def probe(sharded_step, values, gradients, owners):
-        for size, group in worlds(*owners):
-            parameters = [torch.nn.Parameter(value.clone()) for value in values]
-            own = [
-                p
-                for p, owner in zip(parameters, owners[size], strict=True)
-                if owner == dist.get_rank()
-            ]
-            optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.9)
+    def probe(sharded_step, start, gradients):
+        for size, group in worlds(3, 4, 2):
+            flat = start.clone()
+            weights = list(flat.tensor_split(size))
+            update = MomentumStep()
             with wire.counting() as traffic:
-                for turn in range(3):
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter.grad = gradient * (turn + 1)
-                    sharded_step(parameters, owners[size], optimizer, group)
-                    row = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-                    yield "values", f"with {size} ranks, after step {turn + 1}", row
-            case = f"with {size} ranks, bytes sent per step, when K-1 others need what a rank owns"
-            yield "bytes", case, traffic.bytes_sent // 3
+                for turn in (1, 2, 3):
+                    own = gradients[dist.get_rank()] * turn
+                    sharded_step(weights, list(own.tensor_split(size)), update, group)
+                    yield "weights", f"with {size} ranks, after step {turn}", flat.clone()
+            sent = torch.tensor([traffic.bytes_sent // 3])
+            ring_all_reduce(sent, group)
+            case = f"with {size} ranks, bytes that all ranks together send in a step"
+            yield "bytes", case, sent.item()
+            calls = f"with {size} ranks, steps of a rank's optimizer, when it steps one chunk"
+            yield "weights", calls, update.calls // 3
+
+
+class MomentumStep:
+    """SGD with momentum 0.9 for the one chunk that it is called with; a chunk's state is its own."""
+
+    def __init__(self):
+        self.velocities = {}
+        self.calls = 0
+
+    def __call__(self, weights, gradient):
+        place = weights.data_ptr()
+        velocity = self.velocities.setdefault(place, torch.zeros_like(gradient))
+        velocity.mul_(0.9).add_(gradient)
+        weights -= 0.1 * velocity
+        self.calls += 1
 
 
 @task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
@@ -109,17 +119,16 @@ class FewestRanks:
         for level, whole in enumerate((16, 4, 2, 0)):
             parameters = 840 * random.randrange(10**3, 10**6)
             shared = (16 - whole) * parameters
-            ranks = [random.randrange(2, 9), random.randrange(9, 90)] if level else []
-            enough = [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks] + [
-                17 * parameters
-            ]
-            for memory in [*enough, *[whole * parameters * 3 // 4] * (whole > 0)]:
+            exactly = random.randrange(2, 9) if level else 1
+            enough = [17 * parameters, whole * parameters + shared // exactly]
+            if level:
+                ranks = [random.randrange(2, 9), random.randrange(9, 90)]
+                enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
+            never = [whole * parameters * 3 // 4] if whole else []
+            for memory in enough + never:
                 case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-                yield (
-                    "enough" if memory in enough else "never enough",
-                    case,
-                    (parameters, memory, level),
-                )
+                part = "enough" if memory in enough else "never enough"
+                yield part, case, (parameters, memory, level)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
@@ -220,3 +229,168 @@ class NetworkOrder:
             yield "memory", f"{about}, waiting", "" if ends else took
             yield "prefetch", f"{about}, ticks ({slow})", "fewer" if ends and took < plain else took
             yield "the best", f"{about}, ticks ({idle})", took
+
+
+class Layer:
+    """A linear layer whose weight comes and goes, as 7.5 describes it."""
+
+    def __init__(self, weight, group):
+        self.parameter = torch.nn.Parameter(weight.bfloat16())
+        self.group = group
+        self.coming = None
+        whole = self.parameter.data.view(-1)
+        size = dist.get_world_size(group)
+        self.chunks = whole.tensor_split(size)
+        self.index = (dist.get_rank(group) + 1) % size
+        self.own = torch.nn.Parameter(weight.view(-1).tensor_split(size)[self.index].clone())
+        self.storage = whole.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.storage.resize_(0)
+
+
+class CountingThread:
+    """The one thread that sends messages, and how often it was asked to."""
+
+    def __init__(self):
+        self.executor = ThreadPoolExecutor(1)
+        self.submitted = 0
+
+    def submit(self, function, *arguments):
+        self.submitted += 1
+        return self.executor.submit(function, *arguments)
+
+    def wait(self):
+        """Return when all transfers so far have ended."""
+        self.executor.submit(lambda: None).result()
+
+
+class HookedModel:
+    """Linear layers with a tanh between them; hooks call the learner's three functions."""
+
+    def __init__(self, functions, weights, group, thread):
+        self.fetch, self.free, self.finish = functions
+        self.thread = thread
+        self.layers = [Layer(weight, group) for weight in weights]
+        self.most_whole = 0
+        for layer in self.layers:
+            layer.parameter.register_post_accumulate_grad_hook(
+                lambda _, layer=layer: self.finish(layer, thread)
+            )
+
+    def compute(self, number, following):
+        """Have layer `number` whole, and the next one on its way."""
+        for ahead in (number, following):
+            if 0 <= ahead < len(self.layers):
+                future = self.fetch(self.layers[ahead], self.thread)
+                require(
+                    hasattr(future, "result"),
+                    f"fetch returned {future!r}; the future of thread.submit was expected",
+                )
+                if ahead == number:
+                    future.result()
+        whole = sum(layer.storage.nbytes() > 0 for layer in self.layers)
+        self.most_whole = max(self.most_whole, whole)
+
+    def __call__(self, x):
+        for number, layer in enumerate(self.layers):
+            self.compute(number, number + 1)
+            x = torch.nn.functional.linear(x, layer.parameter).tanh()
+            self.thread.wait()  # A transfer that nobody waits for must not write into freed memory.
+            self.free(layer)
+            x.register_hook(lambda _, number=number: self.compute(number, number - 1))
+        return x
+
+
+@task(
+    "7.5",
+    ("fetch", "free", "finish"),
+    {"weights": 2, "accumulation": 1, "bytes": 1, "memory": 1},
+    ranks=3,
+    bound=1e-3,
+    seconds=10.0,
+    forbidden=SERVER + WHOLE + COLLECTIVES,
+    hang="does every rank gather and reduce the same layers, in the same order?",
+)
+class FetchFreeFinish:
+    """FSDP's three functions: on float32 masters, with gathers in bfloat16, in two layers' room."""
+
+    def draw(random, hidden):
+        width = 10 if hidden else 8
+        return {
+            "weights": tensors(random, 4, width, width),
+            "inputs": [tensors(random, 3, 5, width) for _ in range(3)],
+        }
+
+    def probe(fetch, free, finish, weights, inputs):
+        for size, group in worlds(3, 2):
+            thread = CountingThread()
+            model = HookedModel((fetch, free, finish), weights, group, thread)
+            optimizer = torch.optim.SGD([layer.own for layer in model.layers], lr=0.2)
+            about = f"with {size} ranks"
+            with wire.counting() as traffic:
+                for step, micro_batches in enumerate(((0,), (1, 2)), start=1):
+                    optimizer.zero_grad()
+                    for number in micro_batches:
+                        model(inputs[dist.get_rank()][number].bfloat16()).float().sum().backward()
+                    part = "weights" if step == 1 else "accumulation"
+                    passes = "one backward pass" if step == 1 else "two backward passes"
+                    yield part, f"{about}, the gradients after {passes}", gradients_of(model)
+                    case = f"{about}, whole gradients that are kept after {passes}"
+                    yield "memory", case, kept_gradients(model)
+                    optimizer.step()
+                    masters = torch.cat([layer.own.detach() for layer in model.layers])
+                    yield part, f"{about}, the masters after step {step}", masters
+            sent = torch.tensor([traffic.bytes_sent // 3])
+            ring_all_reduce(sent, group)
+            yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
+            case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
+            yield "bytes", f"{case} per layer", thread.submitted // 3
+            left = sum(layer.storage.nbytes() > 0 for layer in model.layers)
+            yield "memory", f"{about}, layers that are whole at the same time", model.most_whole
+            yield "memory", f"{about}, layers that are still whole after a step", left
+            thread.executor.shutdown()
+
+
+def gradients_of(model):
+    """The gradients of all masters, end to end, zeros where there is none."""
+    gradients = []
+    for layer in model.layers:
+        gradient = layer.own.grad
+        missing = torch.zeros_like(layer.own)
+        gradients.append(missing if gradient is None else gradient.detach().float().clone())
+    return torch.cat(gradients)
+
+
+def kept_gradients(model):
+    """How many whole gradients still take memory, as themselves or behind a chunk of them."""
+    count = 0
+    for layer in model.layers:
+        count += layer.parameter.grad is not None
+        gradient = layer.own.grad
+        if gradient is not None:
+            count += gradient.untyped_storage().nbytes() > gradient.numel() * 4
+    return count
+
+
+@task("7.6", "global_norm", {"norm": 2, "one sum": 1}, ranks=4, bound=1e-6)
+class GlobalNorm:
+    """Squares of shards are summed over the ranks, those of replicated gradients count once."""
+
+    def draw(random, hidden):
+        shards = [tensors(random, 2, 7 + rank, dtype=torch.float64) for rank in range(4)]
+        shards[2] = shards[2][:1]
+        shards[3] = [] if hidden else shards[3]
+        return {"shards": shards, "replicated": tensors(random, 2, 5, dtype=torch.float64)}
+
+    def probe(global_norm, shards, replicated):
+        own = shards[dist.get_rank()]
+        for size, group in worlds(4, 3, 2):
+            for name, whole in (("nothing", []), ("two gradients", replicated)):
+                all_reduce, calls = noted_ring(group)
+                given = [tensor.clone() for tensor in [*own, *whole]]
+                norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
+                about = f"with {size} ranks, {name} replicated"
+                yield "norm", f"{about}, the norm", float(norm)
+                yield "one sum", f"{about}, all-reduces", len(calls)
+                after = torch.cat([torch.zeros(1, dtype=torch.float64), *given])
+                yield "one sum", f"{about}, the gradients afterwards", after

@@ -4,10 +4,15 @@ import math
 from collections.abc import Iterable
 from numbers import Integral
 
+import torch
+import torch.distributed as dist
+
+from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
+from ddp_course.running import wire
 from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
 
-from .shared import require, several
+from .shared import require, several, tensors
 
 
 def steps_of(steps, about, *kinds):
@@ -138,7 +143,9 @@ class MostHeld:
             letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules
         ]
         fixed = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("F", 3), ("B", 0), ("B", 2), ("B", 3)]
-        other = [fixed, any_order(random, 6), any_order(random, 9)]
+        stays = "F0 F1 B1 F2 B2 F3 B3 F4 B4 B0"  # An early one stays while later ones come and go.
+        stays = [(step[0], int(step[1])) for step in stays.split()]
+        other = [fixed, stays, any_order(random, 6), any_order(random, 9)]
         for part, orders in {"GPipe and 1F1B": usual, "any order": other}.items():
             for order in orders:
                 yield part, " ".join(f"{kind}{m}" for kind, m in order), (order,)
@@ -299,3 +306,64 @@ class WhichSchedule:
             )
             look = "look at how long its own steps take, not at when it ends or how long it waits"
             yield "slow stage", f"timeline {number}, the slow stage ({look})", stage
+
+
+class StageOfThree:
+    """One of three stages of a small model, as 8.7 describes it."""
+
+    def __init__(self, weights, inputs, targets):
+        rank = dist.get_rank()
+        self.microbatches = len(inputs)
+        self.module = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh())
+        self.module.load_state_dict({"0.weight": weights[rank], "0.bias": weights[rank][0]})
+        self.before = rank - 1 if rank > 0 else None
+        self.after = rank + 1 if rank < 2 else None
+        self.shape = (3, 5)
+        self.kept = {}
+        if self.before is None:
+            self.inputs = [x.clone() for x in inputs]
+        if self.after is None:
+            self.targets = targets
+            self.loss = torch.nn.functional.mse_loss
+
+    def gradients(self):
+        """The gradients of the module's parameters, end to end, zeros where there is none."""
+        missing = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in self.module.parameters()
+        ]
+        return torch.cat([gradient.reshape(-1) for gradient in missing])
+
+
+@task(
+    "8.7",
+    ("forward", "backward"),
+    {"gradients": 3, "messages": 1, "memory": 1},
+    ranks=3,
+    bound=1e-5,
+    forbidden=COLLECTIVES,
+)
+class StageWithMessages:
+    """Activations go right, their gradients come back, and the loss is a mean over micro-batches."""
+
+    def draw(random, hidden):
+        return {
+            "weights": tensors(random, 3, 5, 5),
+            "inputs": tensors(random, 4, 3, 5),
+            "targets": tensors(random, 4, 3, 5),
+        }
+
+    def probe(forward, backward, weights, inputs, targets):
+        for microbatches in (4, 2):
+            stage = StageOfThree(weights, inputs[:microbatches], targets)
+            with wire.counting() as traffic:
+                most = 0
+                for step in gpipe(3, microbatches)[dist.get_rank()]:
+                    run = forward if step.action == "forward" else backward
+                    run(stage, step.microbatch)
+                    most = max(most, len(stage.kept))
+            about = f"GPipe, {microbatches} micro-batches, stage {dist.get_rank()}"
+            yield "gradients", f"{about}, the gradients of its parameters", stage.gradients()
+            yield "messages", f"{about}, messages sent in a step", traffic.messages_sent
+            yield "messages", f"{about}, bytes sent in a step", traffic.bytes_sent
+            yield "memory", f"{about}, micro-batches that are kept at the same time", most
+            yield "memory", f"{about}, micro-batches that are kept after the step", len(stage.kept)

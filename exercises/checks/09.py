@@ -3,10 +3,13 @@ a machine.
 """
 
 import torch
+import torch.distributed as dist
 
+from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
+from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import require
+from .shared import require, tensors, worlds
 
 RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 
@@ -21,6 +24,7 @@ class MySlices:
             (12, 5, 4),
             (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))),
             (7, 3, 1),
+            (11, 6, 4),  # Three are left over.
         ]
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         made = []
@@ -155,3 +159,66 @@ class Plan:
             link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
             seconds += 2 * (data - 1) / data * 4 * share / link
             yield "seconds", f"{about}seconds of a step", round(seconds, 6)
+
+
+class CountedCollectives:
+    """An allgather and a reduce-scatter along the first dimension, and how often each was called."""
+
+    def __init__(self, group, size):
+        self.group = group
+        self.size = size
+        self.calls = {"allgathers": 0, "reduce-scatters": 0}
+
+    def sum_over_ranks(self, tensor):
+        total = tensor.detach().clone().contiguous()
+        ring_all_reduce(total, self.group)
+        return total
+
+    def allgather(self, tensor):
+        self.calls["allgathers"] += 1
+        whole = torch.zeros(self.size * len(tensor), *tensor.shape[1:], dtype=tensor.dtype)
+        start = dist.get_rank() * len(tensor)
+        whole[start : start + len(tensor)] = tensor.detach()
+        return self.sum_over_ranks(whole)
+
+    def reduce_scatter(self, tensor):
+        self.calls["reduce-scatters"] += 1
+        return self.sum_over_ranks(tensor).chunk(self.size)[dist.get_rank()].clone()
+
+
+@task(
+    "9.5",
+    ("Gather", "Scatter"),
+    {"forward": 1, "backward": 2, "calls": 1},
+    ranks=3,
+    forbidden=COLLECTIVES,
+    hang="does each rank make the same calls, in both passes?",
+)
+class SequenceParallel:
+    """Gather is an allgather forward and a reduce-scatter backward; Scatter the other way round."""
+
+    def draw(random, hidden):
+        kinds = {"dtype": torch.float64}
+        return {
+            "x": tensors(random, 3, 2, 4, **kinds),
+            "first": tensors(random, 3, 5, 4, **kinds),
+            "second": tensors(random, 3, 4, 5, **kinds),
+            "slopes": tensors(random, 3, 2, 4, **kinds),
+        }
+
+    def probe(Gather, Scatter, x, first, second, slopes):
+        rank = dist.get_rank()
+        for size, group in worlds(3, 2):
+            collectives = CountedCollectives(group, size)
+            both = collectives.allgather, collectives.reduce_scatter
+            part = x[rank].clone().requires_grad_()
+            weights = [first[rank].clone().requires_grad_(), second[rank].clone().requires_grad_()]
+            inside = (Gather.apply(part, *both) @ weights[0].T).tanh()
+            output = Scatter.apply(inside @ weights[1].T, *both)
+            about = f"with {size} ranks"
+            yield "forward", f"{about}, this rank's part of the output", output.detach()
+            yield "calls", f"{about}, calls in the forward pass", dict(collectives.calls)
+            (output * slopes[rank]).sum().backward()
+            for name, tensor in (("x", part), ("first", weights[0]), ("second", weights[1])):
+                yield "backward", f"{about}, the gradient of {name}", tensor.grad
+            yield "calls", f"{about}, calls in both passes", dict(collectives.calls)

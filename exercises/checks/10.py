@@ -1,5 +1,5 @@
 """Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
-largest rate.
+largest rate, and a loss that weighs tokens alike.
 """
 
 import torch
@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from ddp_course import problems, stage1_single
 from ddp_course.checking.checks import task
+from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import noted_ring, require, several, worlds
+from .shared import noted_ring, require, several, tensors, worlds
 
 
 def plain(indices):
@@ -157,3 +158,34 @@ def learns(rate):
     """Whether 40 steps on the digits end with a mean loss below 1."""
     digits = problems.make("digits")
     return sum(stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)[-10:]) / 10 < 1
+
+
+@task("10.6", "losses_for_backward", {"gradient": 2, "one sum": 1}, ranks=4)
+class LossesForBackward:
+    """Sums of losses over the number of all tokens, times K, since DDP divides by K."""
+
+    def draw(random, hidden):
+        counts = [[3], [300, 120], [40, random.randrange(5, 30), 8], [random.randrange(50, 90)]]
+        if hidden:
+            counts[1] = [300, 0]
+        weights, *slopes = tensors(random, 9, 6, dtype=torch.float64)
+        return {"weights": weights, "slopes": slopes, "counts": counts}
+
+    def probe(losses_for_backward, weights, slopes, counts):
+        own = counts[dist.get_rank()]
+        for size, group in worlds(4, 3, 2):
+            parameter = torch.nn.Parameter(weights.clone())
+            all_reduce, calls = noted_ring(group)
+            sums = []
+            for number, count in enumerate(own):
+                token = parameter @ slopes[(dist.get_rank() + 2 * number) % len(slopes)]
+                sums.append(count * token.square())
+            about = f"with {size} ranks of {counts[:size]} tokens"
+            each = f"{about}: a loss for each micro-batch was expected"
+            losses = several(losses_for_backward(sums, list(own), all_reduce, size), len(own), each)
+            for loss in losses:
+                loss.backward(retain_graph=True)
+            gradient = parameter.grad / size
+            ring_all_reduce(gradient, group)
+            yield "gradient", f"{about}, DDP's average of the gradients", gradient
+            yield "one sum", f"{about}, all-reduces", len(calls)

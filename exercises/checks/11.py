@@ -1,4 +1,4 @@
-"""Exercise 11: checkpoints that survive, a resume that is exact, and who was to blame."""
+"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks."""
 
 import os
 import sys
@@ -322,3 +322,40 @@ class Clinic:
             yield patient, f"{patient}, the rank", "" if rank == culprit else f"not rank {rank}"
             yield patient, f"{patient}, the line", "" if at_fault else f"not line {line}: {text}"
             yield patient, f"{patient}, the kind", "" if kind == KINDS[number - 1] else wrong_kind
+
+
+@task("11.6", "reshard", {"fewer ranks": 1, "more ranks": 1, "memory": 1}, bound=0)
+class Reshard:
+    """Chunks of all old ranks end to end, cut anew for the new ones."""
+
+    def draw(random, hidden):
+        lengths = {"weights": 21, "momentum": 21, "bias": 3}
+        wholes = {name: tensors(random, 1, n)[0] for name, n in lengths.items()}
+        changes = [(4, 2), (3, 2), (4, 1), (2, 3), (2, 5)]
+        return {"wholes": wholes, "step": random.randrange(99), "changes": changes}
+
+    def probe(reshard, wholes, step, changes):
+        for before, after in changes:
+            saved = []
+            for rank in range(before):
+                part = {name: w.tensor_split(before)[rank].clone() for name, w in wholes.items()}
+                saved.append({"step": step, **part})
+            about = f"saved on {before} ranks, loaded on {after}"
+            part = "fewer ranks" if after < before else "more ranks"
+            extra = 0
+            for rank in range(after):
+                state = reshard(saved, rank, after)
+                is_dict = isinstance(state, dict)
+                require(is_dict, f"{about}: a dict was expected, not {type(state).__name__}")
+                case = f"{about}, rank {rank}"
+                yield part, f"{case}, the names", sorted(state)
+                for name in (name for name in wholes if name in state):
+                    yield part, f"{case}, {name}", state[name]
+                    extra += memory_behind(state[name]) - 4 * len(state[name])
+                yield part, f"{case}, the step", state.get("step")
+            yield "memory", f"{about}, bytes kept beyond the parts themselves", extra
+
+
+def memory_behind(tensor):
+    """Bytes of the memory that a tensor keeps alive."""
+    return tensor.untyped_storage().nbytes()

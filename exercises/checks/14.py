@@ -1,5 +1,5 @@
-"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, and bet on a
-winner.
+"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, bet on a
+winner, and send eight bits.
 """
 
 import torch
@@ -157,3 +157,66 @@ class Winner:
                 case,
                 float(f"{level:.6g}") if type(level) in (int, float) else level,
             )
+
+
+@task("14.5", "int8_mean", {"mean": 2, "feedback": 1, "bytes": 1}, bound=1e-5)
+class Int8Mean:
+    """Whole numbers of one byte and a scale per rank; what rounding loses is sent later."""
+
+    def draw(random, hidden):
+        rounds = [tensors(random, 3, 30) for _ in range(4)]
+        for ranks in rounds:  # The ranks' gradients have other sizes.
+            ranks[1] *= 20
+            ranks[2] *= 0.01
+        return {"rounds": rounds, "zeros": [torch.zeros(8) for _ in range(3)]}
+
+    def probe(int8_mean, rounds, zeros):
+        left = [torch.zeros(30) for _ in range(3)]
+        for number, gradients in enumerate(rounds, start=1):
+            about = f"step {number}"
+            means, left, sent = on_three(int8_mean, gradients, left, about)
+            part = "mean" if number == 1 else "feedback"
+            for rank in range(3):
+                yield part, f"{about}, the mean on rank {rank}", means[rank]
+                yield "feedback", f"{about}, what is left on rank {rank}", left[rank]
+            yield "bytes", f"{about}, bytes of what rank 0 gathers", sent
+        means, left, _ = on_three(int8_mean, zeros, zeros, "all zeros")
+        yield "mean", "all zeros, the mean on rank 0", means[0]
+        yield "feedback", "all zeros, what is left on rank 0", left[0]
+
+
+def on_three(int8_mean, gradients, left, about):
+    """Play three ranks: the means, what is left, and the bytes that rank 0 gives to `gather`.
+
+    A rank's call is repeated until `gather` can give it what the others have at the same place.
+    """
+    given = [[], [], []]  # what each rank has handed to gather, call by call
+    answers = [None, None, None]
+    while any(answer is None for answer in answers):
+        before = [len(calls) for calls in given]
+        for rank in range(3):
+            calls = []
+
+            def gather(tensor, calls=calls, rank=rank):
+                calls.append(tensor.clone())
+                place = len(calls) - 1
+                if len(given[rank]) == place:
+                    given[rank].append(tensor.clone())
+                if any(len(other) <= place for other in given):
+                    raise Later
+                return [other[place].clone() for other in given]
+
+            arguments = gradients[rank].clone(), left[rank].clone()
+            try:
+                result = int8_mean(*arguments, gather)
+            except Later:
+                continue
+            answers[rank] = several(result, 2, f"{about}: return a pair: (mean, left)")
+        if before == [len(calls) for calls in given]:
+            break
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in given[0])
+    return [mean for mean, _ in answers], [rest for _, rest in answers], nbytes
+
+
+class Later(Exception):
+    """A rank has to wait for what another one gathers; not to be caught by an answer."""

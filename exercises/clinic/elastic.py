@@ -1,10 +1,9 @@
-"""An elastic job: host 1 loses its power, the job goes on without it, then host 2 joins. On Linux,
-a minute or two:
+"""An elastic job: host 1 loses its power, the job goes on without it, then host 2 joins. On Linux, a minute or two:
 
     python exercises/clinic/elastic.py runs/elastic
 
-The hosts are virtual, and the ranks run `slow_train.py`. `runs/elastic/elastic.csv` says when which
-step was saved, by how many hosts, and when a host was lost or started.
+The hosts are virtual, and the ranks run `slow_train.py`. `runs/elastic/elastic.csv` says when which step was saved, by
+how many hosts, and when a host was lost or started.
 """
 
 import csv
@@ -22,28 +21,16 @@ OPTIONS = ["--problem", "digits", "--stage", "6", "--steps", "900"]
 
 def main(folder, options):
     try:
-        hosts = virtual_hosts.build(
-            3, 1e9
-        )  # before torch is imported: this needs a process without threads
+        hosts = virtual_hosts.build(3, 1e9)  # before torch is imported: this needs a process without threads
     except Exception as error:
         print(f"no hosts: {virtual_hosts.explain(error)}")
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1"]
-    torchrun += [
-        "--max-restarts=5",
-        "--monitor-interval=0.1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-conf={TIMING}",
-    ]
+    torchrun += ["--max-restarts=5", "--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-conf={TIMING}"]
     torchrun += ["--rdzv-endpoint=host0:29400", str(PROGRAM), *(options or OPTIONS)]
     torchrun += ["--checkpoint", f"{folder}/run", "--every", "2", "--keep", "10000"]
-    # In torch 2.13 a node that joins later would wait for an address that is published in the first
-    # round only.
-    environment = {
-        "HURRY": f"{folder}/hurry",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    # In torch 2.13 a node that joins later would wait for an address that is published in the first round only.
+    environment = {"HURRY": f"{folder}/hurry", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def agent(number):
         log = os.open(f"{folder}/host{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -91,9 +78,7 @@ def write(folder, events):
     with open(f"{folder}/elastic.csv", "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["seconds", "hosts", "step", "event"])
-        table.writerows(
-            [f"{when - start:.2f}", *rest] for when, *rest in sorted(rows, key=lambda row: row[0])
-        )
+        table.writerows([f"{when - start:.2f}", *rest] for when, *rest in sorted(rows, key=lambda row: row[0]))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
     if rank == 0:
-        right = (
-            parallel(digits.test_inputs[rank::3]).argmax(1) == digits.test_targets[rank::3]
-        ).sum()
+        right = (parallel(digits.test_inputs[rank::3]).argmax(1) == digits.test_targets[rank::3]).sum()
         dist.all_reduce(right)
         print(f"epoch {epoch}: {right.item()} test images are right", flush=True)
 dist.destroy_process_group()

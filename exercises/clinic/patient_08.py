@@ -1,5 +1,4 @@
-"""Patient 8: it stops before the first step, on a machine with three GPUs. (Without any it says
-what NCCL would say.)
+"""Patient 8: it stops before the first step, on a machine with three GPUs. (Without any it says what NCCL would say.)
 
 torchrun --standalone --nproc-per-node=3 exercises/clinic/patient_08.py
 """
@@ -22,9 +21,7 @@ device, devices = f"cuda:{rank // 2}", [None] * dist.get_world_size()
 dist.all_gather_object(devices, device)
 for peer in range(rank):
     if devices[peer] == device:
-        raise RuntimeError(
-            f"Duplicate GPU detected : rank {rank} and rank {peer} both on CUDA device {device}"
-        )
+        raise RuntimeError(f"Duplicate GPU detected : rank {rank} and rank {peer} both on CUDA device {device}")
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=64, sampler=sampler)
 model = digits.model()

@@ -18,9 +18,7 @@ from ddp_course import problems
 
 rank = int(os.environ["RANK"])
 if rank == 0:  # a page that shows how the run is doing
-    threading.Thread(
-        target=HTTPServer(("", 29561), SimpleHTTPRequestHandler).serve_forever, daemon=True
-    ).start()
+    threading.Thread(target=HTTPServer(("", 29561), SimpleHTTPRequestHandler).serve_forever, daemon=True).start()
 store = dist.TCPStore("127.0.0.1", 29561, 3, rank == 0, timedelta(seconds=20))
 dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=20), world_size=3, rank=rank)
 digits = problems.make("digits")

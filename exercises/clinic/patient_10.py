@@ -1,5 +1,4 @@
-"""Patient 10: no error; the second run goes on from the first one's checkpoint and ends with three
-different models.
+"""Patient 10: no error; the second run goes on from the first one's checkpoint and ends with three different models.
 
 torchrun --standalone --nproc-per-node=3 exercises/clinic/patient_10.py
 """
@@ -36,8 +35,5 @@ for epoch in range(3):
     print(f"rank {rank}, epoch {epoch}: loss {loss.item():.3f}", flush=True)
 if rank == 0:
     torch.save(model.state_dict(), "clinic.pt")
-print(
-    f"rank {rank}: weights {sum(p.double().sum().item() for p in model.parameters()):.6f}",
-    flush=True,
-)
+print(f"rank {rank}: weights {sum(p.double().sum().item() for p in model.parameters()):.6f}", flush=True)
 dist.destroy_process_group()

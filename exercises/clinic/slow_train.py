@@ -1,6 +1,4 @@
-"""`python -m ddp_course.train` at $PAUSE seconds a step (default 0.1), until the file that $HURRY
-names is there.
-"""
+"""`python -m ddp_course.train` at $PAUSE seconds a step (default 0.1), until the file that $HURRY names is there."""
 
 import os
 import time

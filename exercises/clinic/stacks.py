@@ -2,10 +2,9 @@
 
     python exercises/clinic/stacks.py exercises/clinic/patient_02.py
 
-The script runs under torchrun on three ranks. When they stand still, each rank's innermost line
-outside of torch and Python's library is printed. Where the system forbids a look into another
-process (ptrace) py-spy says so: then put `faulthandler.dump_traceback_later(seconds)` into the
-script.
+The script runs under torchrun on three ranks. When they stand still, each rank's innermost line outside of torch and
+Python's library is printed. Where the system forbids a look into another process (ptrace) py-spy says so: then put
+`faulthandler.dump_traceback_later(seconds)` into the script.
 """
 
 import contextlib
@@ -26,9 +25,7 @@ LIBRARY = re.compile(r"site-packages|torch/|<frozen|lib/python")
 
 
 def main(*script):
-    job = subprocess.Popen(
-        [*TORCHRUN, *script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    job = subprocess.Popen([*TORCHRUN, *script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before, places, end = {}, {}, time.monotonic() + PATIENCE
     try:
         still = False
@@ -54,16 +51,10 @@ def ranks_below(pid):
 
 
 def innermost(pid):
-    """The innermost line of a process outside of torch and Python's library; what py-spy says if it
-    cannot look.
-    """
+    """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look."""
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    plain = {
-        name: value for name, value in os.environ.items() if "COLOR" not in name
-    }  # Jupyter asks for colours.
-    dump = subprocess.run(
-        [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain
-    )
+    plain = {name: value for name, value in os.environ.items() if "COLOR" not in name}  # Jupyter asks for colours.
+    dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain)
     lines = [text.strip() for text in dump.stdout.splitlines() if FRAME.search(text)]
     own = [text for text in lines if not LIBRARY.search(text)]
     return own[0] if own else dump.stderr.strip()[:200]

@@ -5,13 +5,14 @@ missing.
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
-from ddp_grading import gradebooks
-from ddp_grading.gradebooks import as_canvas, as_gradescope, as_moodle, read_roster
+from ddp_grading.gradebooks import as_canvas, as_moodle, grade_files
+from ddp_grading.people import read_roster
 from ddp_grading.results import Result, TaskResult
 
 ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
@@ -93,29 +94,17 @@ def test_canvas_reads_what_is_written_for_it(roster):
     assert rows[-1][1] == {"Exercise 4": "2.5", "Exercise 8": ""}
 
 
-def test_moodle(roster):
-    header, ben, carl, anna = rows_of(as_moodle([ANNA, BEN], roster))
-    exercises = ["Exercise 4", "Exercise 4 (feedback)", "Exercise 8", "Exercise 8 (feedback)"]
-    assert header == ["ID number", "Email address", *exercises]
-    assert ben == ["77", "ben@example.org", "", "", "1", ""] and carl[2:] == [""] * 4
-    assert anna == ["anna", "", "2.5", "4.2: a fault", "", ""]
-
-
-def test_gradescope():
-    made = json.loads(as_gradescope(ANNA))
-    assert made["score"] == 2.5 and made["visibility"] == "visible"
-    assert made["tests"][0] == {
-        "name": "4.1",
-        "number": "4.1",
-        "score": 1,
-        "max_score": 1,
-        "status": "passed",
-        "output": "correct",
-    }
-    assert made["tests"][1]["status"] == "failed"
-    assert list(gradebooks.grade_files("gradescope", "here", [ANNA], {})) == [
-        "here/anna/exercise04/results.json"
-    ]
+def test_moodle_gets_a_grading_worksheet_for_each_exercise():
+    named = {"Identifier": "Participant 1234567", "Full name": "Ada L"}
+    ada = Result("Ada L", 4, [TaskResult("4.1", 1, 1)], about=named)
+    files = grade_files("moodle", "out/m.csv", [ada, ANNA, BEN], {})
+    assert list(files) == ["out/m_04.csv", "out/m_08.csv"]
+    header, first, anna, ben = rows_of(files["out/m_04.csv"])
+    assert header == ["Identifier", "Full name", "Email address", "Grade", "Feedback comments"]
+    assert first == ["Participant 1234567", "Ada L", "", "1", ""]
+    assert anna[3:] == ["2.5", "4.2: a fault"] and ben[3:] == ["", ""]
+    assert list(grade_files("moodle", "m.csv", [ANNA], {})) == ["m.csv"]
+    assert rows_of(as_moodle([ANNA], {"anna": {"Email address": "a@x"}}, 4))[1][2] == "a@x"
 
 
 def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):
@@ -137,7 +126,7 @@ def graded_as(monkeypatch, results):
         result = next(results)
         if isinstance(result, BaseException):
             raise result
-        return result
+        return replace(result, files={submission.file: submission.digest})
 
     monkeypatch.setattr("ddp_grading.grader.grade_one", grade_one)
     return asked
@@ -148,10 +137,7 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
         (tmp_path / "class" / learner).mkdir(parents=True)
         (tmp_path / "class" / learner / "08_x.ipynb").write_text("")
     (tmp_path / "names").write_text("anna\nben\ncarl\n")
-    right = [
-        Result(learner, 8, [TaskResult("8.1", 1, 1)], files=["08_x.ipynb"])
-        for learner in ("anna", "ben")
-    ]
+    right = [Result(learner, 8, [TaskResult("8.1", 1, 1)]) for learner in ("anna", "ben")]
     command = [
         "grade",
         str(tmp_path / "class"),
@@ -180,7 +166,11 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
         ["carl", "", "", "carl", "", ""],
     ]
     index = (tmp_path / "html" / "index.html").read_text()
-    assert 'href="anna.html"' in index and "carl" in index and "handed in nothing" in index
+    assert (
+        'href="hand_back/anna.html"' in index
+        and "carl" in index
+        and "Handed in nothing: carl" in index
+    )
     asked = graded_as(monkeypatch, [])
     assert cli.main([*command, "--resume"]) == 0 and asked == []
     assert "anna" in capsys.readouterr().out

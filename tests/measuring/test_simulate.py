@@ -216,8 +216,6 @@ def test_simulate_prints_a_table_and_writes_a_figure(tmp_path, capsys):
         ("--link -1Gbit", "more than zero"),
         ("--algorithm circle", 'unknown algorithm "circle"'),
         ("--devices 12", "do not fill hosts of 8"),
-        ("--bucket-cap 0", "bucket_cap_mb is 0.0"),
-        ("--per-host 0", "at least 1"),
         ("--step-time 0ms", "more than zero"),
     ],
 )

@@ -4,6 +4,7 @@ real ones.
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch
 import yaml
 
 from ddp_course import launch
-from ddp_course.running import checkpoint, links
+from ddp_course.running import checkpoint, links, virtual_hosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+CLUSTERS = DEPLOY.parent / "docs" / "CLUSTERS.md"
 MODEL = [
     "--problem=synthetic",
     "--parameters=66000",
@@ -133,6 +135,49 @@ def test_a_host_finds_the_programs_beside_its_python(tmp_path):
         "--help",
     ]
     assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+
+
+CELL = """
+import time
+while len(ipyparallel.Client().ids) < 3:
+    time.sleep(0.1)
+
+def train():
+    import torch, torch.distributed as dist
+    total = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(total)
+    return socket.gethostname(), os.environ["LOCAL_RANK"], total.item()
+
+print([run(train), run(train)])
+"""
+
+
+@needs_hosts
+def test_the_recipe_for_several_machines_from_a_cell_is_as_the_page_says(tmp_path):
+    """Two hosts, with one rank and with two; the group serves a second call, too."""
+    pytest.importorskip("ipyparallel")
+    page = CLUSTERS.read_text()
+    controller, engine = re.findall("^    (ip.*)$", page, re.MULTILINE)
+    recipe = page.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in [controller, engine, *recipe.splitlines()] if line]) <= 25
+    (tmp_path / "cell.py").write_text(recipe + CELL)
+    file = tmp_path / "profile_default" / "security" / "ipcontroller-engine.json"
+    controller = controller.replace("192.168.1.10", virtual_hosts.address(0))
+    engine = f"until test -s {file}; do sleep 0.1; done; exec ipengine --file={file}"
+    (tmp_path / "host0").write_text(
+        f"{controller} & a=$!; ({engine}) & b=$!; {sys.executable} {tmp_path}/cell.py; code=$?\n"
+        f"touch {tmp_path}/end; kill $a $b; exit $code"
+    )
+    (tmp_path / "host1").write_text(
+        f"({engine}) & a=$!; ({engine}) & b=$!; until test -e {tmp_path}/end; do sleep 0.1; done\n"
+        "kill $a $b"
+    )
+    hosts = [sys.executable, "-m", "ddp_course.running.on_hosts", "--hosts=2", "--"]
+    printed = finished(
+        tmp_path, [*hosts, "sh", f"{tmp_path}/host{{host}}"], IPYTHONDIR=str(tmp_path)
+    )
+    places = [("host0", "0", 111.0), ("host1", "0", 111.0), ("host1", "1", 111.0)]
+    assert repr([places, places]) in printed
 
 
 def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):

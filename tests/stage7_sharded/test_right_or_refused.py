@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.nn import Linear, Sequential, Tanh, utils
+from torch.nn import Linear, Sequential, Tanh, init, utils
 
 from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel
@@ -213,32 +213,75 @@ ENDED, MEMORY = (
 )
 ELSEWHERE, PART = (
     "is sharded, and whole only while its block computes",
-    "this rank has a part of the gradient only",
+    "this rank has a part of the tensor only",
 )
 REFUSED = {
     "an optimizer from before": (ELSEWHERE, lambda: made_too_early().step()),
     "its zero_grad": (ELSEWHERE, lambda: made_too_early().zero_grad()),
     "vector_to_parameters": (
-        ELSEWHERE,
-        lambda: utils.vector_to_parameters(INPUTS, sharded().module.parameters()),
+        "write values into it by copy_",
+        lambda: utils.vector_to_parameters(torch.ones(60), sharded().parameters()),
     ),
-    "other data": (ELSEWHERE, lambda: setattr(first(sharded()), "data", torch.ones(5, 5))),
+    "other data": (
+        "write values into it by copy_",
+        lambda: setattr(first(sharded()), "data", torch.ones(5, 5)),
+    ),
+    "averaged data": (
+        "write values into it by copy_",
+        lambda: setattr(first(sharded()), "data", 0.5 * first(sharded())),
+    ),
     "apply": (
-        ELSEWHERE,
-        lambda: sharded().apply(lambda layer: getattr(layer, "weight", INPUTS).fill_(1.0)),
+        PART,
+        lambda: sharded().apply(
+            lambda layer: init.xavier_normal_(getattr(layer, "weight", INPUTS))
+        ),
     ),
-    "the model's state": (ELSEWHERE, lambda: sharded().module.state_dict()),
+    "the model's state": (
+        "call state_dict() of its wrapper",
+        lambda: sharded().module.state_dict(),
+    ),
+    "the state of a block": (
+        "call state_dict() of its wrapper",
+        lambda: sharded().module[0].state_dict(),
+    ),
     "loading into the model": (
-        ELSEWHERE,
+        "size mismatch for 0.weight",
         lambda: sharded().module.load_state_dict({"0.weight": torch.ones(5, 5)}, strict=False),
     ),
+    "loading into a model around it": (
+        "before it is wrapped",
+        lambda: Sequential(sharded()).load_state_dict({}, strict=False),
+    ),
     "clipping the model": (
-        ELSEWHERE,
+        PART,
         lambda: utils.clip_grad_norm_(sharded().module.parameters(), 1.0),
     ),
-    "freezing": (ELSEWHERE, lambda: sharded().module[0].requires_grad_(False)),
+    "freezing a layer": (
+        "changed after wrapping",
+        lambda: after(lambda p: p.module[0].requires_grad_(False)),
+    ),
+    "a layer exchanged": (
+        "exchanged, added or removed",
+        lambda: after(lambda p: setattr(p.module, "1", Linear(5, 5))),
+    ),
+    "a layer appended": (
+        "exchanged, added or removed",
+        lambda: after(lambda p: p.module.append(Linear(5, 5))),
+    ),
+    "a parameter exchanged": (
+        "exchanged, added or removed",
+        lambda: after(lambda p: setattr(p.module[0], "bias", torch.nn.Parameter(torch.ones(5)))),
+    ),
+    "a penalty on the norms": (
+        PART,
+        lambda: sum(p.norm() for p in sharded().parameters()),
+    ),
+    "the largest norm": (
+        PART,
+        lambda: [p.data.mul_((0.3 / p.norm()).clamp(max=1)) for p in sharded().parameters()],
+    ),
     "a hook before ours": (
-        ELSEWHERE,
+        PART,
         lambda: [
             (parallel := sharded())
             .module[0]
@@ -246,7 +289,10 @@ REFUSED = {
             parallel(INPUTS),
         ],
     ),
-    "a block by its parts": (ELSEWHERE, lambda: sharded(ByItsParts())),
+    "a block by its parts": (
+        "name those that are called in `blocks`",
+        lambda: sharded(ByItsParts()),
+    ),
     "a weight without its block": (
         "0.weight got a gradient, but not by way of what",
         without_its_block,

@@ -59,7 +59,7 @@ def watched(gpu):
         BLOCK.make_room,
         BLOCK.gather,
         BLOCK.free,
-        BLOCK.collect,
+        BLOCK.make_room_for_gradients,
         BLOCK.average,
     )
 
@@ -91,7 +91,7 @@ def watched(gpu):
         (BLOCK, "make_room"): room,
         (BLOCK, "gather"): gathered,
         (BLOCK, "free"): freed,
-        (BLOCK, "collect"): collected,
+        (BLOCK, "make_room_for_gradients"): collected,
         (BLOCK, "average"): averaged,
     }
 

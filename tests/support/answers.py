@@ -16,38 +16,38 @@ from ddp_course.checking.checks import (
 )
 from ddp_course.checking.diagnosis import verdict
 from ddp_course.checking.evidence import gather
+from ddp_grading.people import Owner
+from ddp_grading.submissions import read_submission, walk
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("[0-9]*.py"))
 PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 
-def tried(task, sources, seed, hidden=False):
+def tried(task, sources, seed):
     """For the solution and each answer (as source) its evidence and its verdict, on the same
     inputs.
     """
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
-    right, *others = evidence_of(task, [solution(task.number), *sources], seed, hidden)
-    of_known = cache(lambda: evidence_of(task, known, seed, hidden))
+    right, *others = evidence_of(task, [solution(task.number), *sources], seed)
+    of_known = cache(lambda: evidence_of(task, known, seed))
     return [(evidence, verdict(task, evidence, right, of_known)) for evidence in (right, *others)]
 
 
-_tried = {}  # {(task, seed, hidden, source): evidence}
+_tried = {}  # {(task, seed, source): evidence}
 
 
-def evidence_of(task, sources, seed, hidden):
+def evidence_of(task, sources, seed):
     """The evidence of answers; one that was tried with the same inputs before is not tried
     again.
     """
-    inputs = task.inputs(seed, hidden)
-    new = [
-        text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried
-    ]
+    inputs = task.inputs(seed)
+    new = [text for text in dict.fromkeys(sources) if (task.number, seed, text) not in _tried]
     attempts = [Attempt(task.number, inputs, cells_with(task.number, text)) for text in new]
     for text, evidence in zip(new, gather(attempts, PATIENCE_SECONDS), strict=True):
-        _tried[task.number, seed, hidden, text] = evidence
-    return [_tried[task.number, seed, hidden, text] for text in sources]
+        _tried[task.number, seed, text] = evidence
+    return [_tried[task.number, seed, text] for text in sources]
 
 
 def verdict_on(number, text, seed=1):
@@ -95,3 +95,9 @@ def hand_in(folder, answers, own=()):
     path = folder / f"{exercise:02d}_mine.ipynb"
     nbformat.write(notebook, path)
     return path
+
+
+def submission_of(path, learner="anna"):
+    """A notebook, read as the grader reads it."""
+    (item,) = walk(path, (path.name,))
+    return read_submission(item, Owner(learner, path.name))

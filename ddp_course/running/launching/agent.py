@@ -46,24 +46,18 @@ def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> N
 
 
 def prepare_network(setting: dict, link: Any) -> str:
-    """Make the emulated link ready, if there is one, and return the address where the ranks find
-    the store.
+    """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
+    return the address where the ranks find the store.
+
+    All this precedes any thread or socket, as it may enter new namespaces.
     """
+    if link is not None and link.carries_torch:  # virtual hosts are a network of their own
+        setting["closed"] = True
+    else:
+        setting["closed"] = enter_own_network(setting["network"])
     if link is not None:
-        link.prepare(
-            setting["world_size"]
-        )  # this precedes any thread or socket, as it may enter new namespaces
+        link.prepare(setting["world_size"])
         return link.network.master_address
-    if setting["private"] and not setting["store"]:
-        try:
-            linux.unshare_as_anyone(
-                linux.CLONE_NEWNET
-            )  # no process outside this namespace can reach the ranks
-            linux.raise_loopback()
-        except OSError as error:
-            raise LaunchError(
-                f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})"
-            ) from None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex((LOOPBACK, 9)):  # this sends nothing, and only looks for a route
             raise LaunchError(
@@ -73,15 +67,38 @@ def prepare_network(setting: dict, link: Any) -> str:
     return LOOPBACK
 
 
+def enter_own_network(wish: str) -> bool:
+    """Move this process into a network that no other process can reach, unless the `wish` is
+    "open"; return whether it is there. Raises LaunchError if "private" cannot be had.
+    """
+    if wish == "open":
+        return False
+    try:
+        linux.enter_own_network()
+    except OSError as error:
+        if wish == "private":
+            raise LaunchError(
+                f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})"
+            ) from None
+        return False
+    return True
+
+
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
     Rank 0 serves the ranks' store, on a socket that is bound here, so that two launches never
-    clash. This process has only its main thread, so that it may fork (a lock that a thread holds at
-    a fork stays locked for ever).
+    clash. Where other users could reach that socket, the store is a file in memory. This process
+    has only its main thread, so that it may fork (a lock that a thread holds at a fork stays locked
+    for ever).
     """
-    listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
-    setting["store"] = setting["store"] or listener.getsockname()
+    listener, setting["store_file"] = None, None
+    if setting["closed"] or setting["network"] == "open" or sys.platform != "linux":
+        listener = socket.create_server((master, 0), backlog=1024)
+        setting["store"] = listener.getsockname()
+    else:
+        setting["store"], setting["store_file"] = (master, 0), os.memfd_create("store")
+        os.set_inheritable(setting["store_file"], True)
     if setting["start"] == "fork":
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
             with contextlib.suppress(Exception):  # A rank that needs the module raises the error.

@@ -1,7 +1,7 @@
 """`launch`: call a function on K ranks, get back one result for each.
 
-The request is checked and the call packed here; `local` or `hosts` starts the ranks, and `launched`
-watches them.
+The request is checked and the call packed here; `local` starts the ranks, and `launched` watches
+them.
 """
 
 import inspect
@@ -32,7 +32,6 @@ def launch(
     timeout: float = 300.0,
     link: Any = None,
     progress: bool | int = False,
-    hosts: str | list | None = None,
     **kwargs: Any,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
@@ -41,18 +40,17 @@ def launch(
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
     accelerator (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`:
     seconds for the whole launch. `link`: an emulated link between the ranks (`ddp_course.Link`).
-    `hosts`: other machines that have joined (`ddp-course hosts`): "all", or a list of names; ranks
-    go there in blocks. Raises RankError when a rank fails, LaunchTimeout when time runs out,
-    LaunchError when the ranks are ended from outside, ValueError for bad input.
+    Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
+    are ended from outside, ValueError for bad input.
     """
     try:
         if world_size is None:
             check_arguments(fn, args, kwargs)
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
         payload = pack_call(fn, args, kwargs)
-        if link is not None and hosts is None:
+        if link is not None:
             link.rehearse(count)
-        return run_ranks(payload, count, device, timeout, link, progress, hosts=hosts)
+        return run_ranks(payload, count, device, timeout, link, progress)
     except EXPECTED as error:
         raise plain(error) from None
 
@@ -92,16 +90,11 @@ def run_ranks(
     link: Any = None,
     progress: bool | int = False,
     show: Callable = show_line,
-    hosts: str | list | None = None,
 ) -> list:
     """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets
     each printed line.
     """
     with payload:
-        if hosts is not None:
-            from .hosts import run_on_hosts  # a launch on one machine does not need this module
-
-            return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
         setting = describe_launch(
             world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size
         )

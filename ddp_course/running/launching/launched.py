@@ -1,8 +1,5 @@
 """One launch as its caller sees it: what the ranks say arrives, and in the end there are results or
 an error.
-
-This is the same for ranks of every kind: `local` has those on this machine, `hosts` those on
-several.
 """
 
 import pickle
@@ -40,16 +37,13 @@ SIGNAL_HINTS = {
 }
 
 
-def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
-    """Print one line of `rank` (its number, or its number and host) on the caller's own "stdout" or
-    "stderr".
-    """
+def show_line(bar: Bar, rank: int, stream: str, text: str) -> None:
+    """Print one line of `rank` on the caller's own "stdout" or "stderr"."""
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
 class Ranks:
-    """The processes of one launch, as `Launch` uses them; `local` and `hosts` implement these
-    methods:
+    """The processes of one launch, as `Launch` uses them; `local` implements these methods:
 
     start(payload)      start the ranks; `payload` is an open file with the packed call
     step(seconds)       pass on what arrives within `seconds`; return False if nothing came
@@ -71,10 +65,6 @@ class Ranks:
     step: Callable
     gone = False  # this becomes True when no process of the launch is left
     cut_off = False  # this becomes True when processes end that the ranks still depend on
-
-    def host_of(self, rank: int) -> str:
-        """Return the name of a rank's host, "" in a launch on this machine."""
-        return ""
 
     def read_for(self, seconds: float, enough: Callable) -> None:
         """Pass on what arrives for `seconds`, or until `enough()`."""
@@ -123,8 +113,7 @@ class Launch:
         read_for(STARTING_SECONDS + self.timeout, lambda: self.pids or self.is_decided())
         read_for(self.timeout, self.is_decided)
         if not self.is_decided():
-            hosts = [self.ranks.host_of(rank) for rank in range(self.world_size)]
-            seen = stacks.look(hosts, self.results, *self.ranks.look(self.pids))
+            seen = stacks.look(self.world_size, self.results, *self.ranks.look(self.pids))
             self.timed_out = LaunchTimeout(self.timeout, *seen)
             return
         if self.has_all_results() and not self.failures and not self.keeps:
@@ -144,8 +133,7 @@ class Launch:
             case "answer":
                 self.answered(rank, value)
             case "stdout" | "stderr":
-                host = self.ranks.host_of(rank)
-                self.show(self.bar, f"{rank} {host}" if host else rank, kind, value)
+                self.show(self.bar, rank, kind, value)
             case "refused":
                 self.refusal = value
             case "exited":
@@ -153,18 +141,18 @@ class Launch:
 
     def answered(self, rank: int, packed: bytes) -> None:
         """Note that a rank has returned a result, or failed."""
-        host, now = self.ranks.host_of(rank), time.monotonic()
         try:
             kind, value = pickle.loads(packed)
         except Exception as error:
             message = f"its result cannot be read here: {type(error).__name__}: {error}"
-            kind, value = "failed", {"type_name": "TypeError", "message": message, "time": now}
+            kind, value = (
+                "failed",
+                {"type_name": "TypeError", "message": message, "time": time.monotonic()},
+            )
         if kind == "result":
             self.results[rank], self.models[rank] = value
         else:
-            if host:
-                value["time"] = now  # clocks of other hosts show other times
-            self.failures[rank] = Failure(rank=rank, host=host, **value)
+            self.failures[rank] = Failure(rank=rank, **value)
 
     def exited(self, rank: int, code: int, words: str) -> None:
         """Note the exit code and the last words of a rank's process; if the rank never started, the
@@ -173,9 +161,7 @@ class Launch:
         if not self.closing and (code or self.keeps or rank not in self.results):
             self.died = True
             kind, how = how_it_ended(code)
-            failure = Failure(
-                rank, kind, how, words, time.monotonic(), host=self.ranks.host_of(rank)
-            )
+            failure = Failure(rank, kind, how, words, time.monotonic())
             self.failures.setdefault(rank, failure)
             if code > 0 and rank not in self.pids:
                 self.refusal = LaunchError(f"the ranks could not be started\n{words}".strip())

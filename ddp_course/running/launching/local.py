@@ -212,7 +212,7 @@ class LocalRanks(Ranks):
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
         calls = flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
         for call in chain(*calls.values()):
-            call.begin -= time.monotonic()  # clocks of other hosts show other times
+            call.begin -= time.monotonic()  # `last_collective` counts from now
         return statuses, dumps, calls
 
     def all_gone(self) -> None:

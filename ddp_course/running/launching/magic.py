@@ -97,7 +97,6 @@ class RanksMagic(Magics):
     )
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
-    @argument("--hosts", help="machines that have joined: all, or names separated by commas")
     @argument("--timeout", type=float, default=300.0, help="seconds (300)")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> None:
@@ -159,11 +158,6 @@ class RanksMagic(Magics):
         """Return how many ranks are asked for; raises UsageError if another number of ranks is
         kept.
         """
-        if options.hosts and (self.kept or options.keep):
-            raise UsageError(
-                "ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks"
-                " stop"
-            )
         if self.kept is None:
             return 4 if options.world_size is None else options.world_size
         if options.world_size not in (None, self.kept.world_size):
@@ -187,13 +181,8 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
         with call:
             if kept is not None:
                 return kept.call(call, options.timeout, show)
-            hosts = options.hosts
-            if hosts and hosts != "all":
-                hosts = [name.strip() for name in hosts.split(",")]
-            return run_ranks(
-                call, world_size, options.device, options.timeout, show=show, hosts=hosts
-            )
+            return run_ranks(call, world_size, options.device, options.timeout, show=show)
     finally:
-        for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
+        for rank in sorted(printed):
             for line in printed[rank]:
                 show_line(*line)

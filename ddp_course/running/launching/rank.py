@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CourseError
-from .. import flight_recorder
+from .. import flight_recorder, linux
 from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
-from ..torch_inside import serve_store_on
+from ..torch_inside import after_each_group, serve_store_on
 from .channel import CALL, send
 from .pickling import Pickler
 from .progress import Steps
@@ -51,6 +51,7 @@ NCCL_LOST = (
     "Connection closed",
     "Connection reset",
 )
+NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unreachable")
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
 
@@ -139,7 +140,10 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
     }
     os.environ.update({name: str(value) for name, value in place.items()})
     patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
-    if rank == 0 and listener is not None:
+    if setting["store_file"] is not None:
+        store: dist.Store = dist.FileStore(f"/proc/self/fd/{setting['store_file']}", world_size)
+        store.set_timeout(patience)
+    elif rank == 0 and listener is not None:
         store = serve_store_on(listener, patience)
     else:
         if listener is not None:
@@ -148,6 +152,26 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
     dist.init_process_group(
         setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience
     )
+    if setting["store_file"] is not None:
+        refuse_strangers()
+        after_each_group(refuse_strangers)
+
+
+def refuse_strangers() -> None:
+    """Raise a CourseError if another user of this machine is connected to this rank: gloo takes
+    whoever comes first for the rank that it expects, so nothing may be received from here on.
+
+    Where only a connection's far end is gone, the error is a ConnectionError: mostly a rank ended.
+    """
+    users = linux.users_connected()
+    if users == {-1}:
+        raise ConnectionError("the other end of a connection is gone")
+    if users:
+        names = ", ".join(map(str, sorted(users - {-1})))
+        raise CourseError(
+            f"user {names} of this machine has connected to this launch's ranks, which received"
+            " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
+        )
 
 
 def choose_device(setting: dict, rank: int) -> None:
@@ -222,6 +246,11 @@ def describe(error: BaseException) -> dict:
         )
     if isinstance(error, SystemExit):
         message = f"sys.exit was called with {error.code!r}"
+    if any(mark in message for mark in NO_WAY_OUT) and linux.alone_in_network():
+        message += (
+            " (ranks have a network of their own: download before the launch, or set"
+            " DDP_COURSE_NETWORK=open)"
+        )
     return {
         "type_name": type(error).__name__,
         "message": message,

@@ -1,6 +1,4 @@
-"""What follows from the request for a launch, on the caller's machine and on each host that takes
-part.
-"""
+"""What follows from the request for a launch, as plain data."""
 
 import os
 import sys
@@ -30,6 +28,18 @@ def start_method() -> str:
     return asked or ("fork" if sys.platform != "darwin" else "spawn")
 
 
+def network() -> str:
+    """Return where ranks meet: "auto" is a network of their own where the system allows that, else
+    the machine's loopback, where they refuse other users; "private" insists; "open" does neither.
+
+    Raises ValueError if DDP_COURSE_NETWORK is anything else.
+    """
+    asked = os.environ.get("DDP_COURSE_NETWORK") or "auto"
+    if asked not in ("auto", "private", "open"):
+        raise ValueError(f'DDP_COURSE_NETWORK is "{asked}"; choose auto, private or open')
+    return asked
+
+
 def describe_launch(
     world_size: int,
     device: Any,
@@ -55,7 +65,7 @@ def describe_launch(
         "world_size": world_size,
         "start": start_method(),
         "ranks": list(range(world_size)),  # this machine runs these ranks
-        "store": None,  # a store that rank 0 does not open itself has its address and port here
+        "store": None,  # the agent notes here where the ranks find their store
         "backend": backend,
         "devices": devices,
         "timeout": timeout,
@@ -75,8 +85,7 @@ def describe_launch(
             **os.environ,
             "GLOO_SOCKET_IFNAME": LOOPBACK_CARD,
         },  # users may have set another card
-        "private": os.environ.get("DDP_COURSE_NETWORK")
-        == "private",  # a private network has only the ranks in it
+        "network": network(),
         "idle": None,  # kept ranks wait this many seconds for another call
     }
 

@@ -25,15 +25,17 @@ TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
+def look(
+    world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
+) -> tuple[list, str]:
     """Return the RankState of every rank, and a sentence about the collective that the first of
     them did not enter.
 
-    The arguments are by rank: hosts, results of finished ranks, states of processes in words (""
+    The dicts are by rank: results of finished ranks, states of processes in words (""
     before the start), stacks that faulthandler wrote, and collectives.
     """
     states, entered = [], {}
-    for rank, host in enumerate(hosts):
+    for rank in range(world_size):
         dump = dumps.get(rank, "")
         calls_of_torch = [
             name for frames in parse(dump) for file, _, name in frames if file.endswith(TORCH)
@@ -45,7 +47,7 @@ def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -
             else statuses.get(rank) or "not started yet"
         )
         collective = last_collective(calls.get(rank, []), entered[rank])
-        states.append(RankState(rank, status, collective, shown(dump), host))
+        states.append(RankState(rank, status, collective, shown(dump)))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
     if missing is None:
         return states, ""

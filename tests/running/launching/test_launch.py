@@ -27,7 +27,6 @@ from soak.launches import FROM_OUTSIDE, attempt
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError
 from ddp_course.running.launching import channel, local, setting
-from ddp_course.running.links import available
 
 SOAK = Path(__file__).parents[2] / "soak"
 
@@ -280,17 +279,6 @@ def test_a_network_card_set_for_other_machines_is_put_right(monkeypatch):
     local.use_server(None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     assert launch(lambda: reduced(torch.ones(1)).item(), world_size=2) == [2.0] * 2
-
-
-@pytest.mark.skipif(available()["hosts"] is not None, reason="namespaces are forbidden here")
-def test_a_private_launch_has_a_network_without_anybody_else(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_NETWORK", "private")
-    before = os.readlink("/proc/self/ns/net")
-    spaces = launch(
-        lambda: (reduced(torch.ones(1)).item(), os.readlink("/proc/self/ns/net")), world_size=2
-    )
-    assert [total for total, _ in spaces] == [2, 2]
-    assert spaces[0] == spaces[1] and spaces[0][1] != before
 
 
 def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):

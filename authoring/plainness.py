@@ -1,0 +1,300 @@
+"""Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break.
+
+A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops the files
+that have become plain. docs/CONTRIBUTING.md shows each rule with code before and after.
+"""
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = (
+    "ddp_course",
+    "ddp_grading",
+    "ddp_predictions",
+    "exercises/checks",
+    "benchmarks",
+    "authoring",
+    "tests",
+)
+LIST = Path(__file__).with_name("plainness.txt")
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+Break = tuple[ast.AST, str]
+
+
+class Found(NamedTuple):
+    """A break of a rule: where it is, and the words of the rule."""
+
+    path: str
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}"
+
+
+def parents_of(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    """The parent of each node."""
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name, attribute and item that an expression reads or writes, as source text."""
+    places = (ast.Name, ast.Attribute, ast.Subscript)
+    return {ast.unparse(each) for each in ast.walk(node) if isinstance(each, places)}
+
+
+def assignments_side_by_side(tree: ast.AST) -> Iterator[Break]:
+    """`a, b = x, y`, unless a value needs what a name beside it was before, as in `a, b = b, a`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Tuple):
+                written = {ast.unparse(name) for name in target.elts}
+                if not written & names_in(node.value):
+                    yield node, "one assignment a line: these values do not belong together"
+
+
+def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
+    """A comprehension inside a comprehension."""
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS):
+            for below in ast.walk(node):
+                if below is not node and isinstance(below, COMPREHENSIONS):
+                    yield (
+                        node,
+                        "a comprehension inside a comprehension: name it, or write a loop",
+                    )
+                    break
+
+
+def conditions_inside(tree: ast.AST) -> Iterator[Break]:
+    """`x if c else y` anywhere but as a whole assignment, argument or return."""
+    parents = parents_of(tree)
+    whole = (
+        ast.Assign,
+        ast.AnnAssign,
+        ast.AugAssign,
+        ast.NamedExpr,
+        ast.Return,
+        ast.keyword,
+        ast.Lambda,
+    )
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.IfExp):
+            continue
+        parent = parents[node]
+        argument = isinstance(parent, ast.Call) and node in parent.args
+        if not isinstance(parent, whole) and not argument:
+            yield (
+                node,
+                "a conditional expression inside an expression: write an if, or give it a name",
+            )
+
+
+def is_boolean(node: ast.AST) -> bool:
+    """Whether an expression is a comparison, a `not`, or an `and` or `or` of these."""
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    if isinstance(node, ast.BoolOp):
+        return all(map(is_boolean, node.values))
+    return isinstance(node, ast.Compare)
+
+
+def is_words(node: ast.AST) -> bool:
+    """Whether an expression is a text with words in it, which nobody means to repeat."""
+    if isinstance(node, ast.JoinedStr):
+        return True
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return False
+    return len(node.value) > 3 and any(map(str.isalpha, node.value))
+
+
+def booleans_as_numbers(tree: ast.AST) -> Iterator[Break]:
+    """`text * condition`, `1 + (a > b)`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ARITHMETIC):
+            continue
+        sides = [node.left, node.right]
+        times = isinstance(node.op, ast.Mult)
+        repeated = times and any(map(is_words, sides)) and not any(map(is_count, sides))
+        if any(map(is_boolean, sides)) or repeated:
+            yield node, "a boolean as a number: write an if"
+
+
+def is_count(node: ast.AST) -> bool:
+    """Whether an expression is a number, written out."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+
+def is_at_most_one(node: ast.AST) -> bool:
+    """Whether an expression has one element, or at most one: `[x]`, `(x,)`, `x[:1]`, `x[-1:]`."""
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        lower = node.slice.lower and ast.unparse(node.slice.lower)
+        upper = node.slice.upper and ast.unparse(node.slice.upper)
+        return (lower, upper) in ((None, "1"), ("-1", None))
+    return False
+
+
+def loops_over_one(tree: ast.AST) -> Iterator[Break]:
+    """A loop over one element as an assignment or an `if`; or over letters that are not used."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.comprehension):
+            if is_at_most_one(node.iter):
+                yield node.iter, "a loop over one element: write an assignment, or an if"
+            elif isinstance(node.iter, ast.Constant) and ast.unparse(node.target) == "_":
+                yield node.iter, "a loop over letters that are not used: write range"
+
+
+def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
+    """`[iter(x)] * n`."""
+    for node in ast.walk(tree):
+        product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        if product and ast.unparse(node.left).startswith("[iter("):
+            yield node, "one iterator many times: write a function that cuts into batches"
+
+
+def named_tuples(tree: ast.AST) -> set[str]:
+    """Names of the classes in a module that are NamedTuples."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name
+        for node in classes
+        if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
+    }
+
+
+def called(node: ast.AST) -> str:
+    """The name of the function that a call calls; no name if this is no call."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
+    """Names that are annotated with one of these classes, or assigned from a call of one."""
+    names = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.arg)
+            and node.annotation
+            and ast.unparse(node.annotation) in classes
+        ):
+            names.add(node.arg)
+        elif isinstance(node, ast.Assign) and called(node.value) in classes:
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
+    """`each[2]`, where `each` is a NamedTuple of this module; and `self[2]` inside one."""
+    classes = named_tuples(tree)
+    variables = variables_of(tree, classes)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            yield from indexed(node, {"self"})
+    yield from indexed(tree, variables)
+
+
+def indexed(tree: ast.AST, variables: set[str]) -> Iterator[Break]:
+    """Where one of these variables has a number for its index."""
+    for node in ast.walk(tree):
+        numbered = isinstance(node, ast.Subscript) and is_count(node.slice)
+        if numbered and ast.unparse(node.value) in variables:
+            yield node, "a number as the index of a NamedTuple: write the field's name"
+
+
+def is_data(node: ast.AST) -> bool:
+    """Whether a statement or a decorator holds a table: a display with several rows."""
+    tables = [each for each in ast.walk(node) if isinstance(each, DISPLAYS)]
+    return any(
+        len(table.keys if isinstance(table, ast.Dict) else table.elts) >= 2 for table in tables
+    )
+
+
+def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
+    """`fmt: skip` and `fmt: off` where there is no table of data."""
+    ends: dict[int, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr) and not isinstance(node, ast.Name | ast.Constant):
+            ends.setdefault(node.end_lineno or 0, []).append(node)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and token.string.startswith(
+            ("# fmt: skip", "# fmt: off")
+        ):
+            line = token.start[0]
+            if not any(map(is_data, ends.get(line, []))):
+                yield (
+                    ast.Pass(lineno=line),
+                    "fmt: skip without a table of data: let ruff lay it out",
+                )
+
+
+RULES = (
+    assignments_side_by_side,
+    comprehensions_inside,
+    conditions_inside,
+    booleans_as_numbers,
+    loops_over_one,
+    iterators_repeated,
+    numbers_for_fields,
+)
+
+
+def breaks(source: str, path: str = "") -> list[Found]:
+    """Every break of a rule in the source of one module, by line."""
+    tree = ast.parse(source)
+    found = [pair for rule in RULES for pair in rule(tree)]
+    found += layouts_by_hand(tree, source)
+    return sorted(Found(path, node.lineno, words) for node, words in found)
+
+
+def files(root: Path = ROOT) -> list[Path]:
+    """The Python files of all rooms, but for the lessons, whose cells are notebooks."""
+    lessons = root / "authoring" / "lessons"
+    return [
+        path
+        for room in ROOMS
+        for path in sorted((root / room).rglob("*.py"))
+        if lessons not in path.parents
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the breaks in files that are not in the list; return 1 if there are any, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="only these files, and whether they are in the list or not",
+    )
+    parser.add_argument(
+        "--shrink", action="store_true", help="drop files from the list that have become plain"
+    )
+    options = parser.parse_args(arguments)
+    listed = set(LIST.read_text().split()) if LIST.exists() else set()
+    found = []
+    for path in map(Path.resolve, options.paths or files()):
+        name = path.relative_to(ROOT).as_posix()
+        found += breaks(path.read_text(encoding="utf-8"), name)
+    if options.shrink:
+        LIST.write_text(
+            "".join(f"{name}\n" for name in sorted(listed & {each.path for each in found}))
+        )
+    shown = [each for each in found if options.paths or each.path not in listed]
+    print(*shown, sep="\n", end="\n" * bool(shown))
+    return int(bool(shown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""In the grader, a check hands over the answers that it is given, to be tried elsewhere."""
+
+import linecache
+import os
+from pathlib import Path
+
+HAND_OVER = "DDP_COURSE_HAND_OVER"  # This variable names a folder for a kernel's answers.
+
+
+def hand_over(number: str, answers: tuple) -> None:
+    """Write down the answers that a check cell is given in the grader, with the source of the cells
+    they come from.
+    """
+    from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
+
+    lines = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4}
+    sources = {
+        name: "".join(of_cell) for name, of_cell in lines.items() if not os.path.exists(name)
+    }
+    Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))

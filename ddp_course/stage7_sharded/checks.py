@@ -1,0 +1,26 @@
+"""Which models can be cut into parts."""
+
+from ..stage6_ddp.checks import same_on_all_ranks
+from .blocks import Sharded
+from .parts import Part
+
+
+def check_model(module, group):
+    """Raise ValueError for a model that cannot be sharded, MismatchError unless all ranks' models
+    are alike.
+    """
+    parameters = dict(module.named_parameters())
+    if any(isinstance(parameter, Part | Sharded) for parameter in parameters.values()):
+        raise ValueError(
+            "a part of the model is sharded already, or split: wrap or split the whole model, once"
+        )
+    if any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+        for each in module.modules()
+    ):
+        raise ValueError("the model, or a part of it, is compiled already; wrap it first")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            "the model has no trainable parameters: nothing to average, nothing to train"
+        )
+    same_on_all_ranks(parameters, group)

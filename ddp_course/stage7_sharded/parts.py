@@ -1,0 +1,240 @@
+"""Weights and gradients of which this rank has a part only, and what may be computed from one.
+
+Element by element, a part is as good as the whole. A function that mixes elements, such as a norm,
+an initialiser that looks at the shape, or an optimizer that multiplies matrices, would give another
+result on every rank. Nothing would fail, and the model would be trained wrongly. So a part knows
+that it is one, by its class, and is given to a function only if torch marks that function as
+working element by element (`torch.Tag.pointwise`), or if it leaves all elements as they are.
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from ..running.torch_inside import (
+    Operator,
+    allow_foreach,
+    as_plain_tensors,
+    tree_leaves,
+    tree_map_only,
+)
+
+# These copy elements, convert them, or make room for as many.
+SAME_ELEMENTS = """
+    view view_as reshape flatten cat split view_as_real view_as_complex detach detach_ contiguous
+    to type cpu cuda float double half bfloat16 conj copy_ _foreach_copy_ zero_ _foreach_zero_ fill_
+    constant_ zeros_like ones_like full_like empty_like new_empty new_zeros new_ones new_full
+    requires_grad_
+"""
+# These tell of the tensor itself, show it to a person, or have autograd work on it.
+NO_ELEMENTS = """
+    size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage
+    get_device is_contiguous is_floating_point is_complex is_pinned is_shared share_memory_
+    register_hook register_post_accumulate_grad_hook backward grad
+    __len__ __repr__ __format__ __set__ __delete__
+"""
+OPTIMIZERS = "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
+OTHER_SHAPES = """
+    view view_as reshape flatten cat split view_as_real view_as_complex grad
+    new_empty new_zeros new_ones new_full
+"""
+# The training loop, or torch, may apply these to a gradient before the average.
+LINEAR = """
+    clone detach detach_ requires_grad_ zero_ _foreach_zero_ add_ mul_ div_ _foreach_mul_
+    __imul__ __itruediv__ __get__ __set__ __repr__ __format__ __len__
+"""
+ALLOWED = frozenset(f"{SAME_ELEMENTS} {NO_ELEMENTS} {OPTIMIZERS}".split())
+MAY_CHANGE_SHAPE = frozenset(OTHER_SHAPES.split())
+ALLOWED_BEFORE_AVERAGE = frozenset(LINEAR.split())
+ACCESS = {"__get__", "__set__"}
+TURNED = {"T", "mT", "H", "mH"}
+NOT_POINTWISE = {"equal", "_foreach_max"}  # Other forms of these are.
+ALIASES = {
+    "floordiv": "div",
+    "floor_divide": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "absolute": "abs",
+    "negative": "neg",
+}
+
+
+class Part(torch.Tensor):
+    """A tensor of which other ranks have other parts; for functions that work element by element,
+    an ordinary tensor.
+
+    `tensor.as_subclass(Part)` is one on the same memory, and so are the results that are computed
+    from it, and the gradient of a parameter that is one.
+    """
+
+    refusal = (
+        "is not known to work element by element, and this rank has a part of the tensor only. To"
+        " clip, call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or"
+        " stage9_tensor instead; initialise weights before the model is wrapped or split, and"
+        " write values by copy_(…); optimizers must work element by element, as Adam does; to look"
+        " at the part, take tensor.as_subclass(torch.Tensor)"
+    )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(function, Operator):  # A dispatch mode calls it for an allowed function.
+            with as_plain_tensors():
+                return function(*args, **kwargs)
+        name = function.__name__
+        if name == "__set__" and label(function) == "data" and not cls.takes(*args):
+            raise RuntimeError(
+                "this parameter is a part of one, and lies in memory of its own: write values into"
+                " it by copy_(…), and whole weights before the model is wrapped or split"
+            )
+        if not cls.allows(function, args):
+            raise RuntimeError(f"{label(function)} {cls.refusal}")
+        try:
+            with as_plain_tensors():
+                result = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "must match the size" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error}; this rank has a part of the tensor only. An optimizer that has taken"
+                " steps keeps state for whole tensors: make the optimizer anew after the model is"
+                " split"
+            ) from error
+        if name.startswith("_foreach_"):
+            return marked_like_lists(result, args)
+        if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
+            made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part)]
+            if not {each.shape for each in made} <= {each.shape for each in parts}:
+                raise RuntimeError(f"{label(function)} {cls.refusal}")
+        return marked(result, cls.kind_of_results())
+
+    @classmethod
+    def allows(cls, function, args):
+        """Whether parts may be among the arguments of `function`: it works element by element,
+        leaves them as they are, or communicates.
+        """
+        name = function.__name__
+        if name == "__get__":
+            return label(function) not in TURNED
+        if name == "__setitem__":  # A mask chooses elements one by one.
+            return isinstance(args[1], Part) and args[1].dtype == torch.bool
+        if name in ALLOWED or is_pointwise(name):
+            return True
+        return getattr(function, "__module__", "") == dist.distributed_c10d.__name__
+
+    @classmethod
+    def kind_of_results(cls):
+        """The class of what is computed from tensors of this class."""
+        return Part
+
+    @classmethod
+    def takes(cls, tensor, values):
+        """Whether `tensor.data = values` leaves the tensor the same part, if it is one."""
+        return values.shape == tensor.shape
+
+    def __deepcopy__(self, memo):
+        with as_plain_tensors():
+            copied = memo[id(self)] = self.detach().clone().as_subclass(type(self))
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+allow_foreach(Part)
+
+
+class OwnGradient(Part):
+    """A gradient before the average: whole, but of this rank's samples. Only linear functions may
+    precede the sum.
+    """
+
+    refusal = (
+        "would come before the gradients are averaged, on every rank for itself. To clip, call"
+        " clip_grad_norm_ of ShardedOptimizer; for all else take FullyShardedDataParallel, or stage"
+        " 6 and an ordinary optimizer"
+    )
+
+    @classmethod
+    def allows(cls, function, args):
+        """Whether the function is linear."""
+        return function.__name__ in ALLOWED_BEFORE_AVERAGE
+
+    @classmethod
+    def kind_of_results(cls):
+        """This class: what is linear in one rank's gradients has to be averaged too."""
+        return cls
+
+
+class PartOfParameter(Part, torch.nn.Parameter):
+    """A parameter that is a part; so is its gradient."""
+
+    def __deepcopy__(self, memo):
+        with as_plain_tensors():
+            elements = self.detach().clone()
+        copied = memo[id(self)] = type(self)(elements, self.requires_grad)
+        vars(copied).update(vars(self))
+        return copied
+
+
+def label(function):
+    """What people call `function`: of an attribute its name."""
+    attribute = function.__name__ in ACCESS
+    return function.__self__.__name__ if attribute else function.__name__
+
+
+@cache
+def is_pointwise(name):
+    """Whether torch marks the function called `name` as working element by element.
+
+    `_foreach_mul_`, `mul_` and `__imul__` are forms of `mul`.
+    """
+    if name in NOT_POINTWISE:
+        return False
+    base = name.removeprefix("_foreach_").strip("_")
+    forms = [base, ALIASES.get(base)]
+    if name.startswith("__"):
+        forms += [base[1:], ALIASES.get(base[1:])]
+    packets = [getattr(torch.ops.aten, form, None) for form in forms if form]
+    return any(
+        torch.Tag.pointwise in getattr(packet, overload).tags
+        for packet in packets
+        if hasattr(packet, "overloads")
+        for overload in packet.overloads()
+    )
+
+
+def marked_like_lists(result, lists):
+    """The tensors of `result`, of a function that goes through `lists`: parts where those are."""
+    lists = [each for each in lists if isinstance(each, list | tuple)]
+    if result is None:
+        return None
+    several = []
+    for each, *members in zip(result, *lists, strict=True):
+        has_part = any(isinstance(member, Part) for member in members)
+        several.append(marked(each, Part) if has_part else each)
+    return several
+
+
+def marked(result, kind):
+    """`result` with its ordinary tensors as tensors of the class `kind`."""
+
+    def mark(tensor):
+        return tensor if isinstance(tensor, Part) else tensor.as_subclass(kind)
+
+    return tree_map_only(torch.Tensor, mark, result)
+
+
+def refuse_with(words):
+    """A function that raises RuntimeError with these `words`, in place of a method that stage 7
+    does not support.
+    """
+
+    def refuse(*_, **__):
+        raise RuntimeError(words)
+
+    return refuse

@@ -1,0 +1,149 @@
+"""A submission harms nobody: neither files of others, nor their processes, nor the terminal, nor
+the time.
+"""
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from answers import hand_in, submission_of
+
+from ddp_course.checking.checks import solution
+from ddp_grading import landlock
+from ddp_grading.grader import grade
+from ddp_grading.guard import enter
+from ddp_grading.submissions import load_exercises
+
+EXERCISES = load_exercises()
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def tried_inside(folder, code):
+    """What a piece of code raises, or "", in a process under a submission's limits."""
+    receiver, sender = SPAWN.Pipe()
+    process = SPAWN.Process(target=run_inside, args=(str(folder), code, sender))
+    process.start()
+    process.join(60)
+    return receiver.recv() if receiver.poll() else f"exit code {process.exitcode}"
+
+
+def run_inside(folder, code, sender):
+    enter(folder)
+    try:
+        exec(code, {})
+        sender.send("")
+    except Exception as error:
+        sender.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A submission's own folder, and another learner's with a notebook in it."""
+    own = tmp_path / "own"
+    other = tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    (other / "04.ipynb").write_text("whole")
+    return own, other
+
+
+WAYS_OUT = [
+    "import shutil; shutil.rmtree('{other}')",
+    "import os; fd = os.open('{other}', os.O_RDONLY); os.unlink('04.ipynb', dir_fd=fd)",
+    "import torch; torch.save([1], '{other}/04.ipynb')",
+    "import sqlite3; sqlite3.connect('{other}/x.db').execute('create table t (x)')",
+    "import os; os.link('{other}/04.ipynb', 'mine')",
+    "import os; os.mkfifo('{other}/fifo')",
+    "import os; os.rename('{other}/04.ipynb', 'mine')",
+    "import os; os.symlink('{other}/04.ipynb', 'link'); open('link', 'w').write('')",
+    "import ctypes; assert ctypes.CDLL(None).unlink(b'{other}/04.ipynb') == 0",
+]
+
+
+@pytest.mark.parametrize("code", WAYS_OUT)
+@pytest.mark.skipif(not landlock.version(), reason="this kernel has no Landlock")
+def test_no_file_of_another_is_touched(code, folders):
+    own, other = folders
+    assert tried_inside(own, code.format(other=other)), "nothing was raised"
+    assert [path.name for path in other.iterdir()] == ["04.ipynb"]
+    assert (other / "04.ipynb").read_text() == "whole"
+
+
+def test_own_files_and_own_processes_are_free(folders):
+    code = (
+        "import os, shutil, signal, tempfile, torch\n"
+        "os.makedirs('a/b'); open('a/b/c', 'w').write('x'); shutil.rmtree('a')\n"
+        "torch.save([1], 'x.pt'); os.rename('x.pt', 'y.pt')\n"
+        "open('helper.py', 'w').write('x = 1')\n"
+        "import helper; tempfile.mkdtemp(); open('/dev/null', 'w').write('x')\n"
+        "child = os.fork()\n"
+        "if not child: signal.pause()\n"
+        "os.kill(child, 9); os.waitpid(child, 0); print('x' * 10**6)"
+    )
+    assert tried_inside(folders[0], code) == ""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "import os; os.kill({pid}, 9)",
+        "import os; os.killpg({pid}, 9)",
+        "import psutil; psutil.Process({pid}).kill()",
+        "import ctypes; assert ctypes.CDLL(None).kill({pid}, 9) == 0",
+    ],
+)
+@pytest.mark.skipif(landlock.version() < 6, reason="this kernel's Landlock has no signals")
+def test_no_process_of_another_is_ended(way, folders):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    other = subprocess.Popen(command, start_new_session=True)
+    try:
+        assert tried_inside(folders[0], way.format(pid=other.pid)), "nothing was raised"
+        assert other.poll() is None
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+
+
+def test_shared_memory_is_bounded(folders):
+    assert "Cannot allocate" in tried_inside(folders[0], "import mmap; mmap.mmap(-1, 16 << 30)")
+
+
+def test_what_an_answer_writes_to_the_terminal_is_dropped(folders, capfd):
+    assert (
+        tried_inside(folders[0], "import os; os.write(1, b'x' * 10**5); print('y' * 10**5)") == ""
+    )
+    assert capfd.readouterr().out == ""
+
+
+def test_slow_cells_have_one_deadline_and_leave_the_rest_time(tmp_path):
+    slow = ["import time; time.sleep(3)"] * 8
+    path = hand_in(tmp_path / "slow", {"1.1": solution("1.1")}, slow)
+    start = time.monotonic()
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3, timeout=20.0)
+    assert [task.message for task in result.tasks] == ["", "", ""]
+    assert time.monotonic() - start < 60
+
+
+def test_ranks_work_where_the_cells_do(tmp_path):
+    answer = (
+        solution("3.1") + "\n_collect = collect\n\ndef collect(tensor, server=0, group=None):\n"
+    )
+    answer += "    import helper\n    open('log.txt', 'a').write('x')\n"
+    answer += "    return _collect(tensor, server, group)\n"
+    own = [
+        "open('helper.py', 'w').write('x = 1')",
+        "import shutil, os\nopen('results', 'w').close()",
+    ]
+    path = hand_in(tmp_path / "log", {"3.1": answer}, own)
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3)
+    assert [task.message for task in result.tasks] == [""] * 4
+
+
+def test_the_graders_own_fault_is_no_zero(tmp_path, monkeypatch):
+    path = hand_in(tmp_path / "anna", {"1.1": solution("1.1")})
+    monkeypatch.setattr("ddp_grading.grader.run", lambda *_: 1 / 0)
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3)
+    assert not result.has_grade and result.mark == "" and "fault of the grader" in result.message
