@@ -1,13 +1,18 @@
-"""Pretended GPUs: tensors of torch's CPU build that say "cuda:1", and rules of streams and NCCL that are watched.
+"""Pretended GPUs: tensors of torch's CPU build that say "cuda:1", and rules of streams and NCCL
+that are watched.
 
     environment(gpus=4, log=path)    what a process needs in its environment to have them
-    read(path)                       what went wrong there: races, foreign contexts, host syncs, communicators
+    read(path)                       what went wrong there: races, foreign contexts, host syncs,
+    communicators
 
-A process gets them at its start by `site/sitecustomize.py`, and so does each of its children; no code of the course
-changes. The arithmetic is the CPU's and runs at once, so nothing here says how fast a GPU is. What a real GPU might
+A process gets them at its start by `site/sitecustomize.py`, and so does each of its children;
+no code of the course
+changes. The arithmetic is the CPU's and runs at once, so nothing here says how fast a GPU is.
+What a real GPU might
 do in another order is found with a vector clock for each stream, however lucky the timing was.
 
-This leans on the inside of torch: it is for one version (`build.VERSION`), and for the CPU build alone.
+This leans on the inside of torch: it is for one version (`build.VERSION`), and for the CPU
+build alone.
 """
 
 import os
@@ -20,7 +25,8 @@ HOME = Path(__file__).parent
 
 
 def environment(gpus, log, patience=60.0):
-    """The environment of this process with `gpus` pretended GPUs; findings are appended to the file `log`.
+    """The environment of this process with `gpus` pretended GPUs; findings are appended to the
+    file `log`.
 
     Who waits longer than `patience` seconds for a message counts as hanging.
     """

@@ -1,4 +1,6 @@
-"""The C++ half, compiled once: `library()` is the path of the shared library, `why_not()` says what is missing."""
+"""The C++ half, compiled once: `library()` is the path of the shared library, `why_not()` says what
+is missing.
+"""
 
 import hashlib
 import importlib.util
@@ -26,7 +28,7 @@ def why_not():
 
 
 def library():
-    """The path of the compiled library; the first call compiles it, which takes about ten seconds."""
+    """The path of the compiled library; the first call compiles it, in about ten seconds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_course"
     mark = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:12]
     path = cache / f"pretend_gpu-{mark}.so"

@@ -1,4 +1,6 @@
-"""The functions of `torch.cuda` that the course, its lessons and torch itself call, for pretended GPUs."""
+"""The functions of `torch.cuda` that the course, its lessons and torch itself call, for pretended
+GPUs.
+"""
 
 import contextlib
 import types

@@ -1,4 +1,4 @@
-"""Install the pretended GPUs into torch, once in each process, as soon as torch has been imported."""
+"""Install the pretended GPUs into torch, once in each process, when torch has been imported."""
 
 import atexit
 import time
@@ -28,7 +28,9 @@ def install():
     tensors.register(library)
     nccl.install()
     warm_up(streams, tensors)
-    atexit.register(time.sleep, 0.1)  # autograd's threads let go of their last tensors: that needs Python
+    atexit.register(
+        time.sleep, 0.1
+    )  # autograd's threads let go of their last tensors: that needs Python
 
 
 def warm_up(streams, tensors):

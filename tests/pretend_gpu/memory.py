@@ -1,4 +1,6 @@
-"""Memory of pretended GPUs: a block for each storage, which knows its uses, and pools that hand blocks out again."""
+"""Memory of pretended GPUs: a block for each storage, which knows its uses, and pools that hand
+blocks out again.
+"""
 
 import os
 import weakref
@@ -18,7 +20,7 @@ freed = defaultdict(list)  # by the stream whose pool it is in: memory whose use
 
 
 class Use(NamedTuple):
-    """Work on a stream that reads or writes a range of bytes; `count` is its number on the stream."""
+    """Work on a stream that reads or writes a range of bytes; `count` is its number there."""
 
     key: tuple
     count: int
@@ -42,7 +44,9 @@ def is_over(use, clock):
 
 
 class Block:
-    """The memory of one storage; it comes from the pool of the stream that is current when it is taken."""
+    """The memory of one storage; it comes from the pool of the stream that is current when it is
+    taken.
+    """
 
     def __init__(self, index, start, nbytes):
         self.size, self.place, self.uses, self.recorded, self.messages = 0, place(), [], set(), []
@@ -51,8 +55,8 @@ class Block:
         with LOCK:
             if used[index] + size > SIZE:
                 raise torch.OutOfMemoryError(
-                    f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU {index} has a total "
-                    f"capacity of {SIZE} bytes of which {SIZE - used[index]} are free."
+                    f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU {index} has a "
+                    f"total capacity of {SIZE} bytes of which {SIZE - used[index]} are free."
                 )
             self.size = size
             used[index] += size
@@ -71,8 +75,9 @@ class Block:
             if late and old.size >= self.size:
                 note(
                     "race",
-                    f"memory from {old.place} was freed and is given out again at {self.place}, but "
-                    f"stream {late[0].key} may still use it (at {late[0].place}): record_stream is missing",
+                    f"memory from {old.place} was freed and is given out again at {self.place}, "
+                    f"but stream {late[0].key} may still use it (at {late[0].place}): "
+                    "record_stream is missing",
                 )
             if not late or old.size >= self.size:
                 freed[self.key].remove(old)

@@ -1,13 +1,20 @@
-"""NCCL's manners for pretended GPUs. torch's own process group stays; c10d's operators are met on their way.
+"""NCCL's manners for pretended GPUs. torch's own process group stays; c10d's operators are met
+on their way.
 
-- A group's communicator is made by its first collective or first batch of messages: everybody comes, each rank with a
-  GPU of its own. A message outside of a batch goes over a communicator of two, made when both have come.
-- What is given to one communicator runs in that order, one after the other; a batch is one piece of work.
-- All ranks call the same collectives, with the same shapes; else NCCL would hang, and here the call is named.
-- Two threads must not use one communicator at the same time: the order would not be the same on all ranks.
+- A group's communicator is made by its first collective or first batch of messages: everybody
+  comes, each rank with a
+  GPU of its own. A message outside of a batch goes over a communicator of two, made when both
+  have come.
+- What is given to one communicator runs in that order, one after the other; a batch is one
+  piece of work.
+- All ranks call the same collectives, with the same shapes; else NCCL would hang, and here
+  the call is named.
+- Two threads must not use one communicator at the same time: the order would not be the same
+  on all ranks.
 - `wait()` makes the current stream wait, not the processor.
 
-Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE seconds. The bytes are moved
+Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE
+seconds. The bytes are moved
 by a gloo group of the communicator's own, in a thread that stands for its stream.
 """
 
@@ -70,7 +77,9 @@ class PretendNCCL(dist.ProcessGroupGloo):
 
 
 class Message:
-    """A piece of work for a communicator, as seen from the bytes [start, end) that it reads or writes."""
+    """A piece of work for a communicator, as seen from the bytes [start, end) that it reads or
+    writes.
+    """
 
     def __init__(self, task, start, end):
         self.task, self.start, self.end = task, start, end
@@ -156,7 +165,9 @@ class Communicator:
         me = threading.get_ident()
         self.pending = [task for task in self.pending if not task.done.is_set()]
         if any(task.thread != me for task in self.pending):
-            raise RuntimeError(f"two threads use one NCCL communicator at the same time ({place()})")
+            raise RuntimeError(
+                f"two threads use one NCCL communicator at the same time ({place()})"
+            )
         task = Task(me, before)
         self.pending.append(task)
         return task
@@ -167,8 +178,8 @@ class Communicator:
         first = self.store.compare_set(f"call/{self.count}", "", call).decode()
         if first != call:
             raise RuntimeError(
-                f"NCCL would hang here: call {self.count} of this group is {call} at {place()}, but "
-                f"another rank calls {first}"
+                f"NCCL would hang here: call {self.count} of this group is {call} at {place()}, "
+                f"but another rank calls {first}"
             )
 
 
@@ -201,7 +212,9 @@ class Queued(dist.Work):
         """A future that is complete at once; who uses its value waits, as a stream does."""
         future = torch.futures.Future(devices=[self.stream.device])
         with self.stream:
-            future.set_result([tensor for tensor in (ref() for ref in self.results) if tensor is not None])
+            future.set_result(
+                [tensor for tensor in (ref() for ref in self.results) if tensor is not None]
+            )
         return future
 
 
@@ -236,7 +249,9 @@ def collective(func, args, kwargs):
     """Meet an operator of c10d: check it, queue it, and return what it would."""
     schema = func._schema
     name = schema.name.removeprefix("c10d::")
-    values = dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | kwargs
+    values = (
+        dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | kwargs
+    )
     boxed = next(value for value in values.values() if is_group(value))
     group = dist.ProcessGroup.unbox(boxed)
     used = []

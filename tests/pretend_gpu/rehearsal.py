@@ -1,9 +1,11 @@
-"""`make gpu-rehearsal`: run lessons and solutions to their end on pretended GPUs, and say what a real one would punish.
+"""`make gpu-rehearsal`: run lessons and solutions to their end on pretended GPUs, and say what
+a real one would punish.
 
-    make gpu-rehearsal                                                every lesson and solution, 1, 2, 4 and 8 GPUs
-    make gpu-rehearsal ARGS="--gpus 4 notebooks/00_start_here.ipynb"  one of them
+    make gpu-rehearsal    every lesson and solution, on 1, 2, 4 and 8 GPUs
+    make gpu-rehearsal ARGS="--gpus 4 notebooks/00_start_here.ipynb"
 
-A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its own GPU, and if the
+A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its
+own GPU, and if the
 processor waits for a GPU at one line of the package more often than `budgets.csv` allows.
 """
 
@@ -94,10 +96,15 @@ def rehearse(path, gpus):
     return wrong
 
 
+def counts(text):
+    """Numbers of GPUs: "1,2"."""
+    return [int(number) for number in text.split(",")]
+
+
 def main(arguments=None):
     """The command; returns 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="default 1 2 4 8")
+    parser.add_argument("--gpus", type=counts, default=[1, 2, 4, 8], help="default 1,2,4,8")
     parser.add_argument("notebooks", nargs="*", help="default: all lessons and solutions")
     options = parser.parse_args(arguments)
     if reason := build.why_not():

@@ -3,6 +3,7 @@
 import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _open = {}  # the log's file descriptor; forked processes share it, and each write is appended whole
 
@@ -20,9 +21,11 @@ def note(kind, what):
 class Findings:
     """What a log says.
 
-    - races: lines of text. foreign: contexts that a rank opened beside the one on its own GPU, as text.
+    - races: lines of text. foreign: contexts that a rank opened beside the one on its own
+      GPU, as text.
     - syncs: how often the host waited, by reason and line of code.
-    - communicators: how many NCCL made, over all processes. launches: groups of ranks that have used NCCL.
+    - communicators: how many NCCL made, over all processes. launches: groups of ranks that
+      have used NCCL.
     - peaks: the most bytes that a process had on each GPU.
     """
 
@@ -37,7 +40,7 @@ class Findings:
 def read(path):
     """Read a log; one that is not there has nothing in it."""
     found, own, contexts = Findings(), {}, defaultdict(list)
-    lines = open(path, encoding="utf-8").read().splitlines() if os.path.exists(path) else []
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
     groups = set()
     for line in lines:
         process, kind, what = line.split("\t", 2)

@@ -1,7 +1,10 @@
-"""Streams, events and contexts, with a vector clock for each stream: what is known to be over when work begins.
+"""Streams, events and contexts, with a vector clock for each stream: what is known to be over
+when work begins.
 
-A clock is {stream: how many pieces of its work are over}. Work that is queued knows what its stream waited for, and
-what the host had waited for when it queued it. Two uses of one piece of memory, one of which writes, are a race if
+A clock is {stream: how many pieces of its work are over}. Work that is queued knows what its
+stream waited for, and
+what the host had waited for when it queued it. Two uses of one piece of memory, one of which
+writes, are a race if
 neither is known to the other: on a real GPU they may come in either order.
 """
 
@@ -93,7 +96,7 @@ os.register_at_fork(after_in_child=forget_contexts)
 
 
 def index_of(device=None):
-    """The number of a device, which may be a number, a name, a device or None for the current one."""
+    """The number of a device: a number, a name, a device or None for the current one."""
     if isinstance(device, int):
         return device
     device = torch.device(device) if isinstance(device, str) else device
@@ -201,7 +204,9 @@ class Stream:
 
 
 class StreamContext:
-    """`with torch.cuda.stream(stream)`, as torch's own does it: the old stream, and its device, are set again."""
+    """`with torch.cuda.stream(stream)`, as torch's own does it: the old stream, and its device, are
+    set again.
+    """
 
     def __init__(self, stream):
         self.stream = stream

@@ -1,4 +1,6 @@
-"""Tensors that say they are on "cuda:1" while the processor computes them, one operation after the other."""
+"""Tensors that say they are on "cuda:1" while the processor computes them, one operation after the
+other.
+"""
 
 import torch
 from torch.utils._pytree import tree_map
@@ -11,7 +13,6 @@ from .streams import (
     host_waits,
     index_of,
     merge,
-    native,
     open_context,
     place,
     queue_work,
@@ -156,7 +157,9 @@ def rebuild(raw, index, requires_grad):
 
 
 class Facts:
-    """What the schema of an operation says: which arguments are written, and whether it only returns a view."""
+    """What the schema of an operation says: which arguments are written, and whether it only
+    returns a view.
+    """
 
     def __init__(self, func):
         schema = func._schema
@@ -226,22 +229,9 @@ def run(func, args, kwargs, index=None):
     gpus = dict.fromkeys(tensor.gpu for tensor, _ in pretended)
     if func not in TWO_DEVICES:
         check_devices(facts, gpus, others)
-    to_cpu = False
-    if kwargs.get("device") is not None:
-        to_cpu = kwargs["device"].type == "cpu"
-        index = None if to_cpu else index_of(kwargs["device"])
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
-    if index is None:
-        index = next(iter(gpus))
+    to_cpu, index, kwargs = target(gpus, kwargs, index)
     key, where = current(open_context(index)), place()
-    clock = queue_work(key)
-    for other in gpus:
-        if other != index:  # a copy between GPUs: CUDA makes both current streams wait
-            there = queue_work(current(other))
-            merge(clock, there)
-            merge(there, clock)
+    clock = queue_with(key, gpus)
     if not facts.view:
         for tensor, writes in pretended:
             tensor.use(key, clock, writes, where)
@@ -264,6 +254,31 @@ def run(func, args, kwargs, index=None):
         return new
 
     return tree_map(dress, result)
+
+
+def target(gpus, kwargs, index):
+    """Whether the result is on the CPU, the GPU that works, and the arguments for bare values."""
+    to_cpu = False
+    if kwargs.get("device") is not None:
+        to_cpu = kwargs["device"].type == "cpu"
+        index = None if to_cpu else index_of(kwargs["device"])
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    if index is None:
+        index = next(iter(gpus))
+    return to_cpu, index, kwargs
+
+
+def queue_with(key, gpus):
+    """Queue work; for a copy between GPUs, CUDA makes the current streams of both wait."""
+    clock = queue_work(key)
+    for other in gpus:
+        if other != key[0]:
+            other_clock = queue_work(current(other))
+            merge(clock, other_clock)
+            merge(other_clock, clock)
+    return clock
 
 
 def with_generator(random, index, func, args, kwargs):
@@ -294,7 +309,9 @@ def seed_all(seed):
 
 
 def makes_a_tensor(op):
-    """Whether an operation has a `device` and no tensor among its arguments, and returns one tensor."""
+    """Whether an operation has a `device` and no tensor among its arguments, and returns one
+    tensor.
+    """
     schema = op._schema
     return (
         len(schema.returns) == 1
@@ -308,7 +325,9 @@ NOT_TRIED = ("sparse", "quantized", "cudnn", "mkldnn", "nested", "_make_dep_toke
 
 
 def register(library):
-    """Give torch kernels for "CUDA" where no tensor among the arguments leads to `__torch_dispatch__`."""
+    """Give torch kernels for "CUDA" where no tensor among the arguments leads to
+    `__torch_dispatch__`.
+    """
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or any(word in name for word in NOT_TRIED):
             continue
@@ -332,7 +351,9 @@ def factory(op):
 
 
 def below_python(op):
-    """A kernel for an operation that comes here below Python's key, as in `torch.tensor(…, device=…)`."""
+    """A kernel for an operation that comes here below Python's key, as in `torch.tensor(…,
+    device=…)`.
+    """
 
     def kernel(*args, **kwargs):
         with LOCK:
@@ -359,4 +380,3 @@ def attention(
     return A._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
-

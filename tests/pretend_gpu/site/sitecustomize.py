@@ -1,4 +1,6 @@
-"""Python imports this at the start of every process: when torch has been imported, it gets its pretended GPUs."""
+"""Python imports this at the start of every process: when torch has been imported, it gets its
+pretended GPUs.
+"""
 
 import importlib.abc
 import importlib.machinery
