@@ -2,4 +2,15 @@
 NAME --help`.
 """
 
-BENCHMARKS = ("launch", "links", "ring", "ddp", "sharded", "simulator", "devices", "grade", "gpu")
+BENCHMARKS = (
+    "launch",
+    "links",
+    "ring",
+    "ddp",
+    "sharded",
+    "simulator",
+    "devices",
+    "grade",
+    "gpu",
+    "predictions",
+)

@@ -80,9 +80,7 @@ def steps(args: argparse.Namespace) -> Part:
     """The stages of the comparison, measured and ideal."""
     rows, promises = [], []
     for world_size, allowed in OFF_IDEAL.items():
-        results = comparison.run(
-            "digits", world_size, comparison.TIMED_STEPS, link_mode=args.link_mode
-        )
+        results = comparison.run("digits", world_size, STEPS, link_mode=args.link_mode)
         for stage in results["stages"]:
             shown = {
                 name: stage[name] for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")
@@ -162,7 +160,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link-mode",
-        choices=["auto", "hosts", "wire"],
+        choices=["virtual", "hosts"],
         default="auto",
         help="how links are emulated",
     )

@@ -14,8 +14,8 @@ LOOKS = {
     "ring": ("4", "ring, 2(K−1)/K p/b"),
     "gloo": ("torch", "gloo's all_reduce"),
 }
-LOOKS_OF_MODES = {"hosts": ("o", "-"), "wire": ("^", "--")}
-MODE_NAMES = {"hosts": "virtual hosts", "wire": "throttled wire"}
+LOOKS_OF_MODES = {"hosts": ("o", "-"), "virtual": ("^", "--")}
+MODE_NAMES = {"hosts": "virtual hosts", "virtual": "virtual time"}
 
 
 def link_figure(rows: list[dict[str, Any]]) -> Picture:

@@ -33,7 +33,7 @@ ALGORITHMS = {
     "gloo": dist.all_reduce,
 }
 FORMULA = {"gloo": "ring"}
-WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
+WORLD_SIZES = {"hosts": "2,3,4", "virtual": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
 CALIBRATION_SECONDS, ROUNDS = (
     0.1,
@@ -89,7 +89,7 @@ def usable_modes(modes: list[str]) -> Iterator[str]:
 def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -> list[Row]:
     """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
     bandwidth = calibrated(link)
-    names = [name for name in ALGORITHMS if name != "gloo" or link.carries_torch]
+    names = list(ALGORITHMS)
     of_sizes = launch(
         time_all,
         names,

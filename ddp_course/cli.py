@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 
 from .errors import CourseError
 
@@ -32,10 +32,19 @@ PACKAGES = {
 }  # others: ddp_course
 
 
+def version() -> str:
+    """The installed version; "unknown" for a folder of modules that was not installed."""
+    try:
+        return metadata.version("ddp-course")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"ddp-course {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if word in COMMANDS), None)
     for name, help_text in COMMANDS.items():
@@ -59,9 +68,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:  # In `ddp-course … | head` the reader may end first.
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python says nothing more about it at its end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python says nothing more about it at its end.
         return 128 + 13
     except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)

@@ -52,6 +52,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stage", default="6", choices=ladder.STAGES, help=stages)
     add("--checkpoint", metavar="DIR", help="save here, and go on from the newest that is there")
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
+    waiting = "seconds to wait for a rank that does not answer (default 1800)"
+    add("--timeout", type=positive_number, default=1800.0, metavar="S", help=waiting)
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
     counts = {
         "--steps": ("N", None, "training steps in all (default: the problem's)"),
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         options = parse(arguments)
-        join(options.device)
+        join(options.device, options.timeout)
         result = run(options)
         if result["resumed"] >= options.steps:
             say(f"the run in {options.checkpoint} is finished: {options.steps} steps")

@@ -15,7 +15,6 @@ from torch.optim import SGD
 
 from . import stage1_single, stage4_ring
 from .running import wire
-from .running.communication import CommunicationThread, communication_thread
 from .running.devices import rank_device
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
@@ -50,30 +49,8 @@ def train_with_torch(
     """
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
-    if wire.card.throttle is None:
-        parallel.register_comm_hook(None, observed_all_reduce)
-    else:
-        parallel.register_comm_hook(communication_thread(), all_reduce_on_our_wire)
+    parallel.register_comm_hook(None, observed_all_reduce)
     return stage1_single.train(parallel, batches, lr)
-
-
-def all_reduce_on_our_wire(
-    thread: CommunicationThread, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    """A hook that averages one bucket around our own ring: a throttled wire does not slow torch's
-    collectives.
-    """
-    flat, future = bucket.buffer().mul_(1 / dist.get_world_size()), torch.futures.Future()
-
-    def around_the_ring(group):
-        try:
-            future.set_result(stage4_ring.ring_all_reduce(flat, group=group))
-        except BaseException as error:
-            future.set_exception(error)
-            raise
-
-    thread.start(around_the_ring, flat.device)
-    return future
 
 
 def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -2,10 +2,12 @@
 
 Each model is held against what others have measured. Read in this order:
 
-    transformers one step of a GPT by tensor, data and pipeline parallelism, in closed form
-    one_host     rings along the wires of one host
-    published    the models, fitted to tables that others have published
-    predict      the scoreboard: each table beside its predictions
+    transformers the step and the memory of a transformer, one closed form for all ways
+    frozen       the constants, fitted at development time
+    runs         tables, config.json and presets as runs
+    answers      the answer in numbers, words and a picture
     plans        which way of training suits which model and machine
-    figures      all of this as pictures
+    one_host     rings along the wires of one host
+    scoreboard   each published table beside its predictions
+    figures      the scoreboard as a picture
 """

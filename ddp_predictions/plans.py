@@ -1,289 +1,156 @@
-"""Which way of training for which transformer and machine: memory and step time of each, and the
-simplest fast one.
+"""Which way of training for which model and machine: the simplest that is nearly the fastest.
 
-Times are those of `simulate.transformers`, with the numbers fitted to published steps
-(`simulate.published`): one model for the scoreboard and for this choice. Training keeps 16 bytes
-per parameter (weights and gradients in bfloat16, 4 each for a float32 copy and Adam's two), and 34
-h bytes of activations per token and layer, or 2 h where they are recomputed (Korthikanti et al.
-2022). K devices, D of them on each host, T x P x R ways of tensor, pipeline and data parallelism:
-
-    way                kept of 16 bytes  sent per parameter of 2 bytes         hidden under
-    DDP                16                2(K-1)/K                              backward
-    ZeRO-1             4 + 12/K          2(K-1)/K                              backward
-    fully sharded      16/K + 2 layers   3(K-1)/K, over one NIC                all but a fitted part
-    sharded in a host  16/D + 2 layers   3(D-1)/D inside, 2(H-1)/H /D outside  as both above
-    T x P x R          16/(T P)          activations; 2(R-1)/R /(T P)          nothing
-
-A plan's complexity is 0 for DDP, 1 for one wrapper, 2 for another layout of the model or of the
-ranks, 3 for both.
+`decide` tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps what
+fits with a twentieth of the memory left, and takes the simplest within 5 % of the fastest. `score`
+lets the model choose among published runs of the same work, beside a blind choice.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
-from math import sqrt
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from ddp_course.running.units import bits_per_second
+from ddp_course.measuring import facts
 
-from . import published
-from .transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, step_s
+from .answers import CLOSE, ROOM, Answer, answer, describe, readable
+from .runs import Reader, read_run
+from .transformers import SHARDED, WAYS, Run, step, tokens_per_s
 
-SIMPLER = 1.1  # A more complicated plan must be faster by this factor.
-VOCABULARY = 51_200
-CHECKED = {"A100": (3.6, 175, 768), "H100": (8, 8, 128), "V100": (0.02, 0.1, 16)}
-ASSUMED = (
-    "Assumed: 16-bit products and traffic, attention without stored scores, 10 µs per message,"
-    " equal layers, no stragglers, no congestion; GPUs and links reach the share of their"
-    " datasheets that published runs reached.\nChecked: A100s, 3.6 to 175 billion parameters on 64"
-    " to 768; H100s, 8 billion fully sharded on 8 to 128.\nNever checked: NICs below 200 Gbit/s,"
-    " convolutions, other GPUs, memory."
-)
+SIMPLE = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2, "hybrid": 2}
+SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass
-class Setting:
-    """Model and machine: `billions` of parameters, `devices` with `memory_gb` GB each, `per_host`
-    of them on each host.
+class Decision:
+    """The `chosen` answer or None, the next ones, how many settings fit, and the least memory."""
 
-    `bandwidth` is that of one NIC ("200Gbit"), of which a host has `nics`; a device has `samples`
-    sequences of `context` tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers
-    that are not positive, and if the devices do not fill hosts of `per_host`.
-    """
+    chosen: Answer | None
+    others: list[Answer]
+    fitting: int
+    tried: int
+    least_gb: float
 
-    billions: float
-    memory_gb: float
-    devices: int
-    bandwidth: str
-    per_host: int = 8
-    samples: int = 4
-    context: int = 2048
-    nics: int = 1
-    gpu: str = "A100"
-    recompute: bool = False
+    def words(self) -> str:
+        """The choice in sentences, with the reason why the next three were not taken."""
+        if self.chosen is None:
+            needs = f"none of {self.tried:,} settings fits: the least needs {self.least_gb:,.0f} GB"
+            return f"{needs} per GPU; take more or larger GPUs."
+        lines = [f"{self.fitting:,} of {self.tried:,} settings fit; the simplest fast one:"]
+        lines.append(self.chosen.words())
+        for other in self.others:
+            change = other.step_s / self.chosen.step_s - 1
+            simpler = complexity(other.run) <= complexity(self.chosen.run)
+            reason = f"{change:+.0%}"
+            if not simpler:
+                reason += ", more complicated"
+            run = other.run
+            sizes = f"{run.accumulate} x {run.micro_batch} sequences"
+            lines.append(f"next: {describe(run)}, {sizes}: {readable(other.step_s)} s ({reason})")
+        return "\n".join(lines)
 
-    def __post_init__(self):
-        for name, number in vars(self).items():
-            if name not in ("bandwidth", "gpu", "recompute") and not number > 0:
-                raise ValueError(f"{name.replace('_', ' ')} is {number}; it must be more than 0")
-        self.per_host = min(self.per_host, self.devices)
-        if self.devices % self.per_host:
-            do_not_fill = f"{self.devices} devices do not fill hosts of {self.per_host}"
-            raise ValueError(f"{do_not_fill}; choose a multiple of {self.per_host}")
-        self.parameters, self.nic = 1e9 * self.billions, bits_per_second(self.bandwidth) / 8
-
-    @cached_property
-    def shape(self) -> Shape:
-        """A model with `parameters` whose width is 128 times its number of layers, as in published
-        models.
-        """
-        layers = max(1, round((self.parameters / (12 * 128**2)) ** (1 / 3)))
-        a, b = 12 * layers, VOCABULARY
-        return Shape(
-            layers, (sqrt(b * b + 4 * a * self.parameters) - b) / (2 * a), self.context, VOCABULARY
-        )
-
-    @cached_property
-    def machine(self) -> Machine:
-        """The published machine with this GPU, and links that reach the same share of these
-        NICs.
-        """
-        fitted = published.machine().slower(published.megatron()[0]).on(self.gpu)
-        share = fitted.host_link / (4 * published.NIC)
-        return fitted._replace(host_link=share * self.nics * self.nic, per_host=self.per_host)
-
-    @cached_property
-    def sharding(self) -> Sharding:
-        """What fully sharded training reaches here: ZeRO-3 of 2021 on A100s and before, FSDP of
-        2024 on H100s.
-        """
-        fitted = published.sharding_of_today() if self.gpu == "H100" else published.megatron()[1]
-        return fitted._replace(ring=published.megatron()[1].ring * self.nic / published.NIC)
-
-    @cached_property
-    def compute_s(self) -> float:
-        """Seconds that a device computes in a step, all its samples at once."""
-        alone = Split(1, 1, 1, self.samples)
-        return step_s(self.shape, alone, self.machine, self.samples, self.recompute)
+    def _repr_html_(self):
+        return f"<pre>{self.words()}</pre>"
 
 
-class Plan(NamedTuple):
-    """One plan: memory of a device (GB), seconds of a step, and the part of them in which a device
-    does not compute.
-    """
-
-    name: str
-    memory_gb: float
-    step_s: float
-    waiting_s: float
-    fits: bool
-    complexity: int
+def complexity(run: Run) -> int:
+    """0 for DDP, 1 for a wrapper, 2 for one that knows hosts; tensor ways and stages add 2."""
+    return SIMPLE[run.way] + 2 * (run.tensor > 1) + 2 * (run.pipeline > 1)
 
 
-def decide(*setting: Any, **settings: Any) -> tuple[Plan | None, str, list[Plan]]:
-    """(the plan to take or None, why in a few words, all plans) for the `Setting` with these
-    arguments.
-
-    The plan is the simplest within 10 % of the fastest; of equally simple plans, the one that needs
-    the least memory.
-    """
-    plain = Setting(*setting, **settings)
-    pairs = zip(ways(plain), ways(replace(plain, recompute=True)), strict=True)
-    plans = [less if less.fits and not more.fits else more for more, less in pairs]
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        least = min(plan.memory_gb for plan in plans)
-        return (
-            None,
-            f"even split over all of them it needs {least:,.0f} GB per device; take more devices",
-            plans,
-        )
-    fastest = min(plan.step_s for plan in fitting)
-    near = [plan for plan in fitting if plan.step_s <= SIMPLER * fastest]
-    chosen = min(near, key=lambda plan: (plan.complexity, plan.memory_gb))
-    share = 100 * chosen.waiting_s / chosen.step_s
-    return (
-        chosen,
-        f"{readable(chosen.step_s)} s per step, {share:.0f} % of it waiting{unchecked(plain)}",
-        plans,
-    )
-
-
-def readable(value: float) -> str:
-    """A number to read: two digits below 10, and whole from there on ("0.29", "5.2", "3,460"),
-    never 3.5e+03.
-    """
-    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
-
-
-def unchecked(setting: Setting) -> str:
-    """Words on a setting beyond CHECKED, which has the least and most billions and the most devices
-    of each GPU.
-    """
-    low, high, devices = CHECKED[setting.gpu]
-    if low <= setting.billions <= high and setting.devices <= devices:
-        return ""
-    return (
-        f"; beyond what was checked: {low:g} to {high:g} billion on up to {devices} {setting.gpu}s"
-    )
-
-
-def ways(setting: Setting) -> list[Plan]:
-    """All plans for a setting, the simplest first; of plans with tensor or pipeline ways the
-    fastest of each kind.
-    """
-    devices, per_host, compute_s = setting.devices, setting.per_host, setting.compute_s
-    if devices == 1:
-        return [plan(setting, "one device", 16, compute_s, 0)]
-    forward_s = compute_s / (4 if setting.recompute else 3)
-    average_s = max(
-        compute_s, forward_s + all_reduce_s(setting)
-    )  # The all-reduce hides under the backward pass.
-    two_layers = 4 / setting.shape.layers
-    plans = [
-        plan(setting, "DDP", 16, average_s, 0),
-        plan(setting, "ZeRO-1", 4 + 12 / devices, average_s, 1),
-        plan(setting, "fully sharded", 16 / devices + two_layers, sharded_s(setting, devices), 1),
-    ]
-    if devices > per_host > 1:
-        seconds = sharded_s(setting, per_host) + average_s - compute_s
-        plans.append(
-            plan(setting, "sharded in a host, DDP between", 16 / per_host + two_layers, seconds, 2)
-        )
-    splits = list(all_splits(setting))
-    for wanted in ((True, False), (False, True), (True, True)):
-        kind = [plan for split, plan in splits if (split.tensor > 1, split.pipeline > 1) == wanted]
-        if kind:
-            plans.append(
-                min(
-                    kind,
-                    key=lambda plan: (not plan.fits, plan.step_s if plan.fits else plan.memory_gb),
-                )
+def settings(run: Run, batch: int) -> Iterator[Run]:
+    """Every setting with `batch` sequences per step that this run's GPUs can have."""
+    tensors = [ways for ways in SIZES[:4] if run.inside_host % ways == 0]
+    stages = [ways for ways in range(1, min(run.layers, 64) + 1) if run.layers % ways == 0]
+    for tensor, pipeline in product(tensors, stages):
+        data, rest = divmod(run.gpus, tensor * pipeline)
+        if rest or run.heads % tensor or batch % data:
+            continue
+        ways = [way for way in WAYS if pipeline == 1 or way not in SHARDED]
+        if run.gpus <= run.inside_host:
+            ways = [way for way in ways if way not in ("hybrid", "zero1 in host")]
+        if data == 1:
+            ways = ["ddp"]
+        each = batch // data
+        sizes = [size for size in SIZES if each % size == 0]
+        for way, size, recompute in product(ways, sizes, (0.0, 0.5, 1.0)):
+            yield replace(
+                run,
+                tensor=tensor,
+                pipeline=pipeline,
+                way=way,
+                micro_batch=size,
+                accumulate=each // size,
+                recompute=recompute,
             )
-    return plans
 
 
-def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
-    """Every split into tensor ways inside a host, pipeline and data ways, with micro-batches up to
-    8; and its plan.
+def decide(**fields: Any) -> Decision:
+    """Choose the way for a model, GPUs and `batch` sequences per step; without it each GPU has 4.
+
+    `fields` are columns as `runs` reads them; way and sizes of the answer are the decision's.
     """
-    tensors = [ways for ways in (1, 2, 4, 8) if setting.per_host % ways == 0]
-    for tensor, stages, size in product(tensors, range(1, setting.shape.layers + 1), (1, 2, 4, 8)):
-        data, rest = divmod(setting.devices, tensor * stages)
-        if not rest and tensor * stages > 1 and setting.samples * tensor * stages % size == 0:
-            split = Split(tensor, data, stages, size)
-            yield split, split_plan(setting, split)
+    plain = {name: value for name, value in fields.items() if name != "batch"}
+    run, assumed = read_run(plain)
+    batch = Reader({"batch": fields.get("batch", 4 * run.gpus)}).whole("batch")
+    assumed = [words for words in assumed if "micro-batch" not in words and "recomp" not in words]
+    assumed.append(f"{batch:,} sequences per step")
+    answers = [answer(setting, assumed) for setting in settings(run, batch)]
+    if not answers:
+        raise ValueError(f'"batch" is {batch}; choose a multiple of the {run.gpus} GPUs')
+    fitting = [one for one in answers if one.memory_gb <= ROOM * one.capacity_gb]
+    least = min(one.memory_gb for one in answers)
+    if not fitting:
+        return Decision(None, [], 0, len(answers), least)
+    fastest = min(one.step_s for one in fitting)
+    near = [one for one in fitting if one.step_s <= (1 + CLOSE) * fastest]
+    chosen = min(near, key=lambda one: (complexity(one.run), one.step_s))
+    best: dict[str, Answer] = {}
+    for one in sorted(fitting, key=lambda one: one.step_s):
+        best.setdefault(f"{one.run.way} {one.run.tensor} {one.run.pipeline}", one)
+    kinds = [one for one in best.values() if describe(one.run) != describe(chosen.run)]
+    return Decision(chosen, kinds[:3], len(fitting), len(answers), least)
 
 
-def split_plan(setting: Setting, split: Split) -> Plan:
-    """The plan of tensor, pipeline and data parallelism together."""
-    seconds = step_s(
-        setting.shape, split, setting.machine, setting.samples * setting.devices, setting.recompute
-    )
-    in_flight = min(
-        split.pipeline, setting.samples * split.tensor * split.pipeline // split.micro_batch
-    )
-    left = activations(setting, split.micro_batch, split.tensor, in_flight / split.pipeline)
-    ways = [(split.tensor, "tensor"), (split.pipeline, "pipeline"), (split.data, "data")]
-    name = " x ".join(f"{number} {way}" for number, way in ways if number > 1)
-    complexity = 2 + (split.tensor > 1 and split.pipeline > 1)
-    return plan(setting, name, 16 / split.tensor / split.pipeline, seconds, complexity, left)
+class Score(NamedTuple):
+    """Of `groups` of runs of the same work: the part within 5 % of the best, and the speed kept."""
+
+    groups: int
+    within: float
+    kept: float
+    blind_within: float
+    blind_kept: float
 
 
-def plan(
-    setting: Setting,
-    name: str,
-    per_parameter: float,
-    seconds: float,
-    complexity: int,
-    left: float | None = None,
-) -> Plan:
-    """The plan that keeps `per_parameter` bytes, and `left` bytes of activations: by default those
-    of all samples.
+def score(numbers: Any = None) -> Score:
+    """How well the model chooses among published runs with equal model, GPUs and tokens per step.
+
+    A blind choice takes any run of a group. What nobody published is not scored.
     """
-    left = activations(setting, setting.samples) if left is None else left
-    memory_gb = (per_parameter * setting.parameters + left) / 1e9
-    name += ", recomputing" if setting.recompute else ""
-    waiting_s = max(0.0, seconds - setting.compute_s)
-    return Plan(name, memory_gb, seconds, waiting_s, memory_gb <= setting.memory_gb, complexity)
-
-
-def activations(setting: Setting, sequences: float, tensor: int = 1, share: float = 1.0) -> float:
-    """Bytes of activations kept for backward in a `share` of all layers; when recomputing, in full
-    for one layer.
-    """
-    shape = setting.shape
-    values = sequences * shape.context * shape.width
-    whole = (10 + 24 / tensor) * values
-    words = 4 * sequences * shape.context * shape.vocabulary / tensor
-    return words + (
-        whole + 2 * values * shape.layers * share
-        if setting.recompute
-        else whole * shape.layers * share
-    )
-
-
-def sharded_s(setting: Setting, devices: int) -> float:
-    """Seconds of a step that is fully sharded over this many of the devices."""
-    batch = setting.samples * devices
-    return fully_sharded_s(
-        setting.shape, devices, setting.machine, setting.sharding, batch, setting.recompute
-    )
-
-
-def all_reduce_s(setting: Setting) -> float:
-    """Seconds of the gradients' all-reduce in two levels: rings share a host's NICs, messages
-    follow each other.
-    """
-    hosts = setting.devices // setting.per_host
-    rate = (
-        setting.machine.inside
-        if hosts == 1
-        else min(setting.machine.inside, setting.machine.host_link)
-    )
-    latencies = 2 * (hosts - 1) + 2 * (setting.per_host - 1)
-    return (
-        2 * (setting.devices - 1) / setting.devices * 2 * setting.parameters / rate
-        + latencies * LATENCY_S
-    )
+    groups: dict[tuple, dict[tuple, list[tuple[float, float]]]] = {}
+    for row in facts.rows("transformer_throughput"):
+        run, _ = read_run(row)
+        predicted = tokens_per_s(run, step(run, None, numbers).seconds)
+        tokens = run.tokens * run.accumulate * run.data
+        name = run.model.split(" ")[0]
+        work = (name, run.gpu, run.gpus, tokens)
+        way = (run.way, run.tensor, run.recompute, run.micro_batch, run.seq)
+        pair = (predicted, row["tokens_per_s_per_gpu"])
+        groups.setdefault(work, {}).setdefault(way, []).append(pair)
+    kept = []
+    blind_kept = []
+    blind_within = []
+    for group in groups.values():
+        ways = []
+        for pairs in group.values():
+            measured = [pair[1] for pair in pairs]
+            ways.append((pairs[0][0], fmean(measured)))
+        if len(ways) < 2:
+            continue
+        speeds = [measured for _, measured in ways]
+        best = max(speeds)
+        kept.append(max(ways)[1] / best)
+        blind_kept.append(fmean(speed / best for speed in speeds))
+        blind_within.append(fmean(speed >= (1 - CLOSE) * best for speed in speeds))
+    within = fmean(speed >= 1 - CLOSE for speed in kept)
+    return Score(len(kept), within, fmean(kept), fmean(blind_within), fmean(blind_kept))

@@ -1,239 +1,347 @@
-"""Seconds of a GPT's training step under tensor, data and pipeline parallelism: closed forms, five
-numbers fitted.
+"""Seconds and memory of a training step of a transformer: one closed form for all ways.
 
-A `Shape` has L layers of width h; a micro-batch is n tokens; T GPUs share each layer, P stages
-share the layers, D copies share the batch. With activations recomputed, a layer runs 4 times per
-micro-batch (forward, again, and twice backward), and its T GPUs sum their outputs 6 times. M
-micro-batches per copy:
+A layer of W weights and width h computes a micro-batch of n tokens in sequences of s. T GPUs share
+each layer, P stages share the layers, K copies share the batch:
 
-    layer      4 (24 h + 4 s) h n / T flops, 4 passes over n h / T values that no matrix product
-               touches, a launch
-    tensor     6 all-reduces of 2 n h bytes, over the host's wires, or over its link where T exceeds
-               the host
-    stage      L/P layers, and 2 n h / T bytes to each neighbour over the GPU's share of the link
-    step       (M + P - 1) stages, M times the output words (6 h V n / T flops), the all-reduce of
-               bf16 gradients
+    products    2 W n / T flops at `matmul` of the peak; twice as many in the backward pass
+    attention   2 s h n / T flops (half the scores is masked) at `attend` of an A100's peak; other
+                GPUs as multiprocessors and clock allow; 2.5 times as many backward
+    memory      `touched` bytes per value, that is per token and unit of width
+    launch      `launch` seconds per layer and micro-batch that no rate explains
+    tensor      two all-reduces of 2 n h bytes in each pass, hidden by nothing
+    ring        (K-1)/K bytes over NVLink or over the cards that its rings share, and a hop per GPU
 
-Fully sharded, a GPU computes for c seconds, and gathers and sends 3 (K-1)/K 2 bytes per parameter
-in m seconds: the longer of the two counts, and a fitted part of the shorter. Schedules other than
-1F1B change P - 1 (`idle_stages`).
+What is sent for weights and gradients hides under computing: the longer of the two counts, and
+`shows` of the shorter. Where a pass is run again, its part `again` of the forward pass is added.
 
-Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", SC 2021; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
+    fsdp        gathers weights in each pass, and scatters gradients, per layer and micro-batch
+    zero2       gathers once, and keeps the weights until the backward pass
+    hybrid      as fsdp inside a host; all-reduce between hosts under the last backward pass
+    zero1, ddp  reduce under the last backward pass; zero1 gathers under a forward pass
+    pipeline    (M + P - 1) stages; each hands 4 n h / T bytes to a neighbour
+    update      40 bytes through memory per own weight, 16 per gradient that is kept whole
+
+Attention of 2021 computed, wrote and read all scores (`attention`: "unfused"), and Megatron hid
+nothing (`overlap`: "no"): these are switches, with constants of their own in constants.csv.
+
+Sources: Narayanan et al., SC 2021; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022; Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 """
 
+from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-LATENCY_S = 1e-5  # A message between GPUs takes this long; it is assumed, not fitted.
-A100_FLOPS, A100_MEMORY = (
-    312e12,
-    2.0e12,
-)  # An A100 has these flops in bfloat16 and bytes per second.
-# NVIDIA (2017, 2020, 2022) states 16-bit flops, and bytes per second of memory and of NVLink each
-# way.
-DATASHEETS = {
-    "V100": (125e12, 0.9e12, 150e9),
-    "A100": (A100_FLOPS, A100_MEMORY, 300e9),
-    "H100": (989e12, 3.35e12, 450e9),
-}
+from ddp_course.running import presets
 
+from .frozen import constants
 
-class Shape(NamedTuple):
-    """A GPT: `layers` of `width`, sequences of `context` tokens out of a `vocabulary`."""
-
-    layers: int
-    width: float
-    context: int = 2048
-    vocabulary: int = 51_200
-
-    @property
-    def parameters(self) -> float:
-        """Weights of all layers and of the words."""
-        return 12 * self.layers * self.width**2 + self.vocabulary * self.width
-
-    def flops(self, sequences: float) -> float:
-        """Operations of a step with recomputing, as Narayanan et al. count them."""
-        parts = (
-            1 + self.context / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
-        )
-        return 96 * sequences * self.context * self.layers * self.width**2 * parts
-
-
-class Split(NamedTuple):
-    """How GPUs share a step: ways of tensor, data and pipeline parallelism, and the sequences of a
-    micro-batch.
-    """
-
-    tensor: int
-    data: int
-    pipeline: int
-    micro_batch: int = 1
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all ways together."""
-        return self.tensor * self.data * self.pipeline
+A100 = presets.ACCELERATORS["A100"]
+WHOLE = 10 / 34  # This part of the activations is not divided by tensor ways (Korthikanti et al.).
+EAGER = 260  # Norms, rotations and gates in plain torch operations move so many bytes per value.
+UPDATE = 40  # AdamW reads and writes so many bytes per own weight.
+GRADIENT = 16  # Bytes per gradient that is kept whole: accumulated, scaled and read.
+WAYS = ("ddp", "zero1", "zero1 in host", "zero2", "fsdp", "hybrid")
+SHARDED = ("zero2", "fsdp", "hybrid")
 
 
 class Machine(NamedTuple):
-    """What a GPU and its links reach, fitted to published steps.
+    """What a GPU and its links could do: flops, cycles and bytes per second, each way of a link.
 
-    `matmul` is the share of A100_FLOPS; `touched` bytes per value of an activation in 4 passes, at
-    A100_MEMORY; `launch_s` seconds per layer and micro-batch; `inside` and `host_link` bytes per
-    second of a GPU's wires to its neighbours and of a host's link to others.
+    `nics` are the bytes per second of all network cards of a host together.
     """
 
-    matmul: float
-    touched: float
-    launch_s: float
-    inside: float
-    host_link: float
-    per_host: int = 8
-
-    def slower(self, factor: float, links: float = 1.0) -> "Machine":
-        """A machine that needs `factor` times as long for everything, with `links` times the links
-        between hosts.
-        """
-        matmul, inside, host_link = (
-            rate / factor for rate in (self.matmul, self.inside, links * self.host_link)
-        )
-        touched, launch_s = self.touched * factor, self.launch_s * factor
-        return Machine(matmul, touched, launch_s, inside, host_link, self.per_host)
-
-    def on(self, gpu: str) -> "Machine":
-        """The same shares of another GPU's datasheet; ValueError for a GPU that is not in
-        DATASHEETS.
-        """
-        if gpu not in DATASHEETS:
-            raise ValueError(
-                f'there is no datasheet of "{gpu}"; choose one of {", ".join(DATASHEETS)}'
-            )
-        flops, memory, wires = (
-            mine / a100 for mine, a100 in zip(DATASHEETS[gpu], DATASHEETS["A100"], strict=True)
-        )
-        return self._replace(
-            matmul=self.matmul * flops, touched=self.touched / memory, inside=self.inside * wires
-        )
+    peak: float
+    clock: float
+    memory: float
+    nvlink: float
+    nics: float
 
 
-class Sharding(NamedTuple):
-    """Fitted to fully sharded training: bytes per second of its ring, and the part of the shorter
-    time that shows.
+@dataclass
+class Run:
+    """A training run: architecture, batch, machine and way. Sizes are whole numbers.
+
+    `ff` is the width of the MLP, which has a third matrix where it is `gated`; `kv_heads` are the
+    heads of keys and values. `recompute` is the part of the forward pass that is run again.
+    `reduce_bytes` are those of a gradient that is sent. Links are in bits per second.
     """
 
-    ring: float
-    shows: float
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    gpu: str
+    gpus: int
+    ff: int
+    kv_heads: int
+    gated: bool = False
+    gpus_per_host: int = 8
+    network: float = 0.0
+    inside: float = 0.0
+    micro_batch: int = 1
+    accumulate: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    way: str = "fsdp"
+    recompute: float = 0.0
+    pure: bool = False
+    reduce_bytes: int = 4
+    attention: str = "fused"
+    kernels: str = "compiled"
+    overlap: bool = True
+    model: str = ""
+
+    @property
+    def data(self) -> int:
+        """Copies that share the batch."""
+        return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.seq
+
+    @property
+    def weights(self) -> float:
+        """Weights of a layer."""
+        attention = 2 + 2 * self.kv_heads / self.heads
+        mlp = (3 if self.gated else 2) * self.ff / self.hidden
+        return self.hidden**2 * (attention + mlp)
+
+    @property
+    def parameters(self) -> float:
+        """Weights of all layers, of the input words and of the output words."""
+        return self.layers * self.weights + 2 * self.vocab * self.hidden
+
+    @property
+    def kept(self) -> float:
+        """Weights of a GPU before they are sharded over copies."""
+        layers = ceil(self.layers / self.pipeline) * self.weights
+        return (layers + 2 * self.vocab * self.hidden / self.pipeline) / self.tensor
+
+    @property
+    def inside_host(self) -> int:
+        """GPUs of a host, or all where there are fewer."""
+        return min(self.gpus_per_host, self.gpus)
+
+    @property
+    def shards(self) -> int:
+        """Parts into which the copies of this way divide what they keep."""
+        if self.way == "ddp":
+            return 1
+        if self.way in ("hybrid", "zero1 in host"):
+            return min(self.data, max(1, self.inside_host // self.tensor))
+        return self.data
+
+    @property
+    def machine(self) -> Machine:
+        """What this run's GPU and links could do."""
+        known = presets.ACCELERATORS[self.gpu]
+        inside = self.inside or presets.LINKS[known.link].bandwidth
+        network = self.network or known.network
+        return Machine(known.rate, known.cycles, known.memory, inside / 8, network / 8)
 
 
-def step_s(
-    shape: Shape, split: Split, machine: Machine, global_batch: int, recompute: bool = True
-) -> float:
-    """Seconds of a step on `global_batch` sequences; ValueError where the split cannot be."""
-    micro_batches = count_micro_batches(shape, split, global_batch)
-    weights = shape.parameters / split.tensor / split.pipeline
-    average_s = (
-        2
-        * (split.data - 1)
-        * (2 * weights / split.data / averaging_rate(split, machine) + LATENCY_S)
+class Work(NamedTuple):
+    """Seconds of one pass of a layer, by what they are spent on."""
+
+    products: float
+    attention: float
+    memory: float
+    launch: float
+    tensor: float
+
+
+class Step(NamedTuple):
+    """Seconds of a step by `parts`, and those of `sending`, of which a part is hidden."""
+
+    parts: dict[str, float]
+    sending: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the whole step."""
+        return sum(self.parts.values())
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of sending that do not show."""
+        return max(0.0, self.sending - self.parts["sending that shows"])
+
+
+def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, numbers: Any) -> float:
+    """Seconds of a gather or scatter of `nbytes` over `ranks` GPUs that are `stride` apart.
+
+    In a host it goes over NVLink; between hosts as many rings as `stride` share the cards.
+    """
+    if ranks <= 1:
+        return 0.0
+    rate = numbers["inside"] * machine.nvlink
+    if ranks * stride > run.inside_host:
+        rate = min(rate, numbers["outside"] * machine.nics / min(stride, run.inside_host))
+    return (ranks - 1) * (nbytes / ranks / rate + numbers["hop"])
+
+
+def longer(computing: float, sending: float, numbers: Any) -> float:
+    """Seconds of computing with sending beneath it."""
+    return max(computing, sending) + numbers["shows"] * min(computing, sending)
+
+
+def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
+    """The forward and the backward pass of a layer on one micro-batch; the latter recomputes."""
+    n = run.tokens / run.tensor
+    peak = numbers["matmul"] * machine.peak
+    products = 2 * run.weights * n / peak
+    if run.attention == "fused":
+        grown = A100.rate * machine.clock / A100.cycles
+        attention = 2 * run.seq * run.hidden * n / (numbers["attend"] * grown)
+        attention_backward = 2.5 * attention
+    else:
+        scores = run.heads * run.seq * n
+        stored = numbers["score"] / 3 * scores / machine.memory
+        attention = 4 * run.seq * run.hidden * n / peak + stored
+        attention_backward = 2 * attention
+    per_value = numbers["touched"]
+    if run.kernels == "eager" and run.gated:
+        per_value += EAGER
+    divided = WHOLE + (1 - WHOLE) / run.tensor
+    values = run.tokens * run.hidden * divided
+    memory = per_value / 3 * values / machine.memory
+    moved = numbers["moved"] * run.weights / run.tensor / machine.memory
+    launch = (numbers["launch"] + moved) / 3
+    tensor = 4 * ring(run, machine, 2 * run.tokens * run.hidden, run.tensor, 1, numbers)
+    again = run.recompute
+    forward = Work(products, attention, memory, launch, tensor)
+    backward = Work(
+        (2 + again) * products,
+        attention_backward + again * attention,
+        (2 + again) * memory,
+        2 * launch,
+        (1 + again) * tensor,
     )
-    stage_s = ceil(shape.layers / split.pipeline) * layer_s(shape, split, machine, recompute)
-    if split.pipeline > 1:
-        outside = split.gpus > machine.per_host
-        rate = machine.host_link / machine.per_host if outside else machine.inside
-        stage_s += 2 * (
-            2 * split.micro_batch * shape.context * shape.width / split.tensor / rate + LATENCY_S
-        )
-    slots = micro_batches + split.pipeline - 1
-    return slots * stage_s + micro_batches * words_s(shape, split, machine) + average_s
+    return forward, backward
 
 
-def layer_s(shape: Shape, split: Split, machine: Machine, recompute: bool = True) -> float:
-    """Seconds of a layer's passes on one micro-batch, with what its tensor-parallel GPUs send each
-    other.
+def sharded_sending(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
+    """(seconds that show per micro-batch, that show once, of all sending) of a sharded way."""
+    forward, backward = (sum(work) for work in computing)
+    weights = run.weights / run.tensor
+    gather = ring(run, machine, 2 * weights, run.shards, run.tensor, numbers)
+    scatter = ring(run, machine, run.reduce_bytes * weights, run.shards, run.tensor, numbers)
+    second = 0.0 if run.way == "zero2" else gather
+    shown = longer(forward, gather, numbers) - forward
+    shown += longer(backward, scatter + second, numbers) - backward
+    sending = run.accumulate * layers * (gather + second + scatter)
+    copies = run.data // run.shards
+    stride = run.tensor * run.shards
+    shard = run.reduce_bytes * run.kept / run.shards
+    average = 2 * ring(run, machine, shard, copies, stride, numbers)
+    under = layers * backward
+    once = longer(under, average, numbers) - under if average else 0.0
+    return layers * shown, once, sending + average
+
+
+def averaging(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
+    """The same three numbers for copies that keep whole weights: DDP and ZeRO-1."""
+    forward, backward = (layers * sum(work) for work in computing)
+    nbytes = 2 * run.kept
+    if run.way == "ddp":
+        scatter = 2 * ring(run, machine, nbytes, run.data, run.tensor, numbers)
+        gather = 0.0
+    else:
+        one_way = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
+        copies = run.data // run.shards
+        stride = run.tensor * run.shards
+        between = 2 * ring(run, machine, nbytes / run.shards, copies, stride, numbers)
+        scatter = one_way + between
+        gather = one_way + numbers["shard"] * run.shards * (run.shards > 1)
+    once = scatter + gather
+    if run.overlap:
+        once = longer(backward, scatter, numbers) - backward
+        once += longer(forward, gather, numbers) - forward
+    return 0.0, once, scatter + gather
+
+
+def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
+    """The step of a run, on its own machine and with the frozen constants unless others are given.
+
+    A stage that has one layer less than the others has time for the output words.
     """
-    passes, ways = 4 if recompute else 3, split.tensor
-    values = split.micro_batch * shape.context * shape.width
-    products_s = (
-        passes
-        * (24 * shape.width + 4 * shape.context)
-        * values
-        / ways
-        / (machine.matmul * A100_FLOPS)
-    )
-    others_s = passes / 4 * machine.touched * values / ways / A100_MEMORY
-    rate = machine.inside if ways <= machine.per_host else min(machine.inside, machine.host_link)
-    sums_s = 2 * (passes - 1) * 2 * (ways - 1) / ways * 2 * values / rate
-    return products_s + others_s + sums_s + machine.launch_s
+    machine = machine or run.machine
+    numbers = numbers or constants("today" if run.attention == "fused" else "of_2021")
+    computing = passes(run, machine, numbers)
+    layers = ceil(run.layers / run.pipeline)
+    send = sharded_sending if run.way in SHARDED else averaging
+    shown, once, sending = send(run, machine, layers, computing, numbers)
+    forward, backward = computing
+    logits = run.vocab * run.tokens / run.tensor
+    words = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)
+    words += numbers["logit"] * logits / machine.memory
+    if run.layers % run.pipeline:
+        spare = sum(forward) + sum(backward)
+        words = max(0.0, words - spare)
+    handed = 0.0
+    if run.pipeline > 1:
+        outside = numbers["outside"] * machine.nics / run.inside_host
+        inside = numbers["inside"] * machine.nvlink
+        across = inside if run.gpus <= run.inside_host else outside
+        handed = 4 * run.tokens * run.hidden / run.tensor / across
+    layer = sum(forward) + sum(backward)
+    stage = layers * layer + shown + handed
+    whole = run.kept if run.way in ("ddp", "zero1", "zero1 in host") else 0.0
+    own = run.kept / run.shards
+    update = (UPDATE * own + GRADIENT * whole) / machine.memory
+    times = run.accumulate
+    spent = [times * layers * (a + b) for a, b in zip(forward, backward, strict=True)]
+    parts = dict(zip(Work._fields, spent, strict=True))
+    parts["products"] += times * words
+    parts["memory"] += update
+    parts["sending that shows"] = times * shown + once
+    parts["bubble"] = (run.pipeline - 1) * stage + times * handed
+    return Step(parts, sending)
 
 
-def words_s(shape: Shape, split: Split, machine: Machine) -> float:
-    """Seconds of the output words, forward and backward, on one micro-batch."""
-    flops = 6 * split.micro_batch * shape.context * shape.width * shape.vocabulary / split.tensor
-    return flops / (machine.matmul * A100_FLOPS)
+def tokens_per_s(run: Run, seconds: float) -> float:
+    """Tokens per second and GPU."""
+    tokens = run.tokens * run.accumulate * run.data
+    return tokens / run.gpus / seconds
 
 
-def averaging_rate(split: Split, machine: Machine) -> float:
-    """Bytes per second of a ring of data-parallel copies: as many rings share a host's link as it
-    has tensor ways.
+def mfu(run: Run, seconds: float) -> float:
+    """Model flops utilization as in PaLM: 6 N + 12 L s h flops per token, over the peak.
+
+    N are all weights but those of the input words; recomputing does not count.
     """
-    if split.tensor * split.data <= machine.per_host:
-        return machine.inside
-    return min(machine.inside, machine.host_link / min(split.tensor, machine.per_host))
+    weights = run.parameters - run.vocab * run.hidden
+    scores = run.layers * run.seq * run.hidden
+    flops = 6 * weights + 12 * scores
+    reached = flops * tokens_per_s(run, seconds)
+    return reached / run.machine.peak
 
 
-def fully_sharded_s(
-    shape: Shape,
-    gpus: int,
-    machine: Machine,
-    sharding: Sharding,
-    global_batch: int,
-    recompute: bool = True,
-) -> float:
-    """Seconds of a step of fully sharded training (ZeRO-3, FSDP) on `gpus` GPUs, one micro-batch on
-    each.
-    """
-    split = Split(1, gpus, 1, max(1, global_batch // gpus))
-    compute_s = shape.layers * layer_s(shape, split, machine, recompute) + words_s(
-        shape, split, machine
-    )
-    rate = machine.inside if gpus <= machine.per_host else sharding.ring
-    sent_s = 3 * (gpus - 1) * (2 * shape.parameters / gpus / rate + shape.layers * LATENCY_S)
-    return max(compute_s, sent_s) + sharding.shows * min(compute_s, sent_s)
-
-
-def count_micro_batches(shape: Shape, split: Split, global_batch: int) -> int:
-    """How many micro-batches each copy of the model has in a step; ValueError, with what to do,
-    where none fits.
-    """
-    if split.pipeline > shape.layers:
-        raise ValueError(
-            f"{split.pipeline} stages for {shape.layers} layers; give each stage at least one"
-        )
-    if global_batch % (split.data * split.micro_batch):
-        each = f"{split.data} copies with micro-batches of {split.micro_batch}"
-        raise ValueError(
-            f"a batch of {global_batch} does not come out even over {each}; choose a multiple"
-        )
-    return int(global_batch // (split.data * split.micro_batch))
-
-
-def idle_stages(
-    schedule: str, stages: int, chunks: float, weights: float, left_over: float
-) -> float:
-    """How many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024, section
-    2).
-
-    `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time
-    that gradients of weights take, which zero-bubble schedules may postpone; `left_over` is the
-    fitted share of ZB-2p's formula that its search for a better order leaves. The first three are
-    what `stage8_pipeline.timetable` plays.
-    """
-    share = {
-        "1F1B": 1.0,
-        "1F1B-I": 1 / chunks,
-        "ZB-1p": 1 - 2 * weights,
-        "ZB-2p": left_over * (1 - 3 * weights),
+def memory_gb(run: Run) -> dict[str, float]:
+    """GB per GPU at least, by what is kept; workspace and fragments come on top."""
+    state = 8 if run.pure else 16
+    if run.way in SHARDED:
+        per_weight = state / run.shards
+        gathered = 2 * run.kept if run.way == "zero2" else 4 * run.weights / run.tensor
+    else:
+        per_weight = 4 + (state - 4) / run.shards
+        gathered = 0.0
+    unfused = 5 * run.heads * run.seq if run.attention == "unfused" else 0
+    n = run.tokens / run.tensor
+    layer = (32 * run.hidden + unfused) * n
+    inputs = 2 * n * run.hidden
+    left = (1 - run.recompute) * layer + run.recompute * inputs
+    in_flight = min(run.accumulate, run.pipeline)
+    layers = ceil(run.layers / run.pipeline)
+    activations = in_flight * layers * left + run.recompute * layer
+    kept = {
+        "weights, gradients, optimizer": per_weight * run.kept,
+        "gathered layers": gathered,
+        "activations": activations,
+        "output words": 6 * n * run.vocab,
     }
-    return share[schedule] * (stages - 1)
+    return {name: nbytes / 1e9 for name, nbytes in kept.items()}

@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 OWN = re.compile(
-    r"launching/preloaded\.py|multiprocessing.(forkserver|resource_tracker)"
+    r"launching/server\.py|multiprocessing.(forkserver|resource_tracker)"
 )  # they end with this process
 
 

@@ -74,8 +74,8 @@ def test_imports_point_one_way():
         ),
         (
             "running/launching/rank.py",
-            "from ..links import throttle",
-            "-> ddp_course.running.links.throttle",
+            "from ..links import modes",
+            "-> ddp_course.running.links.modes",
         ),
         ("leftovers.py", "", "leftovers"),
         ("running/leftovers.py", "", "leftovers"),

@@ -2,20 +2,26 @@
 what is refused.
 """
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, weights
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage1_single, stage8_pipeline
 from ddp_course.errors import RankError
 from ddp_course.running import wire
+from ddp_course.running.devices import Device
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
-    Instruction,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Pipeline,
     bubble,
     gpipe,
@@ -26,6 +32,8 @@ from ddp_course.stage8_pipeline import (
     timetable,
     zero_bubble,
 )
+
+KINDS = {kind.name: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
 
 
 def interleaved_zero_bubble(ranks, microbatches):
@@ -48,7 +56,7 @@ def wave(ranks, microbatches):
         for action, way in [("input", 1), ("input", 0)]
     ]
     actions += [("weight", m, way) for m in range(microbatches) for way in (0, 1)]
-    return [[Instruction(action, m, own[way]) for action, m, way in actions] for own in stages]
+    return [[KINDS[action](m, own[way]) for action, m, way in actions] for own in stages]
 
 
 SCHEDULES = [gpipe, one_forward_one_backward]
@@ -96,7 +104,7 @@ def test_messages_and_uneven_stages_take_their_time():
 
 
 def most_held(instructions):
-    steps = [{"forward": 1, "input": 0}.get(instruction.action, -1) for instruction in instructions]
+    steps = [{"forward": 1, "input": 0}.get(instruction.name, -1) for instruction in instructions]
     return max(sum(steps[:end]) for end in range(len(steps) + 1))
 
 
@@ -108,18 +116,15 @@ def test_one_forward_one_backward_holds_fewer_microbatches():
         assert max(most_held(rank) for rank in zero_bubble(ranks, microbatches)) <= ranks
 
 
-LETTERS = {"forward": "F", "backward": "B", "input": "B", "weight": "W"}
-
-
 def drawn(schedule):
     """The rows of the module docstring's table."""
     lines = []
     for row in timetable(schedule):
         cells = [". "] * 18
         for instruction, start, end in row:
-            cells[int(start) : int(end)] = [
-                LETTERS[instruction.action] + str(instruction.microbatch)
-            ] * int(end - start)
+            cells[int(start) : int(end)] = [instruction.letter + str(instruction.microbatch)] * int(
+                end - start
+            )
         lines.append(" ".join(cells).rstrip(". "))
     return lines
 
@@ -135,11 +140,15 @@ def test_the_table_in_the_docstring_is_what_the_code_does():
     ]
 
 
-F, B = (
-    (lambda m, stage=0: Instruction("forward", m, stage)),
-    (lambda m, stage=0: Instruction("backward", m, stage)),
-)
-HALF = Instruction("input", 0, 0)
+def F(microbatch, stage=0):
+    return Forward(microbatch, stage)
+
+
+def B(microbatch, stage=0):
+    return Backward(microbatch, stage)
+
+
+HALF = BackwardInput(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -251,14 +260,10 @@ def test_a_pipeline_equals_one_device(world_size):
 
 def torchs_order(torchs, ranks, microbatches):
     """What a schedule of torch lets the ranks do, as our instructions."""
-    names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    names = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
     rows = [[each for each in torchs.pipeline_order[rank] if each] for rank in range(ranks)]
     return [
-        [
-            Instruction(names[kind.value], m, stage)
-            for stage, kind, m, *_ in row
-            if kind.value in names
-        ]
+        [names[kind.value](m, stage) for stage, kind, m, *_ in row if kind.value in names]
         for row in rows
     ]
 
@@ -599,3 +604,24 @@ def test_on_cuda():
         assert (result - expected).abs().max() < 1e-12 and (
             losses - expected_losses
         ).abs().max() < 1e-12
+
+
+def gradients_of_two_steps(emulated):
+    """The gradients that two steps leave; on an emulated device operations are looked at."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    pipeline = Pipeline(split(layers, 2)[dist.get_rank()], 2, loss=nn.functional.mse_loss)
+    device = Device("1GFLOP/s", "1GB/s").emulate(sleep=False) if emulated else nullcontext()
+    with device:
+        for _ in range(2):
+            pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+    return [p.grad.as_subclass(torch.Tensor) for p in pipeline.module.parameters()]
+
+
+def test_gradients_add_up_over_steps_on_emulated_devices_too():
+    for ours, theirs in zip(
+        launch(gradients_of_two_steps, True, world_size=2),
+        launch(gradients_of_two_steps, False, world_size=2),
+        strict=True,
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,51 +1,73 @@
 """Which tests a change touches: `python tests/touched.py REVISION` prints their files and folders.
 
-The table says what each path of the project is tested by, beside a test that changed itself.
+A module is tested by the file or folder of tests with its name: `ddp_course/running/wire.py` by
+tests/running/test_wire.py, and where there is none by the nearest folder, tests/running. The table
+has what a name alone does not say.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-TABLE = {  # the first prefix that fits counts
+ROOT = Path(__file__).resolve().parents[1]
+PROMISES = "tests/test_house.py tests/test_ladder.py"
+ALSO = {  # the first prefix that fits counts, beside the tests that the name says
     "ddp_course/stage6_ddp": "tests/stage6_ddp tests/torch_suite",
-    "ddp_course/stage7_sharded": "tests/stage7_sharded",
-    "ddp_course/stage8_pipeline": "tests/test_stage8_pipeline.py tests/test_notebooks.py",
-    "ddp_course/stage": "tests/stage6_ddp tests/test_notebooks.py",
+    "ddp_course/stage": "tests/test_ladder.py tests/test_notebooks.py",
     "ddp_course/running/launching": "tests/running/launching tests/running/test_faults.py",
-    "ddp_course/running": "tests/running",
-    "ddp_course/grading": "tests/grading",
-    "exercises": "tests/grading tests/test_clinic.py",
+    "ddp_course/checking": "tests/grading",
+    "ddp_grading": "tests/grading",
+    "ddp_predictions": "tests/predictions",
     "ddp_course/measuring": "tests/measuring tests/commands",
-    "ddp_course/showing": "tests/showing tests/authoring",
     "ddp_course/train": "tests/test_train_script.py",
+    "ddp_course/script": "tests/test_train_script.py",
+    "exercises": "tests/grading tests/test_clinic.py",
     "authoring/lessons": "tests/test_notebooks.py",
     "notebooks": "tests/test_notebooks.py",
-    "authoring": "tests/authoring",
-    "docs": "tests/authoring",
-    "benchmarks": "tests/benchmarks",
+    "docs": "tests/test_docs.py tests/authoring",
     "setup.py": "tests/test_packaging.py",
     "pyproject.toml": "tests/test_packaging.py",
 }
+PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
+
+
+def named_like(path: str) -> str | None:
+    """The test file or folder that has the name of a module, or of the nearest folder around it."""
+    parts = list(Path(path).with_suffix("").parts)
+    if parts[0] in PACKAGES:
+        parts = parts[1:]
+    while parts:
+        folder = Path("tests", *parts)
+        file = Path("tests", *parts[:-1], f"test_{parts[-1]}.py")
+        for place in (file, folder):
+            if (ROOT / place).exists():
+                return place.as_posix()
+        parts = parts[:-1]
+    return None
 
 
 def touched(paths: list[str]) -> list[str]:
     """The tests for these changed paths, each once, in order."""
     chosen: dict[str, None] = {}
     for path in paths:
-        if (
-            path.startswith("tests/")
-            and Path(path).name.startswith("test_")
-            and Path(path).exists()
-        ):
-            chosen[path] = None
-        elif prefix := next((prefix for prefix in TABLE if path.startswith(prefix)), None):
-            chosen |= dict.fromkeys(TABLE[prefix].split())
+        if path.startswith("tests/"):
+            if Path(path).name.startswith("test_") and (ROOT / path).exists():
+                chosen[path] = None
+            continue
+        tests = []
+        named = named_like(path) if path.endswith(".py") else None
+        if named:
+            tests.append(named)
+        prefix = next((prefix for prefix in ALSO if path.startswith(prefix)), None)
+        if prefix:
+            tests += ALSO[prefix].split()
+        elif path.startswith("ddp_course/") and not tests:
+            tests += PROMISES.split()
+        chosen |= dict.fromkeys(tests)
     return list(chosen)
 
 
 if __name__ == "__main__":
-    changed = subprocess.run(
-        ["git", "diff", "--name-only", sys.argv[1]], capture_output=True, text=True, check=True
-    )
+    command = ["git", "diff", "--name-only", sys.argv[1]]
+    changed = subprocess.run(command, capture_output=True, text=True, check=True)
     print("\n".join(touched(changed.stdout.split())))

@@ -181,8 +181,8 @@ show.curves(
 # %% check-time
 # NBVAL_CHECK_OUTPUT
 growth = {name: times[4] / times[2] for name, times in seconds.items()}
-assert growth["ring"] < growth["whole-gradient ring"], show.BUSY
-assert seconds["ring"][4] < seconds["whole-gradient ring"][4] < seconds["server"][4], show.BUSY
+assert growth["ring"] < growth["whole-gradient ring"]
+assert seconds["ring"][4] < seconds["whole-gradient ring"][4] < seconds["server"][4]
 print("on 4 ranks the ring is the fastest, the server the slowest, and the ring's time grows least")
 
 # %% [markdown]

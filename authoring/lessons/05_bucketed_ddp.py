@@ -172,9 +172,9 @@ def computed_until(spans):
     return max(span.end for span in spans if span.name == "backward") - timeline.exposed(spans)
 
 
-assert all(first("communication", spans) < computed_until(spans) for spans in overlapped), show.BUSY
+assert all(first("communication", spans) < computed_until(spans) for spans in overlapped)
 assert all(first("communication", spans) >= max(s.end for s in spans if s.name == "backward") for spans in plain)
-assert step_s(overlapped) < 0.95 * step_s(plain), show.BUSY
+assert step_s(overlapped) < 0.95 * step_s(plain)
 print("stage 4 communicates after backward; buckets begin inside it, on every rank, and the step is shorter")
 
 # %% [markdown]
@@ -251,7 +251,7 @@ show.curves(
 # NBVAL_CHECK_OUTPUT
 saved = {speed: 1 - fast / slow for speed, slow, fast in zip(megabits, points["ring"], points["buckets"])}
 best = max(saved, key=saved.get)
-assert saved[best] > 0.08 and crossing / 4 < best < 4 * crossing and saved[best] > 1.2 * saved[160], show.BUSY
+assert saved[best] > 0.08 and crossing / 4 < best < 4 * crossing and saved[best] > 1.2 * saved[160]
 print("buckets save most where the all-reduce takes about as long as backward")
 
 # %% bucket-sizes

@@ -181,7 +181,7 @@ gpipe, one_forward_one_backward = stage8_pipeline.gpipe, stage8_pipeline.one_for
 for schedule in (gpipe, one_forward_one_backward):
     print(schedule.__name__)
     for rank, row in enumerate(schedule(3, 4)):
-        print(f"   rank {rank}: ", " ".join(f"{action[0].upper()}{m}" for action, m, _ in row))
+        print(f"   rank {rank}: ", " ".join(f"{each.letter}{each.microbatch}" for each in row))
 
 # %% [markdown]
 r"""
@@ -193,10 +193,10 @@ any such list takes a few lines, since a rank that receives waits by itself:
 # %% run
 def run(schedule):
     instructions = schedule(dist.get_world_size(), M)
-    count = 1 + max(stage for row in instructions for _, _, stage in row)
+    count = 1 + max(each.stage for row in instructions for each in row)
     mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
-    for action, m, stage in instructions[dist.get_rank()]:
-        getattr(mine[stage], action)(m)
+    for each in instructions[dist.get_rank()]:
+        getattr(mine[each.stage], each.name)(each.microbatch)
     for stage in mine.values():
         for work, _ in stage.leaving:
             work.wait()

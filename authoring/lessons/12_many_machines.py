@@ -159,7 +159,7 @@ def at(gpu, mib=64):
     return [int(row["K"]) for row in rows], [row["microseconds"] / 1000 for row in rows]
 
 
-later = {gpu: [one_host.all_reduce_us({"gpu": gpu, "K": k, "message_mib": 64}, one_host.fit_host(gpu)) / 1000 for k in (5, 6, 7, 8)]
+later = {gpu: [one_host.all_reduce_us({"gpu": gpu, "K": k, "message_mib": 64}, one_host.fitted(gpu)) / 1000 for k in (5, 6, 7, 8)]
          for gpu in one_host.GPUS}  # fmt: skip
 colours = {"A100": "#0072B2", "V100": "#D55E00"}
 show.curves({f"{gpu}, published": (*at(gpu), colours[gpu]) for gpu in colours}, "GPUs of one host", "all-reduce of 64 MiB (ms)",

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercise 13: predict before you buy
 #
-# Tables to judge, units to read, plans to rule out, and an honest error. Nothing here is timed; paper and a few lines do.
+# Tables to judge, units to read, plans to rule out, an honest error, and a layer under FSDP. Nothing here is timed; paper and a few lines do.
 #
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next.
@@ -153,3 +153,42 @@ def held_out(rows):
 
 # %% check-13-4 points=3
 check("13.4", predicted, held_out)
+
+
+# %% [markdown]
+# ## 13.5 A layer under FSDP
+#
+# *15 minutes · medium*
+#
+# A layer has `weights` weights and a `width`; a micro-batch has so many `tokens`, in sequences of `context`. On an A100 products with
+# weights run at 0.75 of 312 Tflop/s, attention at 0.32. A product is 2 flops per weight and token; attention is 2 flops per token of the
+# context, unit of width and token (half of all scores is masked). The backward pass has twice the products and 2.5 times the attention.
+# Return the seconds of both passes.
+#
+# FSDP gathers the weights, 2 bytes each, before each pass, and scatters the gradients, 2 bytes each, after the second. A gather or
+# scatter sends (K-1)/K of these bytes at `rate` bytes per second. In each pass the longer of computing and sending counts, and 0.15 of the
+# shorter. How many seconds does the layer take?
+# %% answer-13-5
+def passes(weights, width, tokens, context):
+    """Return the seconds of the forward and of the backward pass."""
+    ### BEGIN SOLUTION
+    products = 2 * weights * tokens / (0.75 * 312e12)
+    attention = 2 * context * width * tokens / (0.32 * 312e12)
+    return products + attention, 2 * products + 2.5 * attention
+    ### END SOLUTION
+
+
+def fsdp_layer(forward, backward, weights, gpus, rate):
+    """Return the seconds of both passes of a layer with all that is sent."""
+    ### BEGIN SOLUTION
+    ring = (gpus - 1) / gpus * 2 * weights / rate
+
+    def longer(computing, sending):
+        return max(computing, sending) + 0.15 * min(computing, sending)
+
+    return longer(forward, ring) + longer(backward, 2 * ring)
+    ### END SOLUTION
+
+
+# %% check-13-5 points=3
+check("13.5", passes, fsdp_layer)

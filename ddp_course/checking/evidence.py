@@ -164,7 +164,8 @@ def still_running(error: LaunchTimeout, task: Task) -> str:
     """The line of the learner's that was still running when time ran out; else the task's hint."""
     for state in error.states:
         if frame := own_frame(state.stack, task):
-            return f"still running on rank {state.rank}{place(frame, task)}: does it ever end?"
+            where = f"still running on rank {state.rank}{place(frame, task)}"
+            return f"{where}: {task.hang if task.ranks > 1 else 'does it ever end?'}"
     return task.hang if task.ranks > 1 else "is there a loop that never ends?"
 
 
@@ -198,9 +199,9 @@ def place(frame: Frame | None, task: Task) -> str:
     """
     if not frame:
         return ""
+    text = f": {frame.text}" if frame.text else ""
     if frame.task != task.number:
         return (
-            f" (line {frame.line} of {frame.task}, {frame.function}: {frame.text}; mend"
-            f" {frame.task} first)"
+            f" (line {frame.line} of {frame.task}, {frame.function}{text}; mend {frame.task} first)"
         )
-    return f" (line {frame.line} of your cell: {frame.text})"
+    return f" (line {frame.line} of your cell{text})"

@@ -19,7 +19,7 @@ from ..running.join import join
 from ..running.links import MODES
 from ..running.parent import JOB
 from ..running.units import positive_number, whole_number
-from ..showing.plots import BUSY, compare_figure, stage_label
+from ..showing.plots import compare_figure, stage_label
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem"
     )
     parser.add_argument(
-        "--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links"
+        "--link-mode", choices=list(MODES), default="virtual", help="how to emulate links"
     )
     parser.add_argument(
         "--timeout", type=positive_number, default=300.0, metavar="S", help="seconds for a stage"
@@ -113,19 +113,17 @@ COLUMNS = {  # Each title has a key of a stage's entry and a format.
 
 def table(results: dict) -> Table:
     """The results as text, a line per stage."""
-    rows, note = [], ""
+    rows = []
     for stage in results["stages"]:
         stage = stage | {"last_loss": stage["loss"][-1]}
         values = [(stage.get(key), form) for key, form in COLUMNS.values()]
         row = ["–" if value is None else format(value, form) for value, form in values]
-        if stage.get("busy"):
-            row[0], note = f"{row[0]}*", f"\n* {BUSY}"
         rows.append([stage_label(stage["stage"], stage["name"]), *row])
     titles = ["stage", *COLUMNS]
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
-    text = Table(tabulate([titles, *rows], tablefmt="plain", **layout) + note)
+    text = Table(tabulate([titles, *rows], tablefmt="plain", **layout))
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    text.html = tabulate(unbroken, titles, "html", **layout) + note
+    text.html = tabulate(unbroken, titles, "html", **layout)
     return text
 
 

@@ -135,12 +135,11 @@ def lessons() -> Iterator[tuple[str, ...]]:
         if gpus
         else "4 ranks on the CPU with gloo"
     )
-    by = "a throttled wire" if reasons["hosts"] else "virtual hosts"
     yield (
         "01, 02",
         "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices"),
     )
-    yield "03, 04, 05", ranks + ("" if gpus else f"; links of 200 Mbit/s by {by}")
+    yield "03, 04, 05", ranks + ("" if gpus else "; links of 200 Mbit/s in virtual time")
     yield "06 to 11, 14", ranks
     yield (
         "12, 15",

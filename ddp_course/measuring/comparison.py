@@ -11,8 +11,6 @@ emulated_device, dtype, problem, parameters, gradient_bytes, link, and stages, a
     bytes_sent_max, bytes_received_max, messages_max
                             per step, of the busiest rank; null where torch or threads do the
                             sending
-    busy                    whether its ranks, on emulated devices, waited for a processor that
-                            other programs used
     bytes_formula           what the busiest rank should send
     loss                    of the global batch, each step
     max_abs_diff_vs_single, timeline, evaluation
@@ -35,16 +33,11 @@ from ..ladder import Stage
 from ..running.devices import Device, full_speed, placement, rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link
-from ..stage4_ring import ring_all_reduce
 from . import emulated
 from .ideals import ideals
 from .job import Job, checked
 from .recording import Recording, summed_up
 
-TIMED_STEPS = 10  # On emulated devices this is enough for a median.
-# A larger share of a step spent waiting for a processor means other load: ranks leave it mostly
-# idle.
-BUSY = 0.25
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -136,38 +129,23 @@ def measured(
     stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None
 ) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
-    if isinstance(device, Device) and job.steps > TIMED_STEPS:
-        # Losses and weights have the same bits with and without the emulation.
-        timed = reports(stage, replace(job, steps=TIMED_STEPS), device, link, None)
-        learned = reports(stage, job, "cpu", None, reference)
-        ranks = [
-            {**rank, "record": timing["record"]}
-            for timing, rank in zip(timed, learned, strict=True)
-        ]
-    else:
-        ranks = reports(stage, job, device, link, reference)
+    ranks = reports(stage, job, device, link, reference)
     entry = summed_up(stage, ranks)
     for step, loss in enumerate(entry["loss"], 1):
         if not math.isfinite(loss):
             since = f"the loss of {stage.name} is no longer a number from step {step} on"
             raise NotFiniteError(f"{since}: choose a smaller --lr")
-    # torch's DDP sends through our wire where the link cannot slow torch's own collectives; the
-    # figure says so.
-    ours = link is not None and not (stage.one_process or stage.counted or link.carries_torch)
-    busy = entry.pop("queued") > BUSY and isinstance(device, Device)
-    return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
+    return {**entry, "weights": ranks[0]["weights"]}
 
 
 def reports(
     stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None
 ) -> list[dict]:
     """What each rank of one stage reports."""
-    ours = link is not None and not link.carries_torch
     names = [f"cpu:{number}" for number in range(job.world_size)]
     settings = {
         "bucket_cap_mb": job.bucket_cap_mb,
         "devices": names if isinstance(device, Device) else placement(device, job.world_size)[1],
-        "all_reduce": ring_all_reduce if ours else None,
     }
     if dist.is_initialized():
         return reports_of_this_job(stage, job, settings, reference)

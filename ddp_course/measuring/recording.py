@@ -9,14 +9,12 @@ summed_up(stage, reports)           one stage's entry in the comparison: the slo
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from ..ladder import Stage
-from ..running import wire
+from ..running import clocks, wire
 from ..running.devices import rank_device
-from ..running.devices.clock import ThreadClock
 from . import timeline
 
 WARM_UP = (
@@ -33,25 +31,19 @@ class Recording:
     """
 
     def __init__(self):
-        self.began, self.queued, self.spans, self.traffic = [], [], [], wire.Traffic()
+        self.began, self.spans, self.traffic = [], [], wire.Traffic()
         self.on_gpu = rank_device().type == "cuda"
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
-        clock = ThreadClock()
-
-        def note():
-            self.began.append(time.perf_counter())
-            self.queued.append(clock.in_line())
-
-        note()
+        self.began.append(clocks.now())
         for number, batch in enumerate(batches):
             drawn = not self.on_gpu or number % 2 == 1
             step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
             with wire.counting() as self.traffic, step as spans:
                 yield batch
             self.spans.append(spans)
-            note()
+            self.began.append(clocks.now())
 
     def steps(self, drawn: bool) -> list[int]:
         """Numbers of the steps after the warm-up, at least the last; on a GPU only those that are
@@ -63,15 +55,6 @@ class Recording:
     def seconds(self, step: int) -> float:
         """How long a step took."""
         return self.began[step + 1] - self.began[step]
-
-    def share_in_line(self) -> float:
-        """The median share of a step for which this rank waited for a processor that other
-        processes used.
-        """
-        steps = self.steps(drawn=False)
-        return statistics.median(
-            (self.queued[n + 1] - self.queued[n]) / self.seconds(n) for n in steps
-        )
 
 
 def summed_up(stage: Stage, ranks: list[dict]) -> dict:
@@ -104,7 +87,6 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
         "name": stage.name,
         "step_ms": 1000 * statistics.median(timed.values()),
         "communication_ms": 1000 * exposed if seen else None,
-        "queued": max(record.share_in_line() for record in records),
         "bytes_sent_max": max((traffic.bytes_sent for traffic in counted), default=None),
         "bytes_received_max": max((traffic.bytes_received for traffic in counted), default=None),
         "messages_max": max(

@@ -11,11 +11,11 @@ backward walks the same graph on all ranks, so the queues are the same. The mode
 twin of it, with the same ranks and other connections.
 """
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -66,7 +66,7 @@ class CommunicationThread:
 
     def __init__(self, group):
         self.group, self.streams = twin(group), {}
-        self.jobs: SimpleQueue = SimpleQueue()
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
         finalize(self, self.jobs.put, None)
 

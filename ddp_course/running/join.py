@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import LaunchError
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
@@ -58,9 +59,31 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
                 "GLOO_SOCKET_IFNAME", "lo"
             )  # the machine's name may resolve to another card
         meeting = fresh_store(timeout, local == world_size)
+        check_step(meeting["store"], meeting["rank"])
         backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
     return dist.get_rank(), dist.get_world_size()
+
+
+def slurm_step(environ: Mapping[str, str]) -> str:
+    """Job, step and restart of Slurm that a process belongs to; "0.0.0" outside of Slurm."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(environ.get(name, "0") for name in names)
+
+
+def check_step(store: dist.Store, rank: int) -> None:
+    """Raise LaunchError if the store belongs to another step of Slurm: two steps may have drawn the
+    same port, and each would train the other's model.
+    """
+    own = slurm_step(os.environ)
+    if rank == 0:
+        store.set("ddp_course/step", own)
+    found = store.get("ddp_course/step").decode()
+    if found != own:
+        raise LaunchError(
+            f"the port {os.environ['MASTER_PORT']} belongs to step {found} of Slurm (job, step,"
+            f" restart), and this rank to {own}: set MASTER_PORT to a free port for one of them"
+        )
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
@@ -133,7 +156,8 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
-    job = int(environ.get("SLURM_JOB_ID", 0))
+    job, step, restart = map(int, slurm_step(environ).split("."))
+    number = job + 1009 * step + 3001 * restart  # Each step of a job has another port.
     tasks_here = tasks_on_node(
         environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environ.get("SLURM_NODEID", 0))
     )
@@ -143,7 +167,7 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(tasks_here),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(FIRST_PORT + number % PORTS),
     }
 
 

@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -118,24 +117,16 @@ def enter_own_network() -> None:
     except PermissionError:
         child = os.fork()
         if child == 0:
-            end_after(lambda: unshare_as_anyone(CLONE_NEWNET))
+            code = errno.EPERM
+            with suppress(OSError):
+                unshare_as_anyone(CLONE_NEWNET)
+                code = 0
+            os._exit(code)
         _, status = os.waitpid(child, 0)
         if code := os.waitstatus_to_exitcode(status):
             raise OSError(code, os.strerror(code)) from None
         unshare_as_anyone(CLONE_NEWNET)
     raise_loopback()
-
-
-def end_after(attempt: Callable[[], None]) -> None:
-    """Make an attempt, and end this process with its error's number, or 0. This never returns."""
-    code = errno.EPERM
-    try:
-        attempt()
-        code = 0
-    except OSError as error:
-        code = error.errno or code
-    finally:
-        os._exit(code)
 
 
 def alone_in_network() -> bool:

@@ -5,7 +5,9 @@ Latencies are those that NCCL assumes for one step of a ring with its protocol f
 network.
 """
 
+import csv
 import math
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..errors import EmulationError
@@ -13,11 +15,18 @@ from ..errors import EmulationError
 
 class Accelerator(NamedTuple):
     """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in
-    bytes per second.
+    bytes per second, of a capacity of `capacity_gb`. `cycles` are multiprocessors times clock.
+
+    `link` joins it to its neighbours in a host (a name in LINKS); `network` is in bits per second
+    of all cards of such a host.
     """
 
     rate: float
     memory: float
+    capacity_gb: float
+    cycles: float
+    link: str
+    network: float
     source: str
 
 
@@ -31,22 +40,7 @@ class KnownLink(NamedTuple):
     source: str
 
 
-ACCELERATORS = {
-    "V100": Accelerator(
-        125e12,
-        0.9e12,
-        "NVIDIA, V100 datasheet (SXM2, 32 GB): 125 TFLOP/s of tensor cores, 900 GB/s",
-    ),
-    "A100": Accelerator(
-        312e12, 2.039e12, "NVIDIA, A100 datasheet (SXM, 80 GB): 312 TFLOP/s in bfloat16, 2,039 GB/s"
-    ),
-    "H100": Accelerator(
-        989e12, 3.35e12, "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, half without"
-    ),
-    "laptop": Accelerator(
-        3.6e12, 0.1e12, "Apple, newsroom, 6 June 2022 (M2): GPU of 3.6 TFLOP/s, memory of 100 GB/s"
-    ),
-}
+ALIASES = {"A100-80GB": "A100", "H100-80GB": "H100"}
 NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6
 LINKS = {
     "NVLink V100": KnownLink(
@@ -73,9 +67,32 @@ def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: floa
     """Return entry `name` of a table of devices or links; raises EmulationError without it and for
     factors below 1.
     """
+    name = ALIASES.get(name, name)
     if name not in table:
         raise EmulationError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
     for factor, value in (("slowed", slowed), ("scale", scale)):
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
             raise EmulationError(f"{factor} is {value!r}; it must be a number, 1 or more")
     return table[name]
+
+
+def _accelerators():
+    with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            tflops, memory, capacity, cores, clock = (float(row[name]) for name in _SHEET)
+            yield (
+                row["name"],
+                Accelerator(
+                    1e12 * tflops,
+                    1e9 * memory,
+                    capacity,
+                    1e9 * cores * clock,
+                    row["link"],
+                    1e9 * float(row["network_gbit"]),
+                    row["source"],
+                ),
+            )
+
+
+_SHEET = ("tflops", "memory_gb_per_s", "capacity_gb", "multiprocessors", "clock_ghz")
+ACCELERATORS = dict(_accelerators())

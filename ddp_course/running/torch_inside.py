@@ -158,3 +158,8 @@ def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist
         rank: place for place, rank in enumerate(ranks)
     }
     return group_of_own
+
+
+def make_groups_with(group_class: type) -> None:
+    """Have torch make a process group with `group_class` wherever this process asks for gloo."""
+    setattr(distributed_c10d, "ProcessGroupGloo", group_class)  # noqa: B010 (the stubs forbid it)

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
-from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from . import flight_recorder
+from . import clocks, flight_recorder
 from .event_clock import Clock
 from .torch_inside import as_plain_tensors
 
@@ -64,15 +63,11 @@ class Traffic:
 
 
 class Card:
-    """The network card of a process; a launch over a throttled wire gives each rank a card with a
-    throttle.
-    """
+    """The network card of a process: who observes its messages, and the clock that marks them."""
 
-    def __init__(self, throttle: Any = None):
-        self.throttle = (
-            throttle  # without a links.throttle.ThrottledWire messages leave at full speed
-        )
-        self.clock = Clock(torch.device("cpu"))  # the clock has CUDA events while a GPU is recorded
+    def __init__(self):
+        # the clock has CUDA events while a GPU is recorded
+        self.clock = Clock(torch.device("cpu"))
         self.observers: list[Callable[[Event], None]] = []
 
 
@@ -131,7 +126,7 @@ def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> N
         "span",
         name,
         start,
-        None if on_nccl(tensor, group) else perf_counter(),
+        None if on_nccl(tensor, group) else clocks.now(),
         thread="communication",
     )
 
@@ -167,8 +162,6 @@ class Transfer:
         self.kind, self.tensor, self.peer, self.nbytes = kind, tensor, peer, tensor.nbytes
         self.staged = _host_copy(kind, tensor, group)
         self.start = now()
-        self.throttle = card.throttle if tensor.numel() else None
-        self.ticket = self.throttle and self.throttle.post(kind, self.nbytes, peer, group)
         self.work = self._post(group) if tensor.numel() else None
 
     def _post(self, group):
@@ -192,8 +185,6 @@ class Transfer:
                 ) from error
             raise
         self.work = None
-        if self.throttle:
-            self.throttle.finish(self.ticket)
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
         tell(self.kind, self.kind, self.start, bytes=self.nbytes, peer=self.peer)

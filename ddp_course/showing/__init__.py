@@ -13,7 +13,6 @@ _NAMES = {
         "timeline_figure",
         "compare_figure",
         "STAGE_COLOURS",
-        "BUSY",
     ),
     "sketches": ("sketches",),
     "widgets": ("widgets", "predict", "progress"),

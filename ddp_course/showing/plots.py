@@ -25,7 +25,6 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 from ..ladder import STAGES
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
-BUSY = "the machine was busy; run again"
 SPAN_COLOURS = {
     "forward": "#9ECAE1",
     "backward": "#3F78B5",
@@ -170,9 +169,6 @@ def comparison_message(results: dict[str, Any]) -> str:
         if key in stages
     }
     same = f"all end within {spread:.0e} of one device"
-    same += (
-        f". {BUSY.capitalize()}" if any(stage.get("busy") for stage in results["stages"]) else ""
-    )
     gains = ", ".join(f"{name} {stage['speed_up']:.1f}" for name, stage in short.items())
     return (
         f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
@@ -230,8 +226,6 @@ def step_text(stage: dict[str, Any], waiting: Any) -> str:
         f"{stage['step_ms']:.1f} ms": True,
         f"{stage['speed_up']:.1f} times as fast": stage["stage"] != "1",
         f"{waiting:.0f} waiting": waiting >= 0.05,
-        "machine busy": stage.get("busy"),
-        "on our wire": stage.get("on_our_wire"),
     }
     return ", ".join(part for part, applies in parts.items() if applies)
 
@@ -498,5 +492,5 @@ def link_text(results: dict[str, Any]) -> str:
     link = results.get("link")
     if not link or not link.get("bandwidth_bits_s"):
         return "links as they are"
-    mode = {"hosts": " (virtual hosts)", "wire": " (throttled wire)"}.get(link.get("mode"), "")
+    mode = {"hosts": " (virtual hosts)", "virtual": " (virtual time)"}.get(link.get("mode"), "")
     return f"links of {EngFormatter('bit/s')(link['bandwidth_bits_s'])}{mode}"

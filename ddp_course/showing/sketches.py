@@ -311,11 +311,10 @@ def _chunk(axes, x, y, contributors, world_size):
         axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
-PASSES = {  # Each pass of a pipeline has a letter and a colour.
-    "forward": ("F", SPAN_COLOURS["forward"]),
-    "backward": ("B", SPAN_COLOURS["backward"]),
-    "input": ("B", SPAN_COLOURS["backward"]),
-    "weight": ("W", "#5B8C5A"),
+PASSES = {  # Each pass of a pipeline has a colour.
+    "F": SPAN_COLOURS["forward"],
+    "B": SPAN_COLOURS["backward"],
+    "W": "#5B8C5A",
 }
 
 
@@ -357,7 +356,8 @@ def idle(rows: Sequence[Any]) -> float:
 
 def _pass(axes, rank, ranks, span, last):
     instruction, start, end = span
-    letter, colour = PASSES[instruction.action]
+    letter = instruction.letter
+    colour = PASSES[letter]
     second = instruction.stage >= ranks
     look = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)

@@ -1,6 +1,4 @@
-"""The command `ddp-course predict`: what our models say of published runs, and of a table of
-yours.
-"""
+"""The command `ddp-course predict`: for a run, for a table, and the scoreboard."""
 
 import argparse
 import csv
@@ -9,84 +7,152 @@ import json
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ddp_course.running import files
-from ddp_course.running.units import positive_number
 
-from .. import predict, published
+from ..answers import Answer, answer
+from ..runs import read_run
 
-COLUMN = "predicted iteration time (ms)"
+TEXTS = {
+    "model": "a name such as llama-3.1-8b, gpt2-xl, mpt-7b",
+    "gpu": "such as H100-80GB, A100-40GB, RTX 4090",
+    "gpus": "how many",
+    "gpus-per-host": "default 8",
+    "way": "fsdp, zero1, zero2, hybrid, ddp (default fsdp)",
+    "micro-batch": "sequences of a micro-batch",
+    "accumulate": "micro-batches of a step",
+    "seq": "tokens of a sequence",
+    "tensor": "tensor parallel ways",
+    "pipeline": "pipeline stages",
+    "recompute": "none, selective or full",
+    "network": "Gbit/s of all cards of a host",
+    "inside": 'link between GPUs of a host, such as "PCIe 4"',
+    "precision": '"bf16 mixed" or "bf16 pure"',
+}
+MEASURED = {"tokens_per_s_per_gpu": "tokens", "iteration time (ms)": "ms"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", nargs="?", choices=["all", "gpt"], default="all", help="gpt: the settings in --csv"
-    )
-    parser.add_argument(
-        "--csv", type=Path, help=f"settings with the columns of {published.GPT}.csv"
-    )
-    parser.add_argument(
-        "--out", help="folder of predictions.json, .md and .png (default: results); for gpt a file"
-    )
+    parser.add_argument("file", nargs="?", type=Path, help="a CSV table, a run in each line")
+    parser.add_argument("--config", type=Path, help="config.json of a model on Hugging Face")
+    for name, text in TEXTS.items():
+        parser.add_argument(f"--{name}", help=text)
+    parser.add_argument("--decide", action="store_true", help="choose the way; --batch: sequences")
+    parser.add_argument("--batch", help="sequences of a whole step")
+    parser.add_argument("--figure", type=Path, help="write the picture to this PNG file")
+    parser.add_argument("--out", help="the table with new columns; without a run: a folder for all")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write the scoreboard, or fill a column for the settings in a file."""
-    if bool(args.csv) != (args.what == "gpt"):
-        raise ValueError(
-            f"gpt and --csv FILE go together: a table with the columns of {published.GPT}.csv"
-        )
-    if args.csv:
-        gpt(args.csv, args.out)
-        return
-    from ..figures import predictions_figure
-
-    folder, tables = files.writable_folder(args.out or "results"), predict.scoreboard()
-    rows = [row for table in tables for row in table.rows]
-    content = "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
-    files.replace_file(folder / "predictions.json", content.encode())
-    files.replace_file(folder / "predictions.md", predict.page(tables).encode())
-    files.replace_file(folder / "predictions.png", predictions_figure(rows).png())
-    print(f"Errors, median / worst:\n\n{predict.overview(tables)}\n")
-    print(f"{len(rows)} rows: {folder / 'predictions.json'}; page: {folder / 'predictions.md'}")
+    """Answer for one run or a table; without either show the scoreboard."""
+    names = [name.replace("-", "_") for name in (*TEXTS, "batch")]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.file:
+        if given or args.config:
+            raise ValueError("a table and options of one run do not go together; take one of them")
+        fill(args.file, args.out)
+    elif given or args.config:
+        one(args, given)
+    else:
+        scores(args.out)
 
 
-def gpt(source: Path, target: str | None) -> None:
-    """Predict the step of every line of a CSV file. ValueError names a line that cannot be
-    predicted.
-    """
+def one(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Print the answer for the run of the options, and write its picture where asked."""
+    fields = given
+    if args.config:
+        try:
+            config = json.loads(args.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {args.config} ({error}); give a config.json") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{args.config} is no config.json: names and values were expected")
+        fields = {"model": config.get("model_type", "a transformer"), **config, **given}
+    if args.decide:
+        from ..plans import decide
+
+        decision = decide(**fields)
+        print(decision.words())
+        result = decision.chosen
+    else:
+        result = answer(*read_run(fields))
+        print(result.words())
+    if args.figure and result:
+        files.replace_file(args.figure, result.figure().png())
+
+
+def fill(source: Path, target: str | None) -> None:
+    """Predict every line of a table; ValueError names the line and column that cannot be."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             rows = list(reader)
     except (OSError, UnicodeError, csv.Error) as error:
-        raise ValueError(
-            f"cannot read {source} ({error}); give a CSV file like {published.GPT}.csv"
-        ) from None
+        raise ValueError(f"cannot read {source} ({error}); give a CSV file") from None
     if not rows:
-        raise ValueError(f"{source} has no lines below its titles; write one line per setting")
-    machine = published.machine()
+        raise ValueError(f"{source} has no lines below its titles; write one line per run")
     errors = []
+    assumed: dict[str, None] = {}
     for number, row in enumerate(rows, 2):
+        if None in row:
+            raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
         try:
-            row[COLUMN] = f"{published.gpt_ms(row, machine):.1f}"
-            if row.get(published.GPT_MS):
-                measured = positive_number(row[published.GPT_MS])
-                errors.append(abs(float(row[COLUMN]) / measured - 1))
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ValueError(f"{source}, line {number}: {error}") from None
+            run, defaults = read_run(row)
+            result = answer(run, defaults)
+            miss = measured_error(row, result)
+        except ValueError as wrong:
+            raise ValueError(f"{source}, line {number}: {wrong}") from None
+        row |= result.columns()
+        row["error"] = "" if miss is None else f"{miss:+.3f}"
+        assumed.update(dict.fromkeys(result.assumed))
+        errors += [] if miss is None else [abs(miss)]
+    if not errors:
+        rows = [{name: value for name, value in row.items() if name != "error"} for row in rows]
     text = io.StringIO()
-    writer = csv.DictWriter(
-        text, [*(reader.fieldnames or ()), COLUMN], extrasaction="ignore", lineterminator="\n"
-    )
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     if target:
         files.replace_file(Path(target), text.getvalue().encode())
     else:
         sys.stdout.write(text.getvalue())
+    if assumed:
+        print(f"Assumed where a line says nothing: {'; '.join(assumed)}.", file=sys.stderr)
     if errors:
-        print(
-            f"median error of {len(errors)} lines: {median(errors):.1%}, worst {max(errors):.1%}",
-            file=sys.stderr,
-        )
+        words = f"median error of {len(errors)} lines: {median(errors):.1%}"
+        print(f"{words}, worst {max(errors):.1%}", file=sys.stderr)
+
+
+def measured_error(row: dict[str, Any], result: Answer) -> float | None:
+    """Predicted over measured, minus 1, of seconds or of tokens; None without a measurement."""
+    for column, unit in MEASURED.items():
+        if row.get(column):
+            try:
+                value = float(row[column])
+            except ValueError:
+                value = 0.0
+            if not 0 < value < float("inf"):
+                raise ValueError(f'"{column}" is {row[column]}; a number above 0 was expected')
+            ours = result.tokens_per_s_per_gpu if unit == "tokens" else 1000 * result.step_s
+            return ours / value - 1
+    return None
+
+
+def scores(folder_name: str | None) -> None:
+    """Print the scoreboard; write its rows, page and picture into a folder where one is given."""
+    from .. import scoreboard
+    from ..figures import predictions_figure
+
+    tables = scoreboard.scoreboard()
+    print(f"Errors, median / worst:\n\n{scoreboard.overview(tables)}\n")
+    if not folder_name:
+        print("--out results writes all rows, a page and a picture.")
+        return
+    folder = files.writable_folder(folder_name)
+    rows = [row for table in tables for row in table.rows]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    files.replace_file(folder / "predictions.json", f"[\n{lines}\n]\n".encode())
+    files.replace_file(folder / "predictions.md", scoreboard.page(tables).encode())
+    files.replace_file(folder / "predictions.png", predictions_figure(rows).png())
+    print(f"{len(rows)} rows: {folder / 'predictions.json'}; page: {folder / 'predictions.md'}")

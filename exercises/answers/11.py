@@ -207,7 +207,7 @@ def culprit(lines):
 #- return min(failures)[1]
 #+ return min(rank for _, rank in failures)
 #-  and not what.endswith(consequences)
-# %% 11.3 told: times as text | go by the time
+# %% 11.3 wrong: times as text | go by the time as a number: as text, 100.2 comes before 97.5
 #- float(seconds)
 #+ seconds
 # %% 11.4 right: a rate by LambdaLR's formula

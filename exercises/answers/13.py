@@ -228,3 +228,67 @@ def held_out(rows):
 #+ return list({gpus
 #- for gpus, measured in rows}
 #+ for gpus, measured in rows})
+# %% 13.5 right: term by term
+def passes(weights, width, tokens, context):
+    matmul = weights * tokens / 117e12
+    attend = context * width * tokens / 49.92e12
+    return [matmul + attend, matmul * 2 + attend * 5 / 2]
+
+
+def fsdp_layer(forward, backward, weights, gpus, rate):
+    sent = 2 * weights * (1 - 1 / gpus) / rate
+    total = 0
+    for computing, sending in ((forward, sent), (backward, sent + sent)):
+        short, long = sorted((computing, sending))
+        total += long + short * 15 / 100
+    return total
+
+
+# %% 13.5 right: flops and bytes first
+def passes(weights, width, tokens, context):
+    flops = {"products": 2 * weights * tokens, "attention": 2 * context * width * tokens}
+    rates = {"products": 234e12, "attention": 0.32 * 312e12}
+    forward = {name: flops[name] / rates[name] for name in flops}
+    return sum(forward.values()), 2 * forward["products"] + 2.5 * forward["attention"]
+
+
+def fsdp_layer(forward, backward, weights, gpus, rate):
+    nbytes = 2 * weights * (gpus - 1) / gpus
+    gather = nbytes / rate
+    first = forward + gather - 0.85 * min(forward, gather)
+    second = backward + 2 * gather - 0.85 * min(backward, 2 * gather)
+    return first + second
+
+
+# %% 13.5 wrong: backward as long as forward | the backward pass has twice the products: gradients of inputs and of weights
+#- return products + attention, 2 * products + 2.5 * attention
+#+ return products + attention, products + attention
+# %% 13.5 wrong: one rate for all | attention reaches 0.32 of the flops, not the share of the products
+#- (0.32 * 312e12)
+#+ (0.75 * 312e12)
+# %% 13.5 wrong: the whole datasheet | the datasheet's flops are not reached: 0.75 of them by products, 0.32 by attention
+#- (0.75 * 312e12)
+#+ 312e12
+#- (0.32 * 312e12)
+#+ 312e12
+# %% 13.5 wrong: all scores | half of all scores is masked: 2 flops each, not 4
+#- attention = 2 * context
+#+ attention = 4 * context
+# %% 13.5 wrong: nothing is hidden | sending and computing run at the same time: the longer counts, and 0.15 of the shorter
+#- return max(computing, sending) + 0.15 * min(computing, sending)
+#+ return computing + sending
+# %% 13.5 wrong: everything is hidden | a part of the shorter shows, too: 0.15 of it
+#- return max(computing, sending) + 0.15 * min(computing, sending)
+#+ return max(computing, sending)
+# %% 13.5 wrong: gathered once | before the backward pass the weights are gathered again; and the gradients are scattered
+#- longer(backward, 2 * ring)
+#+ longer(backward, ring)
+# %% 13.5 wrong: all bytes are sent | each GPU has its own part already: (K-1)/K of the bytes are sent
+#- ring = (gpus - 1) / gpus * 2
+#+ ring = 2
+# %% 13.5 wrong: a byte per weight | a weight has 2 bytes
+#- / gpus * 2 * weights
+#+ / gpus * weights
+# %% 13.5 told: the sum | two were expected
+#- return products + attention, 2 * products + 2.5 * attention
+#+ return 3 * products + 3.5 * attention

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.running import wire
-from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
+from ddp_course.stage8_pipeline import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    gpipe,
+    one_forward_one_backward,
+    timetable,
+)
 
 from .shared import require, several, tensors
 
@@ -127,7 +135,7 @@ def letters(schedule, stages, micro_batches):
     0).
     """
     return [
-        [(action[0].upper(), m) for action, m, _ in order]
+        [(each.letter, each.microbatch) for each in order]
         for order in schedule(stages, micro_batches)
     ]
 
@@ -168,10 +176,9 @@ def ticks(orders):
     """How long the stages take for their orders, each step as early as it can be; infinity if they
     wait for ever.
     """
-    actions = {"F": "forward", "B": "input", "W": "weight"}
+    actions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
     schedule = [
-        [Instruction(actions[kind], m, stage) for kind, m in order]
-        for stage, order in enumerate(orders)
+        [actions[kind](m, stage) for kind, m in order] for stage, order in enumerate(orders)
     ]
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
@@ -256,8 +263,13 @@ class Schedule:
 
 def one_at_a_time(ranks, micro_batches):
     """A schedule in which each micro-batch goes forward and backward before the next one begins."""
-    steps = [(action, m) for m in range(micro_batches) for action in ("forward", "backward")]
-    return [[Instruction(*step, rank) for step in steps] for rank in range(ranks)]
+    schedule = []
+    for rank in range(ranks):
+        row = []
+        for m in range(micro_batches):
+            row += [Forward(m, rank), Backward(m, rank)]
+        schedule.append(row)
+    return schedule
 
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": one_at_a_time}
@@ -268,9 +280,9 @@ def played(random, name, stages, count, slow):
     times = [1.5 if stage == slow else random.uniform(0.95, 1.05) for stage in range(stages)]
     rows = timetable(SCHEDULES[name](stages, count), times, [2 * time for time in times])
     spans = [
-        (stage, action[0].upper(), m, round(start, 3), round(end, 3))
+        (each.stage, each.letter, each.microbatch, round(start, 3), round(end, 3))
         for row in rows
-        for (action, m, stage), start, end in row
+        for each, start, end in row
     ]
     return random.sample(spans, len(spans))
 
@@ -358,7 +370,7 @@ class StageWithMessages:
             with wire.counting() as traffic:
                 most = 0
                 for step in gpipe(3, microbatches)[dist.get_rank()]:
-                    run = forward if step.action == "forward" else backward
+                    run = forward if isinstance(step, Forward) else backward
                     run(stage, step.microbatch)
                     most = max(most, len(stage.kept))
             about = f"GPipe, {microbatches} micro-batches, stage {dist.get_rank()}"

@@ -4,7 +4,7 @@ out.
 
 from ddp_course.checking.checks import task
 
-from .shared import require
+from .shared import require, several
 
 GPIPE = [
     (2, 1, 1.0),
@@ -176,3 +176,40 @@ class HeldOut:
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"
                 yield "held out", case, 1 + error if isinstance(error, float) else error
+
+
+@task("13.5", ("passes", "fsdp_layer"), {"passes": 1, "layer": 2})
+class LayerUnderFsdp:
+    """What a layer computes, and what of its sending shows: bound by computing, by sending, by either."""
+
+    def draw(random, hidden):
+        layers = []
+        for width in (1024, 4096, 8192):
+            context = random.choice((512, 2048, 16384))
+            layers.append(
+                (
+                    random.randrange(8, 14) * width**2,
+                    width,
+                    random.randrange(1, 9) * context,
+                    context,
+                )
+            )
+        cases = []
+        for forward, backward in ((0.02, 0.05), (0.001, 0.002), (0.004, 0.03)):
+            weights = random.randrange(150, 250) * 1e6
+            cases.append(
+                (forward, backward, weights, random.choice((2, 8, 64)), random.uniform(3e10, 6e10))
+            )
+        return {"layers": layers, "cases": cases}
+
+    def probe(passes, fsdp_layer, layers, cases):
+        for layer in layers:
+            both = several(passes(*layer), 2, "two were expected: the seconds of both passes")
+            weights, width, tokens, context = layer
+            about = f"{weights:,} weights of width {width}, {tokens} tokens in sequences of {context}, ms"
+            yield "passes", f"forward, {about}", 1000 * both[0]
+            yield "passes", f"backward, {about}", 1000 * both[1]
+        for forward, backward, weights, gpus, rate in cases:
+            about = f"{1000 * forward:.0f} and {1000 * backward:.0f} ms, {weights:,.0f} weights"
+            about += f", {gpus} GPUs, {rate / 1e9:.0f} GB/s, in ms"
+            yield "layer", about, 1000 * fsdp_layer(forward, backward, weights, gpus, rate)

@@ -6,7 +6,6 @@ from ddp_course import Device, Link
 from ddp_course.errors import EmulationError
 from ddp_course.measuring import emulated
 from ddp_course.measuring.job import checked
-from ddp_course.running.devices import capacity
 
 FLOPS = 783_834_624  # of a step of the digits on 192 samples, forward and backward
 BYTES = 4 * 88_092
@@ -14,13 +13,6 @@ BYTES = 4 * 88_092
 
 def job_of(world_size=4, cap_mb=0.1):
     return checked("digits", world_size, 1, bucket_cap_mb=cap_mb)
-
-
-@pytest.fixture(autouse=True)
-def steady_processor(monkeypatch):
-    """A machine of two cores, whose speed is known."""
-    monkeypatch.setattr(capacity, "of_core", lambda: (100e9, 50e9))
-    monkeypatch.setattr(emulated, "usable_cores", lambda: 2)
 
 
 def test_the_work_of_a_step():
@@ -38,21 +30,23 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
     assert share == pytest.approx(emulated.SHARE, rel=0.1)
 
 
-def test_a_slow_machine_and_a_large_model_make_slower_devices(monkeypatch):
-    usual = emulated.default_device(job_of()).rate
-    assert (
-        emulated.default_device(checked("synthetic", 4, 1, parameters=50 * BYTES // 4)).rate
-        < 0.5 * usual
-    )
-    monkeypatch.setattr(capacity, "of_core", lambda: (10e9, 50e9))
-    assert emulated.default_device(job_of()).rate < 0.5 * usual
+@pytest.mark.parametrize("problem", ["digits", "synthetic"])
+def test_device_and_link_are_the_same_for_any_number_of_ranks(problem):
+    devices = set()
+    links = set()
+    for world_size in (2, 4, 16):
+        job = checked(problem, world_size, 1, global_batch=192)
+        device = emulated.default_device(job)
+        devices.add(device.rate)
+        links.add(emulated.default_bandwidth(job, device))
+    assert len(devices) == len(links) == 1
 
 
 def test_what_is_chosen():
     job = job_of()
 
     def chosen(device="auto", speed="auto", link="auto"):
-        return emulated.chosen(job, device, speed, link, "0ms", "wire")
+        return emulated.chosen(job, device, speed, link, "0ms", "virtual")
 
     device, link = chosen()
     assert isinstance(device, Device) and isinstance(link, Link)
@@ -66,13 +60,13 @@ def test_what_is_chosen():
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
     device, link = emulated.chosen(job_of(), "auto", "auto", "auto", "0ms", "auto")
-    assert isinstance(device, Device) and link.mode == "wire"
+    assert isinstance(device, Device) and link.mode == "virtual"
 
 
 def test_gpus_are_not_slowed(monkeypatch):
     monkeypatch.setattr(emulated, "on_gpus", lambda device: device != "cpu")
     job = job_of()
-    assert emulated.chosen(job, "auto", "auto", "auto", "0ms", "wire") == ("auto", None)
+    assert emulated.chosen(job, "auto", "auto", "auto", "0ms", "virtual") == ("auto", None)
     with pytest.raises(EmulationError, match="GPUs have a speed of their own"):
-        emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "wire")
-    assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "wire")[0], Device)
+        emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "virtual")
+    assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "virtual")[0], Device)

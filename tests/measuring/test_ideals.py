@@ -5,7 +5,6 @@ import pytest
 from ddp_course import Device, Link, ladder, theory
 from ddp_course.measuring import emulated, ideals
 from ddp_course.measuring.job import checked
-from ddp_course.running.devices import capacity
 
 BYTES = 4 * 88_092
 DEVICE = Device("2GFLOP/s")
@@ -16,12 +15,10 @@ def job_of(world_size=4, cap_mb=0.1, problem="digits"):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size, monkeypatch):
-    monkeypatch.setattr(capacity, "of_core", lambda: (100e9, 50e9))
-    monkeypatch.setattr(emulated, "usable_cores", lambda: 2)
+def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size):
     job = job_of(world_size, 0.25)
     device = emulated.default_device(job)
-    link = Link(f"{emulated.default_bandwidth(job, device)}bit", mode="wire")
+    link = Link(f"{emulated.default_bandwidth(job, device)}bit")
     stages = [ladder.find(key) for key in ("1", "2", "3", "4", "5", "6", "torch")]
     ms = ideals.ideals(stages, job, device, link)
     assert ms["1"] > 1.1 * ms["3"] > 1.1**2 * ms["4"] > 1.1**3 * ms["5"]

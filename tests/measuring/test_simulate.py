@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import predictions, published
 from ddp_course import cli
 from ddp_course.measuring import facts
 from ddp_course.measuring.simulate import (
@@ -24,7 +25,6 @@ from ddp_course.measuring.simulate import (
 )
 from ddp_course.measuring.simulate.step import knee, on_hosts
 from ddp_course.measuring.theory import Costs
-from ddp_predictions import published
 
 MIB = 2**20
 LINK = Network(Costs(1e-4, 1e-8))
@@ -181,7 +181,7 @@ def test_gloo_and_nccl_are_different_algorithms():
             row | {"library": library, "ms": row[f"{other}_ms"]}
             for row in facts.rows("allreduce_on_shaped_links")
         ]
-        numbers = published.fit_shaped_links([row for row in table if row["K"] == 4])
+        numbers = predictions.fit_shaped_links([row for row in table if row["K"] == 4])
         errors = [published.shaped_link_ms(row, numbers) / row["ms"] - 1 for row in table]
         assert max(map(abs, errors)) > bound, library
 

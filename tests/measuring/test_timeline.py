@@ -132,7 +132,7 @@ def test_each_device_of_a_process_has_a_lane():
 
 def test_spans_of_threads_belong_to_their_devices():
     model = problems.make("digits").model()
-    link = Link("100Mbit", mode="wire")
+    link = Link("100Mbit")
     with Device("2GFLOP/s").emulate(link), timeline.recording() as spans:
         stage2_dataparallel.train(
             model, problems.make("digits").batches(12, 1), 0.1, ["cpu:0", "cpu:1", "cpu:2"]

@@ -2,12 +2,13 @@
 
 import pytest
 
+from benchmarks import predictions
 from ddp_course.measuring import facts
 from ddp_predictions import one_host
 
 
 def worst(gpu):
-    numbers = one_host.fit_host(gpu)
+    numbers = predictions.fit_host(gpu)
     rows = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
     return max(abs(one_host.all_reduce_us(row, numbers) / row["microseconds"] - 1) for row in rows)
 
@@ -22,16 +23,17 @@ def worst(gpu):
     ],
 )
 def test_rings_fit_on_the_wires_of_small_hosts(monkeypatch, gpus, wires, rings):
-    monkeypatch.setattr(one_host, "V100_WIRES", wires)
-    assert one_host.rings.__wrapped__(gpus) == rings
+    monkeypatch.setattr(predictions, "V100_WIRES", wires)
+    assert predictions.packed_rings(gpus) == rings
 
 
 def test_wires_explain_why_more_v100s_are_faster():
     assert [one_host.rings(count) for count in (2, 3, 4)] == [1, 2, 4]
+    assert predictions.packed_rings(4) == one_host.rings(4)
     assert all(
-        sum(n for pair, n in one_host.V100_WIRES.items() if gpu in pair) == 6 for gpu in range(8)
+        sum(n for pair, n in predictions.V100_WIRES.items() if gpu in pair) == 6 for gpu in range(8)
     )
-    _, _, wire_us_mib, _ = one_host.fit_host("V100")
+    _, _, wire_us_mib, _ = one_host.fitted("V100")
     assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(
         22, rel=0.1
     )  # GB/s; 25 is what one wire can carry

@@ -10,6 +10,10 @@ import time
 
 import psutil
 import pytest
+import torch.distributed as dist
+
+from ddp_course.errors import LaunchError
+from ddp_course.running import join
 
 JOINS_LATE = """
 import time
@@ -74,3 +78,22 @@ def test_the_store_of_a_single_machine_is_not_reached_from_others(tmp_path):
     (tmp_path / "listens.py").write_text(LISTENS)
     printed, _ = torchrun(tmp_path, "listens.py").communicate(timeout=120)
     assert printed.decode().split("LISTENS")[1:] == [" 127.0.0.1\n"] * 2
+
+
+def test_two_steps_of_a_slurm_job_have_two_ports_and_do_not_join_each_other(monkeypatch):
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "123"}
+    ports = set()
+    for step in ("0", "1", "2"):
+        for restart in ("0", "1"):
+            place = {**task, "SLURM_STEP_ID": step, "SLURM_RESTART_COUNT": restart}
+            ports.add(join.from_slurm(place)["MASTER_PORT"])
+    assert len(ports) == 6
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_PORT", "20123")
+    for name, value in {**task, "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    join.check_step(store, 0)
+    join.check_step(store, 1)
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    with pytest.raises(LaunchError, match=r"20123 belongs to step 123\.0\.0 of Slurm"):
+        join.check_step(store, 1)

@@ -247,7 +247,20 @@ def test_the_slurm_scripts(tmp_path, file):
     }
     job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "ddp-course", "SLURM_NTASKS": "2"}
     finished(tmp_path, ["bash", str(DEPLOY / file), *options], PATH=path, RANKS_PER_NODE="1", **job)
-    assert_same_run(tmp_path / "runs" / "ddp-course", expected(options, 2))
+    assert_same_run(tmp_path / "runs" / job["SLURM_JOB_ID"], expected(options, 2))
+
+
+@pytest.mark.parametrize("code, restarts, queued", [(1, 0, True), (1, 3, False), (2, 0, False)])
+def test_a_job_with_a_failed_rank_is_queued_again(tmp_path, code, restarts, queued):
+    note = tmp_path / "queued"
+    path = programs(
+        tmp_path, srun=f"#!/bin/bash\nexit {code}\n", scontrol=f"#!/bin/bash\necho $* > {note}\n"
+    )
+    job = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    job["SLURM_RESTART_COUNT"] = str(restarts)
+    ended = subprocess.run(["bash", DEPLOY / "slurm-tasks.sbatch"], env={**os.environ, **job})
+    assert ended.returncode == code and note.exists() == queued
+    assert not queued or note.read_text() == "requeue 7\n"
 
 
 def test_the_kubernetes_job(tmp_path):

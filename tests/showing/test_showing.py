@@ -4,7 +4,6 @@ words.
 
 import io
 import json
-import re
 from itertools import combinations
 
 import pytest
@@ -16,7 +15,6 @@ from PIL import Image
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
 from ddp_course.showing import plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
-from ddp_predictions import figures, plans
 
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
@@ -63,11 +61,6 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
     }
 
 
-def decision(*setting):
-    names = ("billions", "memory_gb", "devices", "bandwidth")
-    return figures.decision_figure(dict(zip(names, setting, strict=True)), *plans.decide(*setting))
-
-
 def bucket_explorer(measured):
     layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
     return widgets.bucket_explorer(
@@ -103,8 +96,6 @@ def all_pictures():
     yield "alpha beta", widgets.alpha_beta_explorer().picture()
     yield "bucket cap", bucket_explorer({0.05: 60.0, 0.5: 80.0}).picture()
     yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
-    yield "decision", decision(7, 80, 16, "100Gbit")
-    yield "decision, none", decision(400, 24, 8, "100Gbit")
 
 
 @pytest.mark.parametrize(
@@ -123,15 +114,6 @@ def test_every_figure_can_be_read(name, picture):
         "the alternative text says less"
     )
     assert overlapping(picture) == [], f"overlapping labels in {name}"
-
-
-@pytest.mark.parametrize("setting", [(7, 8, 1024, "100Mbit"), (400, 8, 16, "100Mbit")])
-def test_the_decision_chart_has_plain_numbers(setting):
-    picture = decision(*setting)
-    texts = [text.get_text() for text in picture.findobj(Text)]
-    assert any("GB" in text for text in texts) and not [
-        text for text in texts if re.search(r"\de\+", text)
-    ]
 
 
 @pytest.mark.parametrize("slow", [30.0, 300.0])
@@ -268,12 +250,11 @@ def explorers():
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
         "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0),
-        "decision": (figures.decision_chart(), "devices", 64),
         "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
     }
 
 
-@pytest.mark.parametrize("name", ["ring", "alpha beta", "buckets", "decision", "pipeline"])
+@pytest.mark.parametrize("name", ["ring", "alpha beta", "buckets", "pipeline"])
 def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     explorer, control, value = explorers()[name]
     before = bytes(explorer.image.value)

@@ -28,7 +28,6 @@ CELLS = {
         " 3e-4))\nshow.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0},"
         " (0.06, 0.25, 0.5))"
     ),
-    "decision": "show.widgets.decision_chart()",
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
     "table": (
         "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8,"
@@ -161,7 +160,7 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         is_legible(cells["diff"], cells["table"])
         cells["kept"].scroll_into_view_if_needed()
         cells["kept"].get_by_text("[rank 1] 43").wait_for()
-        for name in ("ring", "alpha beta", "buckets", "decision"):
+        for name in ("ring", "alpha beta", "buckets"):
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))

@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from launch_faults import FAULTS, HEADER, Fault
 
-from ddp_course.running.launching import local
+from ddp_course.running.launching import server_handle
 
 ALLOWED_GROWTH = 5 << 20  # Memory may grow by this many bytes.
 TORCH_CACHE = "torchinductor_"  # Torch makes one such folder per user when an optimizer is made.
@@ -124,7 +124,7 @@ def attack(name, delay, stop):
     elif name == "agent killed":
         kill(agents[0], signal.SIGKILL)
     elif name == "server killed":
-        kill(psutil.Process(local.servers[0].process.pid), signal.SIGKILL)
+        kill(psutil.Process(server_handle.servers[0].process.pid), signal.SIGKILL)
 
 
 def kill(process, number):
@@ -136,7 +136,7 @@ def kill(process, number):
 def launch_processes():
     """The agents and the ranks that run now."""
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        agents = psutil.Process(local.servers[0].process.pid).children()
+        agents = psutil.Process(server_handle.servers[0].process.pid).children()
         return agents, [rank for agent in agents for rank in agent.children()]
     return [], []
 

@@ -28,7 +28,7 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     "ddp_course/stage5_*.py": "tests/test_stage5_bucketed.py",
     "ddp_course/stage6_ddp/*.py": "tests/stage6_ddp",
     "ddp_course/stage7_sharded/*.py": "tests/stage7_sharded",
-    "ddp_course/stage8_*.py": (
+    "ddp_course/stage8_pipeline/*.py": (
         "tests/test_stage8_pipeline.py tests/stage7_sharded/test_stage7_programs.py"
     ),
     "ddp_course/stage9_*.py": "tests/test_stage9_tensor.py",

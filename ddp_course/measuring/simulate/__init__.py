@@ -9,6 +9,7 @@ Read in this order:
     step         one training step: backward fills buckets, buckets travel, the update follows
 """
 
+from . import resnets
 from .model import Layer, Profile, assign_buckets
 from .network import Network, Simulation
 from .replay import replay
@@ -23,5 +24,6 @@ __all__ = [
     "assign_buckets",
     "play",
     "replay",
+    "resnets",
     "simulate",
 ]

@@ -1,7 +1,6 @@
 """An accelerator by two numbers: what it computes, and what its memory carries."""
 
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -9,7 +8,6 @@ from typing import Any
 
 from ...errors import EmulationError
 from .. import presets, units
-from . import capacity
 from .emulation import Emulation
 
 
@@ -58,29 +56,6 @@ class Device:
         computing, moving = flops / self.rate, nbytes / self.memory if self.memory else 0.0
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
-    def check(self, world_size: int) -> None:
-        """Raise EmulationError if this machine cannot carry `world_size` such devices; the message
-        says what it can.
-        """
-        if (factor := capacity.fitting(self, world_size)) > 1:
-            raise EmulationError(
-                f"{world_size} emulated devices of {self} are more than this machine's processor"
-                f" carries; choose {self.slower(factor)}"
-            )
-
-    def slower(self, factor: float) -> str:
-        """Return in words what to choose instead of this device, to have it `factor` times
-        slower.
-        """
-        if self.name:
-            return f"slowed={units.two_digits(self.slowed * factor, up=True):g} or more"
-        rate, memory = (
-            value and units.two_digits(value / factor) for value in (self.rate, self.memory)
-        )
-        return f"at most {with_unit(rate, 'FLOP/s')}" + (
-            f" and memory of {with_unit(memory, 'B/s')}" if memory else ""
-        )
-
     def over(self, link: Any) -> "Device":
         """Return this device for a process that has several: copies between them take the time of
         `link`.
@@ -122,27 +97,18 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
         raise EmulationError(
             f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
         )
-    max(devices, key=lambda each: each.rate).check(world_size)
     return devices
 
 
 @contextmanager
-def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
-    """Emulate the device of `rank`, if the launch has emulated devices; rank 0 prints a warning if
-    it was too fast.
-    """
-    devices = pickle.loads(setting["emulated"])
+def emulation_of(packed: bytes, rank: int, link: Any = None) -> Iterator[None]:
+    """Emulate the device of `rank`, if the launch has emulated devices."""
+    devices = pickle.loads(packed)
     if devices is None:
         yield
         return
-    with devices[rank].emulate(link) as emulation:
+    with devices[rank].emulate(link):
         yield
-    if rank == 0 and (factor := emulation.too_fast(len(devices))):
-        print(
-            f"the emulated device of {devices[0]} was too fast for this machine: it ended"
-            f" {emulation.behind_s:.2g} s late; choose {devices[0].slower(factor)}",
-            file=sys.stderr,
-        )
 
 
 def with_unit(value: float, unit: str) -> str:

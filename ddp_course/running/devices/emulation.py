@@ -3,7 +3,7 @@ device.
 
 torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the
 forward pass, in the backward pass and in the optimizer. The real arithmetic runs, the device's
-clock is advanced by the operation's time, and the thread sleeps until then. So a gradient's hook
+clock is advanced by the operation's time, and so is the thread's. So a gradient's hook
 fires when the device has finished that gradient.
 
 The mode is active in the thread that began the emulation, and wherever a module or a backward pass
@@ -12,7 +12,6 @@ that was moved to "cpu:1" is on emulated device 1, and so are all results that a
 there; a copy from one device to another takes the time of the bus.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,13 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import EmulationError
-from .. import wire
+from .. import clocks, wire
 from ..torch_inside import TorchDispatchMode, around, dispatch_modes
-from . import capacity, roofline
-from .clock import Clock, ThreadClock
-
-# an emulation that ends late by more than this share of the device's time has not kept its clock
-LATE = 0.03
+from . import roofline
 
 
 class Operation(NamedTuple):
@@ -64,12 +59,13 @@ class Emulation:
     def __init__(self, device: Any, record: bool, sleep: bool):
         self.device, self.active = device, False
         self.operations = [] if record else None
-        self.clocks = defaultdict(Clock)
-        self.thread = ThreadClock(sleep)
+        self.sleep = sleep
+        self.free: dict[int, int] = defaultdict(int)  # this moment of each device is in picoseconds
+        self.busy: dict[int, float] = defaultdict(float)
         self.home = (
             WeakKeyDictionary()
         )  # this maps each storage on another device than 0 to its device
-        self.flops = self.behind_s = self.copied = 0.0
+        self.flops = self.copied = 0.0
 
     def __enter__(self):
         if Emulation.current is not None:
@@ -93,25 +89,12 @@ class Emulation:
 
     def stop(self) -> None:
         """Stop emulating: from here on everything runs at full speed."""
-        if self.active:
-            self.active = False
-            self.thread.catch_up()
-            self.behind_s = self.thread.behind
-
-    def too_fast(self, world_size: int) -> float:
-        """Return the factor by which the device was too fast for `world_size` ranks' arithmetic; 0
-        if it was not.
-        """
-        busy_s = self.busy_s or math.inf  # the server of lesson 14 computes nothing
-        needed_s = (
-            self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
-        )
-        return needed_s / busy_s if self.behind_s > LATE * busy_s and needed_s > busy_s else 0.0
+        self.active = False
 
     @property
     def busy_s(self) -> float:
         """Seconds that all emulated devices have worked, together."""
-        return sum(clock.busy for clock in self.clocks.values())
+        return sum(self.busy.values())
 
     def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Perform one operation on emulated device `number`, and let the device's time for it
@@ -122,12 +105,11 @@ class Emulation:
         if not self.active:
             return operation(*args, **kwargs)
         if not (formula or (moves and (self.device.memory or self.home or operation is TO_COPY))):
-            return self.thread.real(operation, args, kwargs)
-        self.thread.catch_up()
+            return operation(*args, **kwargs)
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
             self.fetch(target, *args, kwargs)
-        result = self.thread.real(operation, args, kwargs)
+        result = operation(*args, **kwargs)
         if target:
             self.home.update(
                 {tensor.untyped_storage(): target for tensor in roofline.tensors_in(result)}
@@ -145,14 +127,30 @@ class Emulation:
         if self.device.memory or self.operations is not None:  # each tensor is read or written once
             nbytes = sum(tensor.nbytes for tensor in roofline.tensors_in(args, kwargs, result))
         seconds, bound = self.device.seconds(flops, nbytes)
-        end = self.clocks[number].book(self.thread.now, seconds)
+        if clocks.several_compute():
+            clocks.own().take_turn()
+        start = max(self.moment(), self.free[number])
+        end = self.free[number] = start + round(seconds * 1e12)
+        self.busy[number] += seconds
         self.flops += flops
         if self.operations is not None:
             name = operation.overloadpacket.__name__
             self.operations.append(
-                Operation(name, number, flops, nbytes, bound, end - seconds, end)
+                Operation(name, number, flops, nbytes, bound, start / 1e12, end / 1e12)
             )
-        self.thread.reach(end)
+        self.reach(end)
+
+    def moment(self) -> int:
+        """Return this thread's time in picoseconds; 0 where no time passes."""
+        return clocks.moment() if self.sleep or clocks.own() else 0
+
+    def reach(self, moment: int) -> None:
+        """Let this thread go on at `moment`: by its clock, or asleep where time is real."""
+        clock = clocks.own()
+        if clock is not None:
+            clock.advance(moment)
+        elif self.sleep:
+            time.sleep(max(0.0, moment / 1e12 - time.perf_counter()))
 
     def fetch(self, number: int, *operands: Any) -> None:
         """Let the time pass that operands on other devices take over the link to device
@@ -163,8 +161,8 @@ class Emulation:
         )
         link = self.device.link
         if nbytes and link:
-            start = time.perf_counter()
-            self.thread.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
+            start = wire.now()
+            self.reach(self.moment() + round((link.latency + 8 * nbytes / link.bandwidth) * 1e12))
             wire.tell("span", "copy", start)
         self.copied += nbytes
 

@@ -14,57 +14,78 @@ import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .channel import FILES_PER_RANK, LOOPBACK, open_memory, send
+from .environment import SCRIPT, preloading_environment
+from .protocol import (
+    LOOPBACK,
+    AgentStarted,
+    EmulatedLink,
+    LaunchFiles,
+    Meeting,
+    RankExited,
+    RankFiles,
+    Refused,
+    Setting,
+    send,
+)
 
-SCRIPT = str(Path(__file__).with_name("preloaded.py"))
-# Linux starts no program with an environment variable of much more than this many bytes
-LONGEST_VARIABLE = 100_000
+Files = tuple[LaunchFiles, RankFiles]
 
 
-def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> None:
+def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> None:
     """Carry out one launch: start its ranks, tell the caller how each rank ended, and exit."""
-    send(launch.fileno(), "agent", None, os.getpid())
+    send(launch.fileno(), AgentStarted(os.getpid()))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    os.dup2(files.log, 1)
+    os.dup2(files.log, 2)
+    os.close(files.log)
     try:
-        link = pickle.loads(setting["link"])
-        master = prepare_network(setting, link)
+        link = pickle.loads(setting.link)
+        closed = prepare_network(setting, link)
+        table = prepare_clocks(setting, link)
+        meeting, listener = prepare_store(setting, link, closed, table)
     except Exception as error:
-        send(launch.fileno(), "refused", None, error)
+        send(launch.fileno(), Refused(error))
         os._exit(1)
     # this is repeated: Linux forgets it when a process changes its credentials
     linux.die_with_parent()
-    wait_for(start_ranks(setting, link, master, shared, launch), launch)
+    wait_for(start_ranks(setting, meeting, files, listener, launch), launch)
     os._exit(0)
 
 
-def prepare_network(setting: dict, link: Any) -> str:
+def prepare_network(setting: Setting, link: EmulatedLink | None) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
-    return the address where the ranks find the store.
+    return whether no other user can reach that network.
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
-    if link is not None and link.carries_torch:  # virtual hosts are a network of their own
-        setting["closed"] = True
-    else:
-        setting["closed"] = enter_own_network(setting["network"])
+    closed = link is not None and link.mode == "hosts"  # virtual hosts are a network of their own
+    if not closed:
+        closed = enter_own_network(setting.network)
     if link is not None:
-        link.prepare(setting["world_size"])
-        return link.network.master_address
+        link.prepare(setting.world_size)
+        return closed
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex((LOOPBACK, 9)):  # this sends nothing, and only looks for a route
             raise LaunchError(
                 "ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set"
                 " lo up"
             )
-    return LOOPBACK
+    return closed
+
+
+def prepare_clocks(setting: Setting, link: EmulatedLink | None) -> Any:
+    """Return the table of a launch whose time is virtual, or None if its time is real."""
+    if link is not None:
+        return getattr(link.network, "table", None)
+    if pickle.loads(setting.emulated) is None:
+        return None
+    from ..clocks import Table  # a launch in real time does not need it
+
+    return Table([0] * setting.world_size)
 
 
 def enter_own_network(wish: str) -> bool:
@@ -84,39 +105,51 @@ def enter_own_network(wish: str) -> bool:
     return True
 
 
-def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
+def prepare_store(
+    setting: Setting, link: EmulatedLink | None, closed: bool, table: Any
+) -> tuple[Meeting, socket.socket | None]:
+    """Return where the ranks meet, and the socket on which rank 0 serves their store: it is bound
+    here, so that two launches never clash. Where other users could reach it there is none, and the
+    store is a file in memory.
+    """
+    address = LOOPBACK if link is None else link.network.master_address
+    if closed or setting.network == "open" or sys.platform != "linux":
+        listener = socket.create_server((address, 0), backlog=1024)
+        host, port = listener.getsockname()[:2]
+        return Meeting(os.getpid(), link, table, host, port), listener
+    store_file = os.memfd_create("store")
+    os.set_inheritable(store_file, True)
+    return Meeting(os.getpid(), link, table, address, store_file=store_file), None
+
+
+def start_ranks(
+    setting: Setting,
+    meeting: Meeting,
+    files: LaunchFiles,
+    listener: socket.socket | None,
+    launch: socket.socket,
+) -> dict[int, int]:
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
-    Rank 0 serves the ranks' store, on a socket that is bound here, so that two launches never
-    clash. Where other users could reach that socket, the store is a file in memory. This process
-    has only its main thread, so that it may fork (a lock that a thread holds at a fork stays locked
-    for ever).
+    This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
+    stays locked for ever).
     """
-    listener, setting["store_file"] = None, None
-    if setting["closed"] or setting["network"] == "open" or sys.platform != "linux":
-        listener = socket.create_server((master, 0), backlog=1024)
-        setting["store"] = listener.getsockname()
-    else:
-        setting["store"], setting["store_file"] = (master, 0), os.memfd_create("store")
-        os.set_inheritable(setting["store_file"], True)
-    if setting["start"] == "fork":
-        for name in ("ddp_course.running.launching.rank", *setting["modules"]):
+    if setting.start == "fork":
+        for name in ("ddp_course.running.launching.rank", *setting.modules):
             with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
-                importlib.import_module(
-                    name
-                )  # each launch reads these modules again, once for all its ranks
-    setting["agent"], ranks = os.getpid(), {}
-    for number in setting["ranks"]:
-        own = socket.recv_fds(launch, 1, FILES_PER_RANK)[1]
-        files = [*shared, *own]
-        pid = (
-            os.fork()
-            if setting["start"] == "fork"
-            else start_anew(setting, number, link, files, listener)
-        )
+                # each launch reads these modules again, once for all its ranks
+                importlib.import_module(name)
+    ranks = {}
+    for number in range(setting.world_size):
+        descriptors = socket.recv_fds(launch, 1, len(RankFiles._fields))[1]
+        own = RankFiles(*descriptors)
+        if setting.start == "fork":
+            pid = os.fork()
+        else:
+            pid = start_anew(setting, number, meeting, (files, own), listener)
         if pid == 0:
             launch.close()
-            be_rank(setting, number, link, files, listener)
+            be_rank(setting, number, meeting, (files, own), listener)
         ranks[pid] = number
         for descriptor in own:
             os.close(descriptor)  # no other rank may inherit it
@@ -124,30 +157,27 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
 
 
 def start_anew(
-    setting: dict, number: int, link: Any, files: list, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
 ) -> int:
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
     """
+    from ..files import open_memory  # an agent that forks its ranks need not load this
+
     port = listener.fileno() if listener is not None and number == 0 else None
-    for descriptor in files if port is None else [*files, port]:
+    launch_files, own = files
+    inherited = [launch_files.call, launch_files.recorder, *own]
+    for descriptor in inherited if port is None else [*inherited, port]:
         os.set_inheritable(descriptor, True)
-    own = {**setting, "link": pickle.dumps(link), "rank": (number, files, port)}
-    with open_memory("rank", pickle.dumps(own)) as file:
-        command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
+    content = pickle.dumps((setting, number, meeting, files, port))
+    with open_memory("rank", content) as file:
+        command = [sys.executable, SCRIPT, "rank"]
+        stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
         return os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
 
 
-def preloading_environment() -> dict:
-    """Return the environment for a process that loads torch; its ranks get the caller's whole
-    environment later.
-    """
-    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
-    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
-
-
 def be_rank(
-    setting: dict, number: int, link: Any, files: list, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
 ) -> None:
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
@@ -156,8 +186,8 @@ def be_rank(
 
     code = 1
     try:
-        linux.die_with_parent(setting["agent"])
-        main(setting, number, link, files, listener)
+        linux.die_with_parent(meeting.agent)
+        main(setting, number, meeting, files, listener)
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         sys.stdout.flush()
         code = 0
@@ -167,18 +197,20 @@ def be_rank(
         os._exit(code)
 
 
-def be_new_rank(setting: dict) -> None:
+def be_new_rank(
+    setting: Setting, number: int, meeting: Meeting, files: Files, port: int | None
+) -> None:
     """Run one rank in a process that was started for it. This never returns."""
-    number, files, port = setting["rank"]
     listener = None if port is None else socket.socket(fileno=port)
-    be_rank(setting, number, pickle.loads(setting["link"]), files, listener)
+    be_rank(setting, number, meeting, files, listener)
 
 
-def wait_for(ranks: dict, launch: socket.socket) -> None:
+def wait_for(ranks: dict[int, int], launch: socket.socket) -> None:
     """Tell the caller each rank's exit code as it ends; orphans of ranks become children too, and
     are only reaped.
     """
     while ranks:
         pid, status = os.wait()
         if pid in ranks:
-            send(launch.fileno(), "exited", ranks.pop(pid), os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            send(launch.fileno(), RankExited(ranks.pop(pid), code))

@@ -1,7 +1,7 @@
 """`launch`: call a function on K ranks, get back one result for each.
 
-The request is checked and the call packed here; `local` starts the ranks, and `launched` watches
-them.
+The request is checked and the call packed here; `local` starts the ranks, and `watch` waits for
+their end.
 """
 
 import inspect
@@ -14,11 +14,10 @@ from functools import partial
 from typing import IO, Any
 
 from ...errors import CourseError, LaunchError
+from ..files import open_memory
 from . import pickling
-from .channel import open_memory
-from .launched import Launch, show_line
-from .local import LocalRanks
 from .setting import describe_launch
+from .watch import Launch, show_line
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
@@ -49,7 +48,7 @@ def launch(
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
         payload = pack_call(fn, args, kwargs)
         if link is not None:
-            link.rehearse(count)
+            link.check(count)
         return run_ranks(payload, count, device, timeout, link, progress)
     except EXPECTED as error:
         raise plain(error) from None
@@ -98,11 +97,9 @@ def run_ranks(
         setting = describe_launch(
             world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size
         )
-        launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
-        if (
-            not launched.ranks.agent and launched.ranks.explain()
-        ):  # the server was just ending, so a new server tries
-            launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
+        launched = Launch(setting, timeout, show).run(payload)
+        if launched.never_began():
+            launched = Launch(setting, timeout, show).run(payload)
         return launched.outcome()
 
 

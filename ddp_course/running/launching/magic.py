@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import IO, Any
 from zlib import crc32
 
@@ -14,12 +15,13 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ...errors import LaunchError
+from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .channel import CALL, open_memory
+from .decision import Failures, Results, Stage
 from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
-from .launched import Launch, show_line
-from .local import LocalRanks
+from .protocol import Call, Started
 from .setting import describe_launch
+from .watch import Launch, show_line
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 IDLE_SECONDS = float(
@@ -33,34 +35,38 @@ class KeptRanks(Launch):
     half an hour.
     """
 
-    keeps = True
+    open = True
 
     def __init__(self, world_size: int, device: str):
         setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
-        super().__init__(
-            LocalRanks({**setting, "idle": IDLE_SECONDS}), world_size, 0.0, False, show_line
-        )
+        super().__init__(replace(setting, idle=IDLE_SECONDS), 0.0, show_line, keeps=True)
         self.payload, self.last_use = open_memory("call"), time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
         """Run a packed call on all ranks, which the first call starts; results and errors are those
         of `launch`.
         """
-        self.timeout, self.show, self.results, self.failures = timeout, show, {}, {}
+        began = time.monotonic()
+        first = self.ending is None
+        stage = Stage.STARTING if first else Stage.RUNNING
+        self.phase = replace(self.phase, stage=stage, since=began, timeout=timeout)
+        self.events = [event for event in self.events if isinstance(event, Started)]
+        self.ending = None
+        self.show = show
         self.payload.seek(0)
         self.payload.truncate()
         self.payload.write(payload.read())
         self.payload.flush()
         try:
-            if not self.pids:
+            if first:
                 self.ranks.start(self.payload)
-            elif time.monotonic() > self.last_use + IDLE_SECONDS:
+            elif began > self.last_use + IDLE_SECONDS:
                 raise LaunchError(
                     f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g}"
                     " minutes"
                 )
             else:
-                self.ranks.order(CALL)
+                self.ranks.order(Call())
             self.watch()
             self.last_use = time.monotonic()
         finally:
@@ -72,9 +78,17 @@ class KeptRanks(Launch):
         """Return whether the ranks are fit for another call: no rank died or hangs, and all
         returned or all failed.
         """
-        lonely = any(failure.consequence for failure in self.failures.values())
-        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.died or lonely)
-        return unharmed and len(self.failures) in (0, self.world_size) and self.all_have_reported()
+        match self.ending:
+            case Results():
+                return not self.ranks.gone
+            case Failures(all_alive=alive):
+                return alive
+        return False
+
+    def close(self) -> None:
+        """End the ranks; they are not `open` any more."""
+        self.open = False
+        super().close()
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -145,7 +159,7 @@ class RanksMagic(Magics):
         try:
             results = run_grouped(call, world_size, options, self.kept)
         finally:
-            if self.kept is not None and self.kept.closing:
+            if self.kept is not None and not self.kept.open:
                 self.kept = None
                 print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
@@ -160,12 +174,12 @@ class RanksMagic(Magics):
         """
         if self.kept is None:
             return 4 if options.world_size is None else options.world_size
-        if options.world_size not in (None, self.kept.world_size):
+        if options.world_size not in (None, self.kept.phase.world_size):
             raise UsageError(
-                f"{self.kept.world_size} ranks are kept; end them with %ranks stop before others"
-                " start"
+                f"{self.kept.phase.world_size} ranks are kept; end them with %ranks stop before"
+                " others start"
             )
-        return self.kept.world_size
+        return self.kept.phase.world_size
 
 
 def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:

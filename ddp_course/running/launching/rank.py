@@ -7,7 +7,6 @@ import linecache
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CourseError
-from .. import flight_recorder, linux
+from .. import clocks, flight_recorder, linux
 from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
 from ..torch_inside import after_each_group, serve_store_on
-from .channel import CALL, send
 from .pickling import Pickler
-from .progress import Steps
+from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .steps import Steps
 
 HERE = Path(__file__).parent
 OWN_FILES = (
@@ -55,104 +55,124 @@ NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unr
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
 
-def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
+def main(
+    setting: Setting,
+    rank: int,
+    meeting: Meeting,
+    files: tuple[LaunchFiles, RankFiles],
+    listener: socket.socket | None = None,
+) -> None:
     """Run one rank: move to its place in the emulated network, and call the caller's function, once
     or several times.
 
     A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
     other ranks would fail too, with a broken connection, and hide the cause.
     """
-    if link is not None:
-        link.network.enter(
-            rank
-        )  # this comes before any socket, as it may move this process into a network namespace
-    payload, recorder, orders, report, out, err, stacks, answers = files
-    send(report, "started", os.getpid())
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if meeting.link is not None:
+        # this comes before any socket, as it may move this process into a network namespace
+        meeting.link.network.enter(rank)
+    if meeting.clocks is not None:
+        clocks.enter(meeting.clocks, rank)
+    shared, own = files
+    send(own.report, Started(rank, os.getpid()))
+    faulthandler.register(signal.SIGUSR1, file=own.stacks, all_threads=True)
     faulthandler.enable(
-        file=stacks, all_threads=False
+        file=own.stacks, all_threads=False
     )  # a segmentation fault writes a stack as well
-    steps = Steps(report if setting["progress"] and rank == 0 else None)
+    counts = setting.progress and rank == 0
+    steps = Steps(own.report if counts else None)
 
     def first_call():  # an error before the function is called is reported as the function's error
-        join_group(setting, rank, listener)
-        flight_recorder.attach(recorder, rank, setting["world_size"])
-        redirect_output(out, err)
+        join_group(setting, rank, meeting, listener)
+        flight_recorder.attach(shared.recorder, rank, setting.world_size)
+        redirect_output(own.out, own.err)
         return call()
 
     def call():
-        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+        with mmap.mmap(shared.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
         linecache.cache.update(
             {name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()}
         )
-        with emulation_of(setting, rank, link):
+        with clocks.calling(), emulation_of(setting.emulated, rank, meeting.link):
             result = function(*args, **kwargs)
         return result, steps.unconnected_model()
 
-    answer(first_call, answers, report)
-    while select.select([orders], [], [], setting["idle"])[0] and os.read(orders, 1) == CALL:
-        answer(call, answers, report)
+    answer(first_call, own)
+    orders = Connection(own.orders, writable=False)
+    while orders.poll(setting.idle) and isinstance(next_order(orders), Call):
+        answer(call, own)
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
 
 
-def answer(function: Callable[[], Any], answers: int, report: int) -> None:
+def next_order(orders: Connection) -> Any:
+    """Return the caller's next order, None if the caller is gone."""
+    try:
+        return orders.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def answer(function: Callable[[], Any], files: RankFiles) -> None:
     """Write what `function` returned or raised to a file, and report that; a child that it forked
     ends here.
     """
-    own = os.getpid()
+    process = os.getpid()
     try:
         kind, value = "result", function()
     except BaseException as error:
-        if os.getpid() != own and not isinstance(error, SystemExit):
+        if os.getpid() != process and not isinstance(error, SystemExit):
             traceback.print_exc()
         kind, value = "failed", describe(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed or replaced the stream
             stream.flush()
-    if os.getpid() != own:
+    if os.getpid() != process:
         os._exit(0)
     try:
-        pack(kind, value, answers)
+        pack(kind, value, files.answer)
     except Exception as error:
         refusal = TypeError(
             f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
             f" ({error}); return numbers, tensors, lists or dicts of them"
         )
-        pack("failed", describe(refusal), answers)
-    send(report, "answered", None)
+        pack("failed", describe(refusal), files.answer)
+    send(files.report, Answered())
 
 
-def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
+def join_group(
+    setting: Setting, rank: int, meeting: Meeting, listener: socket.socket | None
+) -> None:
     """Choose this rank's device, set the variables that torchrun would set, and bring the process
     group up.
     """
     choose_device(setting, rank)
-    (address, port), world_size = setting["store"], setting["world_size"]
-    local = {"LOCAL_RANK": setting["ranks"].index(rank), "LOCAL_WORLD_SIZE": len(setting["ranks"])}
+    world_size = setting.world_size
     place = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
-        **local,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": meeting.port,
     }
     os.environ.update({name: str(value) for name, value in place.items()})
-    patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
-    if setting["store_file"] is not None:
-        store: dist.Store = dist.FileStore(f"/proc/self/fd/{setting['store_file']}", world_size)
+    patience = timedelta(seconds=setting.timeout + 60)  # the launch's own timeout comes first
+    store: dist.Store
+    if meeting.store_file is not None:
+        store = dist.FileStore(f"/proc/self/fd/{meeting.store_file}", world_size)
         store.set_timeout(patience)
     elif rank == 0 and listener is not None:
         store = serve_store_on(listener, patience)
     else:
         if listener is not None:
             listener.close()  # otherwise connections to an ended rank 0 would wait, not be refused
-        store = dist.TCPStore(address, port, timeout=patience)
+        store = dist.TCPStore(meeting.address, meeting.port, timeout=patience)
     dist.init_process_group(
-        setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience
+        setting.backend, store=store, rank=rank, world_size=world_size, timeout=patience
     )
-    if setting["store_file"] is not None:
+    if meeting.store_file is not None:
         refuse_strangers()
         after_each_group(refuse_strangers)
 
@@ -174,11 +194,11 @@ def refuse_strangers() -> None:
         )
 
 
-def choose_device(setting: dict, rank: int) -> None:
+def choose_device(setting: Setting, rank: int) -> None:
     """Set this rank's device and its number of threads."""
-    os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][setting["ranks"].index(rank)]
-    os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
-    torch.set_num_threads(setting["threads"])
+    os.environ["DDP_COURSE_DEVICE"] = device = setting.devices[rank]
+    os.environ["OMP_NUM_THREADS"] = str(setting.threads)
+    torch.set_num_threads(setting.threads)
     if device.startswith("cuda"):
         for name, value in QUIET_NCCL.items():
             os.environ.setdefault(name, value)

@@ -8,8 +8,11 @@ from ..devices.device import Device, for_ranks
 from ..devices.placement import placement
 from ..linux import free_memory, usable_cores
 from . import pickling
+from .protocol import Setting
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
+# modules of a launch that the agent imports once for all ranks
+READ_ONCE = ("ddp_course.stage", "ddp_course.collectives")
 MIB = 1 << 20
 RANK_MEMORY = (
     64 * MIB
@@ -47,7 +50,7 @@ def describe_launch(
     link: Any,
     progress: bool | int,
     argument_bytes: int = 0,
-) -> dict:
+) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know, as plain
     data.
 
@@ -61,33 +64,24 @@ def describe_launch(
     backend, devices = placement("cpu" if emulated else str(device), world_size)
     if link is not None:
         link.check(world_size, backend)
-    return {
-        "world_size": world_size,
-        "start": start_method(),
-        "ranks": list(range(world_size)),  # this machine runs these ranks
-        "store": None,  # the agent notes here where the ranks find their store
-        "backend": backend,
-        "devices": devices,
-        "timeout": timeout,
-        "threads": max(1, usable_cores() // world_size),
-        "link": pickling.dumps(link),
-        "emulated": pickling.dumps(emulated),
-        "progress": progress,
-        "modules": [
-            name
-            for name in sys.modules
-            if name.startswith(("ddp_course.stage", "ddp_course.collectives"))
-        ],
-        "path": list(sys.path),
-        "argv": list(sys.argv),
-        "folder": os.getcwd(),
-        "environ": {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": LOOPBACK_CARD,
-        },  # users may have set another card
-        "network": network(),
-        "idle": None,  # kept ranks wait this many seconds for another call
-    }
+    return Setting(
+        world_size=world_size,
+        start=start_method(),
+        network=network(),
+        backend=backend,
+        devices=devices,
+        timeout=timeout,
+        threads=max(1, usable_cores() // world_size),
+        link=pickling.dumps(link),
+        emulated=pickling.dumps(emulated),
+        progress=progress,
+        modules=[name for name in sys.modules if name.startswith(READ_ONCE)],
+        path=list(sys.path),
+        argv=list(sys.argv),
+        folder=os.getcwd(),
+        # users may have set another card
+        environ={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},
+    )
 
 
 def check_world_size(world_size: int, argument_bytes: int) -> None:

@@ -2,24 +2,13 @@
 refused.
 """
 
-import math
-import time
-from copy import copy
 from typing import Any
 
-import torch
-
 from ...errors import EmulationError
-from .. import presets, units, wire
-from ..launching.launch import pack_call, run_ranks
+from .. import presets, units
 from . import modes
 
 SLOWEST = 1e6  # with fewer bits per second the ranks would need minutes to find each other
-UNLIMITED = 30e9  # no processor carries more bits per second between virtual hosts
-HEADROOM = 0.6  # a link may take this share of what the processor carries; the model needs the rest
-TRIES = 3
-
-_carried: dict = {}  # this maps a mode and a number of hosts to the highest measured bandwidth
 
 
 class Link:
@@ -27,10 +16,10 @@ class Link:
     "200Mbit" and "5ms".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    inside a host nothing is slowed. `mode` is "hosts", "wire", or "auto" for virtual hosts where
-    they are possible, else the wire. The link slows torch's own collectives too if `carries_torch`
-    is True. Raises EmulationError for values that cannot be read, or are not possible here; the
-    message says which are.
+    inside a host nothing takes time. `mode` is "virtual", which "auto" is too: time is virtual
+    (docs/VIRTUAL_TIME.md), or "hosts": real sockets on virtual hosts, in real time. Raises
+    EmulationError for values that cannot be read, or are not possible here; the message says which
+    are.
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
@@ -42,7 +31,7 @@ class Link:
             )
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
-        self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch
+        self.mode = self.kind.name
 
     @classmethod
     def like(
@@ -86,28 +75,6 @@ class Link:
                 ' device="cpu" (--device cpu), or no link (--link none)'
             )
 
-    def rehearse(self, world_size: int) -> None:
-        """Launch this link's hosts once, to see whether they work and whether the processor keeps
-        their links busy.
-
-        Raises EmulationError if not, with a bandwidth that is possible. The caller of a launch
-        calls this. The processor may be busy with something else for a moment, so the best of
-        several measurements counts.
-        """
-        self.check(world_size)
-        count = self.hosts or world_size
-        best = _carried.get((self.mode, count), math.inf if count == 1 else 0.0)
-        for _ in range(TRIES):
-            if self.bandwidth <= best:
-                return
-            best = _carried[self.mode, count] = max(best, carried(self, count))
-        if self.bandwidth > best:
-            raise EmulationError(
-                f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({self.kind.title}) is more"
-                " than this machine's processor carries; choose at most"
-                f" {units.two_digits(best) / 1e6:g}Mbit"
-            )
-
     def prepare(self, world_size: int) -> None:
         """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before
         the ranks start.
@@ -116,15 +83,14 @@ class Link:
         self.network = self.kind(hosts, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds), hosts,
-        if torch feels it.
+        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
+        hosts.
         """
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
             "latency_s": self.latency,
             "hosts": self.hosts,
-            "carries_torch": self.carries_torch,
         }
 
 
@@ -136,25 +102,3 @@ def parse_bandwidth(text: Any) -> float:
     if value < SLOWEST:
         raise EmulationError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
     return value
-
-
-def carried(link: Link, host_count: int) -> float:
-    """Return the bandwidth (bits per second) at which this processor keeps all hosts' links busy,
-    with headroom.
-    """
-    unlimited = copy(link)
-    unlimited.bandwidth, unlimited.latency, unlimited.hosts = UNLIMITED, 0.0, None
-    return HEADROOM * 8 * min(run_ranks(pack_call(pass_around, (), {}), host_count, link=unlimited))
-
-
-def pass_around(message_bytes: int = 1 << 20, messages: int = 32) -> float:
-    """Send to the right and receive from the left, on all ranks; return the bytes per second in
-    each direction.
-    """
-    _, _, left, right = wire.neighbours()
-    outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
-    wire.exchange(outgoing, right, incoming, left)
-    start = time.perf_counter()
-    for _ in range(messages):
-        wire.exchange(outgoing, right, incoming, left)
-    return messages * message_bytes / (time.perf_counter() - start)

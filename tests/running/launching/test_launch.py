@@ -26,7 +26,7 @@ from soak.launches import FROM_OUTSIDE, attempt
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError
-from ddp_course.running.launching import channel, local, setting
+from ddp_course.running.launching import inbox, server_handle, setting
 
 SOAK = Path(__file__).parents[2] / "soak"
 
@@ -78,7 +78,7 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, 
     """By the server, before its second launch; before the first if the caller has made an
     optimizer.
     """
-    local.use_server(None)
+    server_handle.use_server(None)
     importlib.import_module("torch._dynamo")
     with monkeypatch.context() as patched:
         if not caller_has_it:
@@ -89,20 +89,21 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, 
 
 def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
     """As dynamo, where the folder of its cache belongs to somebody else."""
-    local.use_server(None)
+    server_handle.use_server(None)
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
         patched.delitem(sys.modules, "torch._dynamo", raising=False)
         results = [
-            (launch(rank_with_dynamo, world_size=1), local.servers[0].process.pid) for _ in range(4)
+            (launch(rank_with_dynamo, world_size=1), server_handle.servers[0].process.pid)
+            for _ in range(4)
         ]
-    local.use_server(None)
+    server_handle.use_server(None)
     assert results == [([False], results[0][1])] * 4, "one server, which lived on"
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():
     launch(pid_and_rank, world_size=2)
-    server = psutil.Process(local.servers[0].process.pid)
+    server = psutil.Process(server_handle.servers[0].process.pid)
     assert server.num_threads() == 1, (
         "a lock that another thread holds at a fork would stay locked in the rank"
     )
@@ -111,7 +112,7 @@ def test_nothing_of_cuda_and_no_thread_in_the_server():
 
 def test_ranks_are_never_forked_from_the_caller(monkeypatch):
     """Whose CUDA may be initialised, as in a notebook on Colab: it would not survive in a fork."""
-    local.use_server(None)
+    server_handle.use_server(None)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("the caller forks"))
     assert len(set(launch(pid_and_rank, world_size=2))) == 2
 
@@ -132,7 +133,7 @@ def test_libraries_keep_quiet(capfd):
 
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
-    lines = channel.Lines(shown.append)
+    lines = inbox.Lines(shown.append)
     lines(
         b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is :"
         b" 1\nhel"
@@ -268,7 +269,7 @@ def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
 
 def test_output_without_line_ends_is_shown_in_pieces():
     shown, piece = [], b"x" * (1 << 16)
-    lines = channel.Lines(shown.append)
+    lines = inbox.Lines(shown.append)
     for _ in range(160):
         lines(piece)
     lines(b"end\n")
@@ -276,7 +277,7 @@ def test_output_without_line_ends_is_shown_in_pieces():
 
 
 def test_a_network_card_set_for_other_machines_is_put_right(monkeypatch):
-    local.use_server(None)
+    server_handle.use_server(None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     assert launch(lambda: reduced(torch.ones(1)).item(), world_size=2) == [2.0] * 2
 
@@ -298,7 +299,7 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
     names, fault = {"__name__": "__main__"}, FROM_OUTSIDE[name]
     exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
-    below = psutil.Process(local.servers[0].process.pid)
+    below = psutil.Process(server_handle.servers[0].process.pid)
     begin = time.monotonic()
     error, message = attempt(fault, 3, names, random.Random(0))
     assert error == fault.error and re.search(fault.pattern, message), message
@@ -308,10 +309,10 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "idle"])
 def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monkeypatch):
-    local.use_server(None)
+    server_handle.use_server(None)
     monkeypatch.setenv("DDP_COURSE_IDLE", "1" if end == "idle" else "900")
     launch(pid_and_rank, world_size=2)
-    first = local.servers[0].process.pid
+    first = server_handle.servers[0].process.pid
     if end == "idle":
         with suppress(psutil.NoSuchProcess):  # it may have ended already
             psutil.Process(first).wait(30)
@@ -321,7 +322,7 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
             time.sleep(0.01)
     monkeypatch.setenv("DDP_COURSE_IDLE", "900")
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
-    assert local.servers[0].process.pid != first
+    assert server_handle.servers[0].process.pid != first
 
 
 def leave_children():
@@ -346,7 +347,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
         while len(printed := re.findall(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)) < 1:
             time.sleep(0.05)
         pids.extend(map(int, printed[0]))
-        os.kill(local.servers[0].process.pid, signal.SIGKILL)
+        os.kill(server_handle.servers[0].process.pid, signal.SIGKILL)
 
     pids = []
     attacker = threading.Thread(target=attack)
@@ -362,7 +363,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
 
 
 def test_edited_package_files_are_seen(tmp_path):
-    shutil.copytree(Path(local.__file__).parents[2], tmp_path / "ddp_course")
+    shutil.copytree(Path(server_handle.__file__).parents[2], tmp_path / "ddp_course")
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nfrom ddp_course import launch\n"

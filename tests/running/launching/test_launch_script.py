@@ -77,7 +77,9 @@ def test_fault_in_a_script(forked, fault):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_without_forks(spawned, fault):
     check(spawned, fault, 2)
-    assert "preloaded.py" not in spawned[fault.name, 2][1], "our own frames bury the learner's"
+    assert "launching/server.py" not in spawned[fault.name, 2][1], (
+        "our own frames bury the learner's"
+    )
 
 
 def check(outcomes, fault, world_size):

@@ -151,7 +151,7 @@ def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
             assert ENDED in output.stderr
             assert kernel.run("%%ranks 2\n'victim' in globals()").stdout.count("False") <= 2
             left = [" ".join(process.cmdline()) for process in kernel.descendants()]
-            assert not [line for line in left if not re.search(r"launching/preloaded\.py", line)]
+            assert not [line for line in left if not re.search(r"launching/server\.py", line)]
 
 
 def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):

@@ -31,7 +31,7 @@ def total_and_network():
 
 @needs_namespaces
 @pytest.mark.parametrize("network", [None, "auto", "private"])
-@pytest.mark.parametrize("link", [None, Link("200Mbit", mode="wire")], ids=["no link", "wire"])
+@pytest.mark.parametrize("link", [None, Link("200Mbit")], ids=["no link", "link"])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_ranks_are_alone_in_a_network_of_their_own(monkeypatch, network, link, start):
     monkeypatch.setenv("DDP_COURSE_START", start)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_course.running.files import open_memory
 from ddp_course.running.launching import rank
-from ddp_course.running.launching.channel import open_memory
 
 
 class Posing(torch.Tensor):

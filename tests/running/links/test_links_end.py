@@ -107,7 +107,7 @@ def check_gone(ranks, also=()):
     "mode, victim",
     [
         *(pytest.param("hosts", who, marks=HOSTS) for who in ("rank", "agent", "server", None)),
-        ("wire", "rank"),
+        ("virtual", "rank"),
     ],
 )
 def test_whatever_ends_takes_everything_along(mode, victim, tmp_path):
@@ -242,5 +242,5 @@ def test_namespaces_that_are_forbidden_leave_the_wire():
         pytest.skip("this system does not let a user lower the limit")
     assert ended.returncode == 0, ended.stderr
     chosen, reason = ended.stdout.splitlines()
-    assert "throttled wire" in chosen
+    assert "virtual time" in chosen
     assert "unshare" in reason and "No space left" in reason

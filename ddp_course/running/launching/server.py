@@ -28,13 +28,13 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 from ddp_course.running import linux
-from ddp_course.running.launching.channel import send
+from ddp_course.running.launching import protocol
 
 for name in [name for name in sys.modules if name.startswith("ddp_course")]:
-    del sys.modules[name]  # every launch reads the package again
+    if name != protocol.__name__:  # what a caller and its server say to each other must not change
+        del sys.modules[name]  # every launch reads the package again
 
 AGENT = "ddp_course.running.launching.agent"  # the forked child imports it, from the caller's paths
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
@@ -60,11 +60,12 @@ def serve(control: socket.socket, later: list) -> None:
     import `later`.
     """
     launches: dict = {}  # this maps an agent's process id to the launch's socket
-    caller, last_use = os.getppid(), time.monotonic()
+    caller = os.getppid()
+    last_use = time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
-        if ready and not answer(control, launches):
+        if ready and not fork_agent(control, launches):
             break
         if launches:
             last_use = time.monotonic()
@@ -91,7 +92,7 @@ def load(names: list) -> None:
     gc.enable()
 
 
-def answer(control: socket.socket, launches: dict) -> bool:
+def fork_agent(control: socket.socket, launches: dict) -> bool:
     """Fork the agent of a launch; return False if the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not request:
@@ -115,26 +116,27 @@ def become_agent(launch: socket.socket) -> None:
         linux.die_with_parent()
         linux.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if files := socket.recv_fds(launch, 1, 4)[1]:  # without files the caller is gone
-            request, log, *shared = files
-            with open(request, "rb") as file:
-                setting = take_setting(file)
-            importlib.import_module(AGENT).own_ranks(launch, setting, log, shared)
+        count = len(protocol.LaunchFiles._fields)
+        if descriptors := socket.recv_fds(launch, 1, count)[1]:  # without files the caller is gone
+            files = protocol.LaunchFiles(*descriptors)
+            with open(files.setting, "rb") as file:
+                setting = pickle.load(file)
+            take_over(setting)
+            importlib.import_module(AGENT).own_ranks(launch, setting, files)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
 
-def take_setting(file: BinaryIO) -> dict:
-    """Read the setting of a launch, take on its folder, paths and environment, and return it."""
-    setting = pickle.load(file)
-    sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
+def take_over(setting: protocol.Setting) -> None:
+    """Take on the caller's folder, paths and environment."""
+    sys.path[:] = setting.path
+    sys.argv[:] = setting.argv
     os.environ.clear()
-    os.environ.update(setting["environ"])
-    if os.path.isdir(setting["folder"]):
-        os.chdir(setting["folder"])
-    return setting
+    os.environ.update(setting.environ)
+    if os.path.isdir(setting.folder):
+        os.chdir(setting.folder)
 
 
 def reap(launches: dict) -> None:
@@ -148,7 +150,8 @@ def reap(launches: dict) -> None:
             end_what_is_left(agent, launches)
             if status:
                 with contextlib.suppress(OSError):  # the caller may be gone
-                    send(launch.fileno(), "agent exited", None, os.waitstatus_to_exitcode(status))
+                    code = os.waitstatus_to_exitcode(status)
+                    protocol.send(launch.fileno(), protocol.AgentExited(code))
             launch.close()
 
 
@@ -174,4 +177,6 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
-    importlib.import_module(AGENT).be_new_rank(take_setting(sys.stdin.buffer))
+    setting, number, meeting, files, port = pickle.load(sys.stdin.buffer)
+    take_over(setting)
+    importlib.import_module(AGENT).be_new_rank(setting, number, meeting, files, port)

@@ -1,39 +1,8 @@
-"""One progress bar for all ranks: rank 0 counts its optimizer steps, the caller draws them."""
+"""The progress bar of a launch, which the caller draws from the steps that rank 0 reports."""
 
 import sys
 from contextlib import nullcontext, suppress
 from typing import Any, cast
-
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from .. import flight_recorder, torch_inside
-from .channel import send
-
-
-class Steps:
-    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if
-    there is one.
-    """
-
-    def __init__(self, report: int | None):
-        self.report, self.done, self.optimizer = report, 0, cast(Any, None)
-        register_optimizer_step_post_hook(self.count)
-
-    def count(self, optimizer: Any, *_: Any) -> None:
-        self.done += 1
-        self.optimizer = optimizer
-        if self.report is not None:
-            send(self.report, "steps", self.done)
-
-    def unconnected_model(self) -> float | None:
-        """Return the sum over the model that this call trained, if this rank has exchanged no
-        message; else None.
-        """
-        optimizer, self.optimizer = self.optimizer, None
-        if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
-            return None
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return sum(p.detach().double().sum().item() for p in parameters)
 
 
 class Bar:
@@ -42,7 +11,8 @@ class Bar:
     """
 
     def __init__(self, total: int | None):
-        self.total, self.bar = total, cast(Any, None)
+        self.total = total
+        self.bar = cast(Any, None)
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""

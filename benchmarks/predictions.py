@@ -1,0 +1,369 @@
+"""Fits all constants of the predictions anew, and compares them with those that are frozen.
+
+Few numbers are fitted to each table; where a constant of the transformer has an expected value,
+straying by its factor costs the fit as much as a row that is 3 % off. Outliers count less.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, permutations, product
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import LinearConstraint, least_squares, milp
+
+from ddp_course.measuring import facts
+from ddp_course.running.files import replace_file
+from ddp_predictions import frozen, one_host, transformers
+from ddp_predictions.runs import read_run
+from ddp_predictions.scoreboard import LEFT_OUT
+
+from . import published, scoreboard
+from .harness import Benchmark, Part, Promise
+from .published import QI, Model, Row
+from .scoreboard import OF_2021, TODAY
+
+SPREAD = 0.03
+V100_WIRES = {
+    (0, 1): 1,
+    (0, 2): 1,
+    (0, 3): 2,
+    (0, 4): 2,
+    (1, 2): 2,
+    (1, 3): 1,
+    (1, 5): 2,
+    (2, 3): 2,
+    (2, 6): 1,
+    (3, 7): 1,
+    (4, 5): 1,
+    (4, 6): 1,
+    (4, 7): 2,
+    (5, 6): 2,
+    (5, 7): 1,
+    (6, 7): 2,
+}
+
+
+def packed_rings(gpus: int) -> int:
+    """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in
+    each direction.
+
+    Where no ring exists along wires, a step may pass through a GPU in between and take two wires.
+    """
+    free = {
+        way: count for (a, b), count in V100_WIRES.items() if b < gpus for way in ((a, b), (b, a))
+    }
+    ways = list(free)
+    around = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
+    different = {tuple(sorted(ring)) for ring in around}
+    counts = []
+    for ring in different:
+        counts.append([ring.count(way) for way in ways])
+    used = np.array(counts).T
+    limit = LinearConstraint(used, ub=[free[way] for way in ways])
+    packed = milp(-np.ones(used.shape[1]), constraints=limit, integrality=np.ones(used.shape[1]))
+    return round(-packed.fun)
+
+
+def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int]]]:
+    """Each way around all GPUs as a list of (from, to); `through` allows one GPU in between at
+    every step.
+    """
+
+    def steps(a, b):
+        direct = [((a, b),)] if (a, b) in free else []
+        middle = [((a, m), (m, b)) for m in range(gpus) if (a, m) in free and (m, b) in free]
+        if direct or not through:
+            return direct
+        return middle
+
+    for order in permutations(range(1, gpus)):
+        for chosen in product(*(steps(a, b) for a, b in pairwise((0, *order, 0)))):
+            yield [way for step in chosen for way in step]
+
+
+def fit(
+    model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]
+) -> tuple[Any, ...]:
+    """The positive numbers near `start` with which `model` comes nearest to all rows; outliers
+    count less.
+    """
+
+    def errors(logarithms):
+        numbers = np.exp(logarithms)
+        return [np.log(model(row, numbers) / row[quantity]) for row in rows]
+
+    result = least_squares(errors, np.log(start), loss="soft_l1", f_scale=0.05)
+    return tuple(np.exp(result.x).tolist())
+
+
+def fit_within(
+    model: Model,
+    rows: Sequence[Row],
+    quantity: str,
+    start: Sequence[float],
+    bounds: Any,
+    step: float | None = None,
+) -> tuple[float, ...]:
+    """The numbers within `bounds` with the least squares of relative errors; `step` is that of its
+    derivatives.
+    """
+
+    def errors(numbers):
+        return [model(row, numbers) / row[quantity] - 1 for row in rows]
+
+    return tuple(least_squares(errors, start, bounds=bounds, diff_step=step).x.tolist())
+
+
+def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
+    """The two numbers of `shaped_link_ms` for rows of one library."""
+    return fit_within(
+        published.shaped_link_ms, rows, "ms", (0.95, 1.0), ((0.1, 0.0), (1.0, 100.0)), 1e-3
+    )
+
+
+def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
+    """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all
+    networks.
+    """
+
+    def on_two(row, numbers):
+        return published.v100_step_s(row["model"], row["gpus_1"], 2, 10 ** numbers[0], numbers[1])
+
+    exponent, interference = fit_within(
+        on_two, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2
+    )
+    return 10**exponent, interference
+
+
+def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
+    """The numbers of `samples_per_s`, from rows with all models."""
+    highest = []
+    for model in QI:
+        speeds = [row["samples_per_gpu_per_s"] for row in rows if row["model"] == model]
+        highest.append(max(speeds))
+    return fit(
+        published.samples_per_s, rows, "samples_per_gpu_per_s", (8e4, 0.4, 0.95, 0.99, *highest)
+    )
+
+
+def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Latencies and rates of the three protocols from rows by size, the largest last.
+
+    LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep,
+    flatter, flattest.
+    """
+    latency = min(row["time_us"] for row in rows)
+    rate = rows[-1]["time_us"] / rows[-1]["KiB"]
+    start = (0.9 * latency, 1.7 * latency, 5 * latency, 10 * rate, 1.2 * rate, rate)
+    return fit(published.protocol_us, rows, "time_us", start)
+
+
+def fit_host(gpu: str) -> tuple[float, ...]:
+    """The four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and 4
+    best.
+    """
+    known = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
+    return fit_within(
+        one_host.all_reduce_us, known, "microseconds", (30.0, 3.0, 5.0, 1.0), (0, 1e4)
+    )
+
+
+def today() -> list[tuple[Any, float]]:
+    """(run, tokens per second and GPU) of today's published runs."""
+    rows = facts.rows("transformer_throughput")
+    return [(read_run(row)[0], row["tokens_per_s_per_gpu"]) for row in rows]
+
+
+def gpts() -> list[tuple[Any, float]]:
+    """(run, tokens per second and GPU) of the GPT steps of 2021."""
+    pairs = []
+    for row in facts.rows(published.GPT):
+        run = read_run(row)[0]
+        pairs.append((run, transformers.tokens_per_s(run, row[published.GPT_MS] / 1000)))
+    return pairs
+
+
+def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
+    """Predicted over measured, minus 1, of (run, tokens per second and GPU)."""
+    ratios = []
+    for run, measured in pairs:
+        seconds = transformers.step(run, None, numbers).seconds
+        ratios.append(transformers.tokens_per_s(run, seconds) / measured - 1)
+    return np.array(ratios)
+
+
+def fit_transformer(pairs: Any, free: Sequence[str], column: str = "today") -> dict[str, float]:
+    """The constants with those in `free` fitted to (run, tokens per second and GPU)."""
+    known = frozen.constants(column)
+    expected = frozen.constants("expected")
+    factors = frozen.constants("factor")
+
+    def errors(logarithms):
+        found = {name: exp(value) for name, value in zip(free, logarithms, strict=True)}
+        strayed = [
+            SPREAD * log(found[name] / expected[name]) / log(factors[name])
+            for name in free
+            if factors[name]
+        ]
+        return [*np.log(1 + misses(pairs, known | found)), *strayed]
+
+    start = [log(expected[name]) for name in free]
+    result = least_squares(errors, start, loss="soft_l1", f_scale=SPREAD)
+    return known | {name: exp(value) for name, value in zip(free, result.x, strict=True)}
+
+
+def fit_zero3() -> tuple[float, ...]:
+    """The share of the cards and the part that shows of ZeRO-3 of 2021, from its two rows."""
+    rows = [row for row in facts.rows(published.ZERO3) if row["plan"] == "ZeRO-3"]
+    known = [row for row in rows if row["gpus"] < 1536]
+    return fit(published.megatron_tflops, known, "tflops_per_gpu", (0.1, 0.5))
+
+
+def refit() -> dict[str, Sequence[float]]:
+    """All numbers of numbers.json that have a fit, anew."""
+    links = facts.rows("allreduce_on_shaped_links")
+    fresh: dict[str, Sequence[float]] = {}
+    for library in ("gloo", "nccl"):
+        known = [row | {"library": library, "ms": row[f"{library}_ms"]} for row in links]
+        four = [row for row in known if row["K"] == 4]
+        fresh[f"shaped links, {library}"] = fit_shaped_links(four)
+    fresh["steps of V100s"] = calibrate_v100(facts.rows("ddp_step_seconds_v100"))
+    for gpu in one_host.GPUS:
+        fresh[f"one host, {gpu}"] = fit_host(gpu)
+    fresh["protocols"] = fit_protocols(facts.rows("nccl_ring_a100x8_sizes"))
+    fresh["schedules"] = fit_schedules(facts.rows("pipeline_schedules_a100"))
+    fresh["rings of V100s"] = [packed_rings(gpus) for gpus in range(2, 9)]
+    fresh["ZeRO-3 of 2021"] = fit_zero3()
+    return fresh
+
+
+def left_out_models(free: Sequence[str] = TODAY) -> np.ndarray:
+    """The errors of today's runs, each foretold by a fit that did not see its model."""
+    pairs = today()
+    errors = np.zeros(len(pairs))
+    for model in {run.model for run, _ in pairs}:
+        unseen = [place for place, (run, _) in enumerate(pairs) if run.model == model]
+        fitted = fit_transformer([pair for pair in pairs if pair[0].model != model], free)
+        errors[unseen] = misses([pairs[place] for place in unseen], fitted)
+    return errors
+
+
+def left_out_halves(
+    rows: Sequence[Any], fit_rows: Callable, errors_of: Callable[[Any, Any], Any]
+) -> float:
+    """The median error on every other row, by a fit to the rows between, both ways round."""
+    errors = []
+    for known, others in ((rows[::2], rows[1::2]), (rows[1::2], rows[::2])):
+        errors += list(np.abs(errors_of(others, fit_rows(known))))
+    return median(errors)
+
+
+def left_out_schedules() -> float:
+    """The median error on a model's rows, of which the fit saw 1F1B with most micro-batches."""
+    table = facts.rows("pipeline_schedules_a100")
+    errors = []
+    for model in ("1.5B", "6.2B"):
+        rows = [row for row in table if row["model"] == model]
+        unseen = [row for row in rows if (row["schedule"], row["micro_batches"]) != ("1F1B", 64)]
+        fitted = fit_schedules([row for row in table if row not in unseen])
+        for row in unseen:
+            errors.append(
+                abs(published.samples_per_s(row, fitted) / row["samples_per_gpu_per_s"] - 1)
+            )
+    return median(errors)
+
+
+def left_out() -> dict[str, float]:
+    """The median error of each table on rows that a fit did not see."""
+
+    def protocol_errors(rows, numbers):
+        return [published.protocol_us(row, numbers) / row["time_us"] - 1 for row in rows]
+
+    four = [
+        {"KiB": 1024 * row["message_mib"], "time_us": row["microseconds"]}
+        for row in facts.rows("nccl_all_reduce_in_one_host")
+        if row["gpu"] == "A100" and row["K"] == 4
+    ]
+
+    def fit_gpts(pairs):
+        return fit_transformer(pairs, OF_2021, "of_2021")
+
+    return {
+        "nccl_ring_a100x8_sizes": left_out_halves(four, fit_protocols, protocol_errors),
+        "pipeline_schedules_a100": left_out_schedules(),
+        "gpt_step_ms_a100_3d": left_out_halves(gpts(), fit_gpts, misses),
+        "transformer_throughput": float(np.median(np.abs(left_out_models()))),
+    }
+
+
+def ablation() -> list[Row]:
+    """Median errors, in percent, of today's rows and of models left out, without each term."""
+    changes: dict[str, tuple[str, ...]] = {"full": ()}
+    for name in ("launch", "touched", "shard", "hop", "moved", "logit"):
+        changes[f"no {name}"] = (name,)
+    rows = []
+    known = frozen.constants("today")
+    for title, names in changes.items():
+        free = [name for name in TODAY if name not in names]
+        kept = {name: known[name] for name in names}
+        known.update(dict.fromkeys(names, 0.0))
+        fitted = misses(today(), fit_transformer(today(), free))
+        unseen = left_out_models(free)
+        known.update(kept)
+        rows.append(
+            {
+                "term": title,
+                "fitted": round(100 * float(np.median(np.abs(fitted))), 2),
+                "model left out": round(100 * float(np.median(np.abs(unseen))), 2),
+            }
+        )
+    return rows
+
+
+def strayed(args: Any) -> Part:
+    """How far the frozen constants are from a fit to the tables."""
+    rows: list[Row] = []
+    for column, pairs, free in (("today", today(), TODAY), ("of_2021", gpts(), OF_2021)):
+        fitted = fit_transformer(pairs, free, column)
+        known = frozen.constants(column)
+        for name in free:
+            rows.append({"constant": f"{name}, {column}", "fit": fitted[name], "is": known[name]})
+    for name, values in refit().items():
+        for place, value in enumerate(values):
+            frozen_value = frozen.numbers(name)[place]
+            rows.append({"constant": f"{name}, {place}", "fit": value, "is": frozen_value})
+    for name, value in left_out().items():
+        rows.append({"constant": f"left out, {name}", "fit": value, "is": LEFT_OUT[name]})
+    furthest = max(abs(row["fit"] / row["is"] - 1) for row in rows)
+    return Part(rows, [Promise("frozen constants, furthest from a fit", furthest, 0.02)], rows)
+
+
+def write_scoreboard(report: Row, folder: Any) -> list[Any]:
+    """Write the package's scoreboard anew."""
+    tables = [table._asdict() for table in scoreboard.scoreboard()]
+    path = Path(scoreboard.__file__).parents[1] / "ddp_predictions" / "scoreboard.json"
+    parts = []
+    for table in tables:
+        rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in table.pop("rows"))
+        words = json.dumps(table, ensure_ascii=False)[:-1]
+        parts.append(f'{words}, "rows": [\n  {rows}\n]}}')
+    replace_file(path, ("[\n" + ",\n".join(parts) + "\n]\n").encode())
+    return [path]
+
+
+def terms(args: Any) -> Part:
+    """What each term of the model is worth."""
+    rows = ablation()
+    return Part(rows, table=rows)
+
+
+BENCHMARK = Benchmark(
+    "predictions",
+    "fit the constants of the predictions anew, and leave out each term",
+    {"constants": strayed, "terms": terms},
+    finish=write_scoreboard,
+)

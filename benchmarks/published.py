@@ -1,0 +1,162 @@
+"""Models of the other published tables: few numbers, each with a meaning, frozen in numbers.json.
+
+A model is a function of a row of its table and its numbers; it returns what the row's `quantity`
+should be. `make bench predictions` fits the numbers anew.
+
+gloo and NCCL are different algorithms on the same links, and the message-level programs say why
+gloo suffers more from a delay: a segment is not sent before its receiver has said that it is ready,
+and only two segments are under way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ddp_course.measuring.simulate import resnets
+from ddp_course.measuring.simulate.algorithms import gloo_ring, nccl_ring
+from ddp_course.measuring.simulate.network import Network
+from ddp_course.measuring.simulate.step import play, simulate
+from ddp_course.measuring.theory import Costs
+from ddp_predictions.frozen import constants, numbers
+from ddp_predictions.runs import read_run
+from ddp_predictions.transformers import step
+
+MIB = 2**20
+PER_HOST = 8
+HOST_LINK = 8 / 400e9  # Hosts have 4 x 100 Gbit/s.
+GPU_LATENCY = 1e-5  # Seconds per message; this is assumed.
+Row = dict[str, Any]
+Model = Callable[[Row, Any], float]
+
+
+def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
+    """Milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link, played
+    message by message.
+
+    Both libraries: `numbers[0]` is the share of the link's bandwidth that TCP reaches. gloo:
+    `numbers[1]` is the processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the
+    delays (one way) that pass before the stream is up to speed.
+    """
+    share, extra = numbers
+    delay = row["link_delay_ms"] / 1e3
+    link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
+    ranks = int(row["K"])
+    nbytes = row["message_mib"] * MIB
+    if row["library"] == "gloo":
+        return 1e3 * play(
+            gloo_ring, nbytes, ranks, Network(link, handshake=True), segment_s=extra / 1e3
+        )
+    return 1e3 * (play(nccl_ring, nbytes, ranks, Network(link)) + extra * delay)
+
+
+def v100_step_s(
+    model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float
+) -> float:
+    """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes per
+    second.
+    """
+    link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
+    network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
+    return simulate(
+        resnets.profile(model, one_gpu_s), ranks, network, interference=interference
+    ).step_s
+
+
+GPT = "gpt_step_ms_a100_3d"
+GPT_MS = "iteration time (ms)"
+ZERO3 = "zero3_and_3d_parallel_a100"
+FSDP = "fsdp_llama3_8b_h100"
+MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
+
+
+def gpt_ms(row: Row, changed: Any = None) -> float:
+    """Milliseconds of the step of a GPT, with the constants of 2021 unless others are given."""
+    return 1000 * step(read_run(row)[0], None, changed).seconds
+
+
+def global_batch(row: Row) -> int:
+    """Sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each (Narayanan et al.,
+    Table 2).
+    """
+    if row["parameters"] == "174.6B":
+        return 1536
+    return 2560 if row["gpus"] == 640 else 2240
+
+
+def megatron_tflops(row: Row, zero3: Sequence[float] | None = None) -> float:
+    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table.
+
+    ZeRO-3 of 2021 reaches another share of the cards, and hides another part: `zero3`.
+    """
+    layers, hidden, heads, stages = MEGATRON[row["parameters"]]
+    gpus = int(row["gpus"])
+    batch = global_batch(row)
+    run: Row = {"# GPUs": gpus, "layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
+    run |= {"network": 1600, "batch": batch}
+    changed = constants("of_2021")
+    if row["plan"] == "ZeRO-3":
+        run |= {"way": "fsdp", "micro_batch": max(1, batch // gpus)}
+        outside, shows = numbers("ZeRO-3 of 2021") if zero3 is None else zero3
+        changed = changed | {"outside": outside, "shows": shows}
+    else:
+        run |= {"tensor": 8, "pipeline": stages}
+    seconds = step(read_run(run)[0], None, changed).seconds
+    operations = 1 + 2048 / (6 * hidden) + 51_200 / (16 * layers * hidden)
+    flops = 96 * batch * 2048 * layers * hidden**2 * operations
+    return flops / seconds / gpus / 1e12
+
+
+ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
+QI = {"1.5B": (22, 2304), "6.2B": (30, 4096), "14.6B": (46, 5120), "28.3B": (62, 6144)}
+CONTEXT = 1024  # Tokens of the sequences in Qi et al. 2024, Table 3, as layers and widths above.
+
+
+def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
+    """Samples per GPU and second of a row: a rate per model without idling, less what the schedule
+    idles and costs.
+
+    `numbers` are what a layer computes besides products with weights, in operations per token and
+    unit of width; the share of ZB-2p's formula that idles; the speeds that 1F1B-I and the
+    zero-bubble schedules keep; the rates.
+    """
+    other, left_over, interleaving, postponing, *rates = numbers
+    layers, width = QI[row["model"]]
+    schedule = row["schedule"]
+    batches = row["micro_batches"]
+    products = 24 * width
+    weights = products / (3 * products + 12 * CONTEXT + other)
+    stages = int(row["stages"])
+    idle = idle_stages(schedule, stages, (layers + 2) / stages, weights, left_over)
+    kept = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
+    return rates[list(QI).index(row["model"])] * kept * batches / (batches + idle)
+
+
+def idle_stages(
+    schedule: str, stages: int, chunks: float, weights: float, left_over: float
+) -> float:
+    """How many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024, section
+    2).
+
+    `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time
+    that gradients of weights take, which zero-bubble schedules may postpone; `left_over` is the
+    fitted share of ZB-2p's formula that its search for a better order leaves. The first three are
+    what `stage8_pipeline.timetable` plays.
+    """
+    share = {
+        "1F1B": 1.0,
+        "1F1B-I": 1 / chunks,
+        "ZB-1p": 1 - 2 * weights,
+        "ZB-2p": left_over * (1 - 3 * weights),
+    }
+    return share[schedule] * (stages - 1)
+
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+def protocol_us(row: Row, numbers: Sequence[float]) -> float:
+    """Microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies (µs), three
+    rates (µs/KiB).
+    """
+    return min(
+        latency + rate * row["KiB"] for latency, rate in zip(numbers[:3], numbers[3:], strict=True)
+    )

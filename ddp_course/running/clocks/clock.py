@@ -1,0 +1,173 @@
+"""The clock of one thread: it moves on, takes turns, and stops while the thread waits."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from . import arbiter, stalls
+from .table import (
+    AWAITS,
+    BLOCKED,
+    CLOCK,
+    DEADLOCK,
+    FLOOR,
+    FOREVER,
+    FREE,
+    NEEDED,
+    NUMBER,
+    RUNNING,
+    STATE,
+    THRESHOLD,
+    TIMER,
+    Table,
+    real_clock,
+)
+
+QUESTION = 10_000_000  # a question that is answered with "no" takes 10 microseconds
+
+process: Any = SimpleNamespace(table=None, started=0, threads=0, needed=0, daemons=set(), calls={})
+local = threading.local()
+
+
+class Clock:
+    """The clock of the thread at place `slot` of the table; `moment` is in picoseconds."""
+
+    def __init__(self, table: Table, slot: int, moment: int):
+        self.table = table
+        self.slot = slot
+        self.moment = moment
+
+    def advance(self, moment: int) -> None:
+        """Set the clock to `moment`, unless it is later already."""
+        if moment <= self.moment:
+            return
+        self.moment = moment
+        self.table.threads[FLOOR, self.slot] = moment
+        if self.table.head[THRESHOLD] < moment:
+            with self.table.lock:
+                arbiter.settle(self.table)
+
+    def take_turn(self) -> None:
+        """Wait until all that happens up to now has happened, if another thread of this rank can
+        have a part in it.
+        """
+        if process.threads > 1:
+            self.sleep_until(self.moment, "for its turn")
+
+    def sleep_until(self, moment: int, why: str) -> None:
+        """Wait until the arbiter comes to `moment`; then no other thread can come before it any
+        more.
+        """
+        with self.table.lock:
+            self.stop(moment)
+        self.stand(why)
+
+    def ask(self, answer: bool) -> bool:
+        """Return the answer to a question; a "no" takes some time, so that a loop of questions
+        comes to an end.
+        """
+        if not answer:
+            self.advance(self.moment + QUESTION)
+        return answer
+
+    def stop(self, timer: int = FOREVER, awaits: int = 0) -> None:
+        """Stop this clock, under the lock, until another thread or the `timer` releases it."""
+        threads = self.table.threads
+        slot = self.slot
+        threads[CLOCK, slot] = self.moment
+        threads[TIMER, slot] = timer
+        threads[AWAITS, slot] = awaits
+        self.table.words[slot] = 0
+        threads[STATE, slot] = BLOCKED
+        threads[FLOOR, slot] = FOREVER
+        arbiter.settle(self.table)
+
+    def stand(self, why: str) -> None:
+        """Sleep, without the lock, until this clock has been released; raises DeadlockError if it
+        never can be.
+        """
+        table = self.table
+        slot = self.slot
+        while table.threads[STATE, slot] == BLOCKED:
+            if table.head[DEADLOCK] and table.threads[NEEDED, slot]:
+                raise stalls.deadlock(self, why)
+            table.sleep_until_woken(slot)
+            if table.threads[STATE, slot] == BLOCKED and not table.words[slot]:
+                with table.lock:
+                    arbiter.settle(table)
+        self.moment = table.threads[CLOCK, slot]
+
+    def end(self) -> None:
+        """The thread has ended."""
+        with self.table.lock:
+            threads = self.table.threads
+            threads[STATE, self.slot] = FREE
+            threads[FLOOR, self.slot] = FOREVER
+            threads[TIMER, self.slot] = FOREVER
+            process.threads -= 1
+            process.needed -= threads[NEEDED, self.slot]
+            threads[NEEDED, self.slot] = 0
+            arbiter.settle(self.table)
+
+
+def own() -> Clock | None:
+    """Return this thread's clock, or None if it has none."""
+    return getattr(local, "clock", None)
+
+
+def moment() -> int:
+    """Return this thread's time in picoseconds; that of the real clock for a thread that has no
+    clock.
+    """
+    clock = own()
+    return round(real_clock() * 1e12) if clock is None else clock.moment
+
+
+def now() -> float:
+    """Return this thread's time in seconds; that of `time.perf_counter` for a thread that has no
+    clock.
+    """
+    clock = own()
+    return real_clock() if clock is None else clock.moment / 1e12
+
+
+def advance(seconds: float) -> None:
+    """Let time pass on this thread's clock, if it has one."""
+    clock = own()
+    if clock is not None:
+        clock.advance(clock.moment + round(seconds * 1e12))
+
+
+def new_clock(parent: Clock, needed: bool) -> Clock:
+    """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed`
+    ones may all wait.
+    """
+    table = parent.table
+    with table.lock:
+        for slot in table.own_threads():
+            if table.threads[STATE, slot] == FREE:
+                break
+        else:
+            most = table.threads_per_rank
+            raise RuntimeError(f"a rank may have {most} threads where time is virtual; end some")
+        process.started += 1
+        process.threads += 1
+        process.needed += int(needed)
+        table.threads[NUMBER, slot] = process.started
+        table.threads[FLOOR, slot] = parent.moment
+        table.threads[NEEDED, slot] = int(needed)
+        table.threads[STATE, slot] = RUNNING
+    return Clock(table, slot, parent.moment)
+
+
+def several_compute() -> bool:
+    """Return whether another thread of this rank may compute, too; a daemon may once it has
+    computed.
+    """
+    clock = own()
+    if clock is None:
+        return False
+    needed = clock.table.threads[NEEDED, clock.slot]
+    if not needed and clock.slot not in process.daemons:
+        process.daemons.add(clock.slot)
+    return process.needed + len(process.daemons) > 1

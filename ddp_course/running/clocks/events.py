@@ -1,0 +1,199 @@
+"""Messages and collectives between ranks: `post` or `join` one, then `wait` for its end."""
+
+import hashlib
+from typing import Any, NamedTuple
+
+from . import arbiter
+from .clock import own, process
+from .table import (
+    ARRIVES,
+    BOOKED,
+    COUNT,
+    DEPARTS,
+    FIRST,
+    FOREVER,
+    GROUP,
+    KIND,
+    MOMENT,
+    OPEN,
+    PRESENT,
+    READERS,
+    SECOND,
+    SIZE,
+    STAGE,
+    TAG,
+)
+
+
+class Ticket(NamedTuple):
+    """What `wait` needs: a `row` of the table, which of its moments counts, and in words what is
+    waited for.
+    """
+
+    row: int
+    side: int
+    why: str
+
+
+def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
+    """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
+    table = process.table
+    clock = own()
+    sender, receiver = (table.rank, peer) if sending else (peer, table.rank)
+    way = (sender, receiver, group, tag, sending)
+    number = process.calls[way] = process.calls.get(way, 0) + 1
+    key = hash((sender, receiver, group, tag, number)) or 1
+    with table.lock:
+        row = arbiter.find(table, key)
+        rows = table.rows
+        if rows[STAGE, row]:
+            rows[MOMENT, row] = max(rows[MOMENT, row], clock.moment)
+        else:
+            fill(rows, row, arbiter.MESSAGE, sender, receiver, group, tag, number)
+            rows[MOMENT, row] = clock.moment
+            rows[READERS, row] = 2
+        if sending:
+            rows[SIZE, row] = nbytes
+        rows[PRESENT, row] += 1
+        if rows[PRESENT, row] == 2:
+            arbiter.make_ready(table, row)
+        elif sending:
+            arbiter.tell_receiver_of_any(table, receiver, clock.moment)
+    verb = "to send to" if sending else "to receive from"
+    return Ticket(row, DEPARTS if sending else ARRIVES, f"{verb} rank {peer}")
+
+
+def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
+    """Take part in a collective, which begins when all `members` (global ranks) have joined; return
+    a ticket.
+    """
+    number = process.calls[group] = process.calls.get(group, 0) + 1
+    what = f"for ranks {members} in {name}"
+    return joined(
+        hash((group, number)), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
+    )
+
+
+def join_new_group(name: str, members: list[int]) -> int:
+    """Make a group with all its members; return its number."""
+    digest = hashlib.sha256(name.encode()).digest()
+    key = int.from_bytes(digest[:7], "big")
+    ticket = joined(
+        key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
+    )
+    clock = own()
+    stand_until_booked(ticket)
+    number = process.table.rows[GROUP, ticket.row]
+    clock.advance(process.table.rows[ARRIVES, ticket.row])
+    process.table.members[number, process.table.rank] = 1
+    process.table.dropped.append(ticket.row)
+    return number
+
+
+def joined(
+    key: int,
+    kind: int,
+    group: int,
+    number: int,
+    members: list[int],
+    duration: int,
+    has_bytes: bool,
+    what: str,
+) -> Ticket:
+    """Note that this rank has come to a collective."""
+    table = process.table
+    clock = own()
+    with table.lock:
+        row = arbiter.find(table, key or 1)
+        rows = table.rows
+        if not rows[STAGE, row]:
+            fill(rows, row, kind, members[0], 0, group, int(has_bytes), number)
+            rows[READERS, row] = len(members)
+        rows[MOMENT, row] = max(rows[MOMENT, row], clock.moment)
+        rows[SIZE, row] = max(rows[SIZE, row], duration)
+        rows[PRESENT, row] += 1
+        if rows[PRESENT, row] == len(members):
+            arbiter.make_ready(table, row)
+    return Ticket(row, ARRIVES, what)
+
+
+def fill(
+    rows: Any, row: int, kind: int, first: int, second: int, group: int, tag: int, number: int
+) -> None:
+    """Describe a message or a collective in its row."""
+    rows[STAGE, row] = OPEN
+    rows[KIND, row] = kind
+    rows[FIRST, row] = first
+    rows[SECOND, row] = second
+    rows[GROUP, row] = group
+    rows[TAG, row] = tag
+    rows[COUNT, row] = number
+
+
+def wait(ticket: Ticket) -> int:
+    """Wait until the message has left (sender) or arrived (receiver), or the collective has ended;
+    return when.
+    """
+    stand_until_booked(ticket)
+    table = process.table
+    clock = own()
+    moment = table.rows[ticket.side, ticket.row]
+    clock.advance(moment)
+    table.dropped.append(ticket.row)
+    return moment
+
+
+def stand_until_booked(ticket: Ticket) -> None:
+    """Stop this thread's clock until a ticket's moment is known."""
+    table = process.table
+    clock = own()
+    if table.rows[STAGE, ticket.row] == BOOKED:
+        return
+    with table.lock:
+        booked = table.rows[STAGE, ticket.row] == BOOKED
+        if not booked:
+            side = 2 if ticket.side == DEPARTS else 3
+            clock.stop(awaits=2 * ticket.row + side)
+    if not booked:
+        clock.stand(ticket.why)
+
+
+def has_ended(ticket: Ticket) -> bool:
+    """Return whether a ticket's moment has passed on this thread's clock."""
+    table = process.table
+    booked = table.rows[STAGE, ticket.row] == BOOKED
+    return booked and table.rows[ticket.side, ticket.row] <= own().moment
+
+
+def drop(ticket: Ticket) -> None:
+    """Nobody will wait with this ticket."""
+    process.table.dropped.append(ticket.row)
+
+
+def oldest_sender(group: int, tag: int) -> int:
+    """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
+    table = process.table
+    clock = own()
+    clock.sleep_until(clock.moment, "for its turn")
+    while True:
+        with table.lock:
+            rows = table.arrays["rows"]
+            way = (rows[SECOND] == table.rank) & (rows[GROUP] == group) & (rows[TAG] == tag)
+            sent = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE) & (rows[SIZE] >= 0)
+            found = [row for row in sent.nonzero()[0].tolist() if is_next_of(row)]
+            due = [row for row in found if table.rows[MOMENT, row] <= clock.moment]
+            if due:
+                first = min(due, key=lambda row: (table.rows[MOMENT, row], table.rows[FIRST, row]))
+                return table.rows[FIRST, first]
+            timer = min((table.rows[MOMENT, row] for row in found), default=FOREVER)
+            table.anyone[table.rank] = clock.slot + 1
+            clock.stop(timer)
+        clock.stand("to receive from any rank")
+        table.anyone[table.rank] = 0
+
+
+def is_next_of(row: int) -> bool:
+    """Return whether a posted send is the next that this rank has not begun to receive."""
+    rows = process.table.rows
+    way = (rows[FIRST, row], rows[SECOND, row], rows[GROUP, row], rows[TAG, row], False)
+    return rows[COUNT, row] == process.calls.get(way, 0) + 1

@@ -1,0 +1,381 @@
+"""A process group over gloo whose operations take virtual time: gloo moves the data, the table says
+when.
+
+Each operation begins in gloo before it is posted in the table, so that gloo never waits for a rank
+that has not come.
+"""
+
+# mypy: disable-error-code="override, attr-defined, misc, call-arg"
+# The stubs of torch overload these methods in ways that no class can follow.
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    ProcessGroupGloo,
+)  # the class itself: torch's name for it is replaced in ranks
+
+from .. import torch_inside
+from . import events
+from .clock import own, process
+
+
+class Work(dist.Work):
+    """gloo's work, and a ticket for the moment of its end."""
+
+    def __init__(self, work: Any, ticket: events.Ticket):
+        super().__init__()
+        self.work = work
+        self.ticket = ticket
+        self.ended: int | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait in virtual time, then for gloo."""
+        if own() is not None:
+            self.settle()
+        return self.work.wait()
+
+    def settle(self) -> int:
+        """Wait in virtual time; return the moment of the end."""
+        if self.ended is None:
+            self.ended = events.wait(self.ticket)
+        own().advance(self.ended)
+        return self.ended
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended by now; a "no" takes 10 microseconds."""
+        clock = own()
+        if self.ended is None and clock is not None:
+            clock.sleep_until(clock.moment, "for its turn")
+            return clock.ask(events.has_ended(self.ticket)) and self.work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future; its callbacks run at the moment of the operation's end."""
+        future = Future(self)
+        if (
+            torch_inside.backward_pass() != -1
+        ):  # DDP's reducer will wait for it in C++, where no clock can see it
+            torch_inside.after_backward(future.bring)
+        return future
+
+    def result(self) -> Any:
+        """Return gloo's result."""
+        self.wait()
+        return self.work.get_future().value()
+
+    def is_success(self) -> bool:
+        """Return True: an operation that fails raises an error."""
+        return True
+
+    def _source_rank(self) -> int:
+        return self.work._source_rank()
+
+    def __del__(self):
+        if self.ended is None and process.table is not None:
+            events.drop(self.ticket)
+
+
+class Future(torch.futures.Future):
+    """The future of a `Work`: who waits for it, or for a future that follows from it, waits in
+    virtual time.
+    """
+
+    def __init__(self, work: Work):
+        super().__init__()
+        self.work = work
+
+    def bring(self) -> None:
+        """Wait for the work, and let the callbacks run at the moment of its end."""
+        if super().done():
+            return
+        thread = own()
+        ended = self.work.settle()
+        self.work.work.wait()
+        later = thread.moment
+        thread.moment = ended
+        try:
+            self.set_result(self.work.work.get_future().value())
+        finally:
+            thread.moment = max(later, thread.moment)
+
+    def wait(self) -> Any:
+        """Wait for the result, and return it."""
+        self.bring()
+        return super().wait()
+
+    def done(self) -> bool:
+        """Return whether the operation has ended by now."""
+        if not super().done() and self.work.is_completed():
+            self.bring()
+        return super().done()
+
+    def then(self, callback: Any) -> torch.futures.Future:
+        """Return the future of `callback(self)`."""
+        following = Following(self)
+
+        def run(future):
+            try:
+                following.set_result(callback(future))
+            except Exception as error:
+                following.set_exception(error)
+
+        super().then(run)
+        return following
+
+
+class Following(Future):
+    """The future of a callback."""
+
+    def __init__(self, before: Future):
+        super().__init__(before.work)
+        self.before = before
+
+    def bring(self) -> None:
+        """Wait for what the callback waits for."""
+        self.before.bring()
+
+
+class Options(SimpleNamespace):
+    """What torch tells a new group of gloo after it was made."""
+
+
+def nbytes_of(tensors: Any) -> int:
+    """Return the bytes of tensors in lists of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(nbytes_of, tensors))
+
+
+class Group(dist.ProcessGroup):
+    """A process group with clocks; torch makes it where a program asks for gloo."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+        super().__init__(rank, size)
+        self.store = store
+        self.patience = timeout
+        self.options = Options(_timeout=timeout, global_ranks_in_group=[], group_name="")
+        self.supports_coalescing = False
+        self.log2 = (size - 1).bit_length()
+        self.number = 0
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Make the group: torch calls this once it has told who is in it."""
+        self.members = list(self.options.global_ranks_in_group) or list(range(self.size()))
+        if self.options.global_ranks_in_group:
+            self.number = events.join_new_group(self.options.group_name, self.members)
+        self.inner = ProcessGroupGloo(self.store, self.rank(), self.size(), timeout=self.patience)
+        self.inner._set_sequence_number_for_group()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner._get_sequence_number_for_group()
+
+    def _get_backend(self, device: Any) -> "Group":
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:
+        """Return a name that C++ does not take for gloo itself; programs see "gloo"."""
+        return "virtual"
+
+    def name(self) -> str:
+        """Return the name by which programs ask for this group."""
+        return "gloo"
+
+    def getGroupName(self) -> str:
+        """Return torch's name for this group."""
+        return self.options.group_name or "0"
+
+    @property
+    def group_name(self) -> str:
+        """Return torch's name for this group."""
+        return self.getGroupName()
+
+    def getRank(self) -> int:
+        """Return this process's rank in the group."""
+        return self.rank()
+
+    def getSize(self) -> int:
+        """Return the number of members."""
+        return self.size()
+
+    def timed(self, name: str, work: Any, steps: int, nbytes: float) -> Work:
+        """Join a collective of some steps, each of which takes as long as a message of `nbytes`."""
+        table = process.table
+        duration = steps * (table.latency + table.bytes_take(nbytes))
+        ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
+        return Work(work, ticket)
+
+    def send(self, tensors: list, peer: int, tag: int) -> Work:
+        """Post a send."""
+        work = self.inner.send(tensors, peer, tag)
+        return Work(
+            work, events.post(True, nbytes_of(tensors), self.members[peer], self.number, tag)
+        )
+
+    def recv(self, tensors: list, peer: int, tag: int) -> Work:
+        """Post a receive."""
+        work = self.inner.recv(tensors, peer, tag)
+        return Work(
+            work, events.post(False, nbytes_of(tensors), self.members[peer], self.number, tag)
+        )
+
+    def recv_anysource(self, tensors: list, tag: int) -> Any:
+        """Wait for the oldest message from any rank, and post its receive."""
+        sender = events.oldest_sender(self.number, tag)
+        return self.recv(tensors, self.members.index(sender), tag)
+
+    def allreduce(self, tensors: list, opts: Any = None) -> Work:
+        """Sum tensors over all members."""
+        work = self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
+        return self.timed(
+            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
+        )
+
+    def allreduce_coalesced(self, tensors: list, opts: Any = None) -> Work:
+        """Sum several tensors over all members."""
+        work = self.inner.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+        return self.timed(
+            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
+        )
+
+    def broadcast(self, tensors: list, opts: Any) -> Work:
+        """Copy one member's tensors to all."""
+        return self.timed(
+            "broadcast", self.inner.broadcast(tensors, opts), self.log2, nbytes_of(tensors)
+        )
+
+    def reduce(self, tensors: list, opts: Any) -> Work:
+        """Sum tensors on one member."""
+        return self.timed("reduce", self.inner.reduce(tensors, opts), self.log2, nbytes_of(tensors))
+
+    def allgather(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+        """Collect each member's tensors on all."""
+        work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+        return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        work = self.inner._allgather_base(output, tensor, opts or dist.AllgatherOptions())
+        return self.timed("all_gather", work, self.size() - 1, nbytes_of(tensor))
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+    ) -> Work:
+        """Collect each member's tensor in one of all."""
+        return self._allgather_base(output, tensor, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list, inputs: list, opts: Any = None
+    ) -> Work:
+        """Collect each member's tensors, in one for each."""
+        work = self.inner.allgather_into_tensor_coalesced(
+            outputs, inputs, opts or dist.AllgatherOptions()
+        )
+        return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
+
+    def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+        """Sum tensors, a part on each member."""
+        work = self.inner.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(outputs))
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work:
+        work = self.inner._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions())
+        return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(output))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+    ) -> Work:
+        """Sum a tensor, a part on each member."""
+        return self._reduce_scatter_base(output, tensor, opts)
+
+    def gather(self, outputs: list, inputs: list, opts: Any) -> Work:
+        """Collect each member's tensor on one."""
+        return self.timed(
+            "gather", self.inner.gather(outputs, inputs, opts), self.size() - 1, nbytes_of(inputs)
+        )
+
+    def scatter(self, outputs: list, inputs: list, opts: Any) -> Work:
+        """Give each member its part of one member's tensors."""
+        return self.timed(
+            "scatter",
+            self.inner.scatter(outputs, inputs, opts),
+            self.size() - 1,
+            nbytes_of(outputs),
+        )
+
+    def alltoall_base(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Work:
+        """Give each member a part of each member's tensor."""
+        work = self.inner.alltoall_base(
+            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
+        )
+        return self.timed("all_to_all", work, self.size() - 1, nbytes_of(tensor) / self.size())
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
+        **_: Any,
+    ) -> Work:
+        """Give each member a part of each member's tensor."""
+        return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
+
+    def alltoall(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+        """Give each member one of each member's tensors."""
+        parts = list(inputs)
+        sends = [
+            self.inner.send([part.contiguous()], peer, ALL_TO_ALL)
+            for peer, part in enumerate(parts)
+            if peer != self.rank()
+        ]
+        receives = [
+            self.inner.recv([part], peer, ALL_TO_ALL)
+            for peer, part in enumerate(outputs)
+            if peer != self.rank()
+        ]
+        outputs[self.rank()].copy_(parts[self.rank()])
+        work = Several([*sends, *receives])
+        return self.timed("all_to_all", work, self.size() - 1, nbytes_of(inputs) / self.size())
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for all members."""
+        return self.timed(
+            "barrier", self.inner.barrier(opts or dist.BarrierOptions()), self.log2, 0
+        )
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all members; if one never comes, the deadlock is reported, with all names."""
+        self.barrier().wait()
+
+
+ALL_TO_ALL = 1 << 30  # the tag of our own all-to-all
+
+
+class Several:
+    """The works of several messages, as one."""
+
+    def __init__(self, works: list):
+        self.works = works
+
+    def wait(self) -> bool:
+        """Wait for all."""
+        for work in self.works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future without a value: the tensors hold the result."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return future

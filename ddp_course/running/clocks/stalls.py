@@ -1,0 +1,96 @@
+"""What is said when nothing can go on: a deadlock is an error of all ranks, a thread that holds up
+all is named.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+import torch
+
+from ...errors import CourseError
+from .table import BLOCKED, FLOOR, LATEST, LINE, NEEDED, RUNNING, STATE, real_clock, real_sleep
+
+PATIENCE_S = (
+    3.0  # virtual time may stand still for so long before the watchdog says who holds it up
+)
+LOOK_S = 0.5
+GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON)
+
+
+class DeadlockError(CourseError, RuntimeError):
+    """Every thread of every rank waits for another."""
+
+
+def deadlock(clock: Any, why: str) -> DeadlockError:
+    """Return the error of a thread in a deadlock: it names all ranks, what they wait for, since
+    when, and where.
+    """
+    table = clock.table
+    since = f"{clock.moment / 1e12:.6f} s"
+    line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
+    if not table.lines[table.rank, 0] or clock.slot == table.own_threads()[0]:
+        encoded = line.encode()[: LINE - 1]
+        table.lines[table.rank, : len(encoded)] = list(encoded)
+    threads = table.arrays["threads"]
+    waiting = (threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)
+    ranks = sorted(set((waiting.nonzero()[0] // table.threads_per_rank).tolist()))
+    end = real_clock() + GATHER_S
+    while not all(table.lines[rank, 0] for rank in ranks) and real_clock() < end:
+        real_sleep(0.002)
+    lines = [bytes(table.lines[rank]).rstrip(b"\0").decode("utf-8", "replace") for rank in ranks]
+    ended = sorted(set(range(table.ranks)) - set(ranks))
+    lines += [f"rank {rank} has returned" for rank in ended]
+    return DeadlockError("deadlock: " + "; ".join(filter(None, lines)))
+
+
+def line_of(frame: Any) -> str:
+    """Return the innermost line at a frame that is neither ours nor torch's nor Python's."""
+    stack = traceback.extract_stack(frame)
+    for summary in reversed(stack):
+        if not summary.filename.startswith(LIBRARIES):
+            return f"{os.path.basename(summary.filename)} line {summary.lineno}: {summary.line}"
+    outermost = [s for s in stack if not s.filename.startswith(PYTHON)] or stack
+    last = outermost[-1]
+    return f"{os.path.basename(last.filename)} line {last.lineno}: {last.line}"
+
+
+def watch(table: Any) -> None:
+    """Say, on standard error, which line of this rank holds up virtual time, once for each such
+    line.
+    """
+    said: set[str] = set()
+    before = None
+    since = real_clock()
+    while True:
+        real_sleep(LOOK_S)
+        threads = table.arrays["threads"]
+        state = (table.head[LATEST], tuple(threads[FLOOR].tolist()))
+        if state != before:
+            before = state
+            since = real_clock()
+            continue
+        others_wait = bool(((threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)).any())
+        if real_clock() - since > PATIENCE_S and others_wait:
+            for slot in table.own_threads():
+                if table.threads[STATE, slot] == RUNNING:
+                    report(table, slot, said)
+
+
+def report(table: Any, slot: int, said: set[str]) -> None:
+    """Name the line of the thread at `slot`."""
+    thread = table.idents.get(slot)
+    frame = sys._current_frames().get(thread)
+    line = "" if frame is None else line_of(frame)
+    if line and line not in said:
+        said.add(line)
+        print(
+            f"virtual time stands still: rank {table.rank} holds up all others, {line}",
+            file=sys.stderr,
+        )

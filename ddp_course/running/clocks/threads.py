@@ -1,0 +1,307 @@
+"""Python's threads in virtual time. All that they share is built on locks, so a lock with a clock
+is enough.
+
+    Condition Event Semaphore Barrier Queue Future executor       Python's own, on the locks of this
+    module acquire        takes a turn: whoever comes first in virtual time gets the lock first
+    release        hands the lock over: its next owner goes on at this moment
+
+So an item cannot leave a queue before it was put there: the lock of the queue was taken in the
+order of virtual time. Threads without a clock may use the same locks; they wait in real time.
+"""
+
+# mypy: disable-error-code="assignment, method-assign, attr-defined, misc, union-attr, name-defined"
+
+import _queue
+import concurrent.futures
+import os
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from . import arbiter, clock
+from .clock import Clock, own
+from .table import CLOCK, FOREVER, real_sleep
+
+plain_lock = threading._allocate_lock
+plain_start = threading.Thread.start
+plain_join = threading.Thread.join
+plain_run = threading.Thread.run
+plain_is_set = threading.Event.is_set
+plain_done = concurrent.futures.Future.done
+
+
+class Lock:
+    """A lock that threads get in the order in which they come for it in virtual time."""
+
+    turns = True
+
+    def __init__(self):
+        self.real = plain_lock()
+        self.guard = plain_lock()
+        self.waiting: deque[Clock] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, as `threading.Lock.acquire` does."""
+        clock = own()
+        if clock is None:
+            return self.real.acquire(blocking, timeout)
+        if self.turns:
+            clock.take_turn()
+        with self.guard:
+            if self.real.acquire(False):
+                return True
+            if blocking:
+                self.waiting.append(clock)
+                with clock.table.lock:
+                    clock.stop(
+                        clock.moment + max(1, round(timeout * 1e12)) if timeout >= 0 else FOREVER
+                    )
+        if not blocking:
+            return clock.ask(False)
+        try:
+            clock.stand("for another thread")
+        except BaseException:
+            self.give_up(clock)
+            raise
+        return not self.give_up(clock)
+
+    def give_up(self, clock: Clock) -> bool:
+        """No longer wait for the lock; return False if it has been handed over already."""
+        with self.guard:
+            if clock in self.waiting:
+                self.waiting.remove(clock)
+                return True
+        return False
+
+    def release(self) -> None:
+        """Give the lock back, or to the thread that has waited longest."""
+        clock = own()
+        with self.guard:
+            if not self.waiting:
+                self.real.release()
+                return
+            next_clock = self.waiting.popleft()
+            table = next_clock.table
+            with table.lock:
+                moment = table.threads[CLOCK, next_clock.slot] if clock is None else clock.moment
+                arbiter.release(table, next_clock.slot, moment)
+
+    def locked(self) -> bool:
+        """Return whether the lock is taken."""
+        return self.real.locked()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *exception):
+        self.release()
+
+    def _is_owned(self):
+        return self.real.locked()  # a condition would try to take the lock, which is a question
+
+    def _at_fork_reinit(self):
+        self.__init__()
+
+
+class Waiter(Lock):
+    """The lock on which one thread waits for a condition; the condition's own lock has put all in
+    order already.
+    """
+
+    turns = False
+
+
+class RLock:
+    """A lock that its owner may take again."""
+
+    def __init__(self):
+        self.lock = Lock()
+        self.owner = None
+        self.count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, as `threading.RLock.acquire` does."""
+        if self.owner == threading.get_ident():
+            self.count += 1
+            return True
+        got = self.lock.acquire(blocking, timeout)
+        if got:
+            self.owner = threading.get_ident()
+            self.count = 1
+        return got
+
+    def release(self) -> None:
+        """Give the lock back once for each time that it was taken."""
+        if self.owner != threading.get_ident():
+            raise RuntimeError("cannot release un-acquired lock")
+        self.count -= 1
+        if self.count == 0:
+            self.owner = None
+            self.lock.release()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *exception):
+        self.release()
+
+    def _release_save(self):
+        state = self.count, self.owner
+        self.count = 0
+        self.owner = None
+        self.lock.release()
+        return state
+
+    def _acquire_restore(self, state):
+        self.lock.acquire()
+        self.count, self.owner = state
+
+    def _is_owned(self):
+        return self.owner == threading.get_ident()
+
+    def _at_fork_reinit(self):
+        self.__init__()
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, whose clock begins at that of the one that starts it."""
+    parent = own()
+    if parent is None:
+        plain_start(thread)
+        return
+    parent.take_turn()
+    thread.clock = clock.new_clock(parent, needed=not thread.daemon)
+    thread.ending = Waiter()
+    thread.ending.real.acquire()
+    run = thread.run
+
+    def run_with_clock():
+        own_clock = thread.clock
+        own_clock.table.idents[own_clock.slot] = threading.get_ident()
+        clock.local.clock = own_clock
+        try:
+            run()
+        finally:
+            own_clock.take_turn()
+            thread.ending.release()
+            own_clock.end()
+            clock.local.clock = None
+
+    thread.run = run_with_clock
+    clock.local.clock = (
+        None  # `Thread.start` waits for the new thread's first sign of life, in real time
+    )
+    try:
+        plain_start(thread)
+    finally:
+        clock.local.clock = parent
+
+
+def join(thread: threading.Thread, timeout: float | None = None) -> None:
+    """Wait until a thread has ended, as `threading.Thread.join` does."""
+    if own() is None or not hasattr(thread, "ending") or thread is threading.current_thread():
+        plain_join(thread, timeout)
+        return
+    own().take_turn()
+    if thread.ending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        thread.ending.release()
+        plain_join(thread)
+
+
+def is_alive(thread: threading.Thread) -> bool:
+    """Return whether a thread still runs; a "yes" takes a moment, so that a loop ends."""
+    own_clock = own()
+    if own_clock is None or not hasattr(thread, "ending"):
+        return plain_is_alive(thread)
+    own_clock.take_turn()
+    return not own_clock.ask(not thread.ending.locked())
+
+
+plain_is_alive = threading.Thread.is_alive
+
+
+def is_set(event: threading.Event) -> bool:
+    """Return whether an event is set, as of now."""
+    own_clock = own()
+    if own_clock is None:
+        return plain_is_set(event)
+    own_clock.take_turn()
+    return own_clock.ask(plain_is_set(event))
+
+
+def done(future: concurrent.futures.Future) -> bool:
+    """Return whether a future has its result, as of now."""
+    own_clock = own()
+    return plain_done(future) if own_clock is None else own_clock.ask(plain_done(future))
+
+
+class SimpleQueue(queue._PySimpleQueue):
+    """Python's queue without C, on the locks of this module."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take the oldest item, as `queue.SimpleQueue.get` does."""
+        own_clock = own()
+        try:
+            return super().get(block, timeout)
+        except queue.Empty:
+            if own_clock is not None and not block:
+                own_clock.ask(False)
+            raise
+
+    def empty(self) -> bool:
+        """Return whether there is no item, as of now."""
+        own_clock = own()
+        if own_clock is None:
+            return super().empty()
+        own_clock.take_turn()
+        return not own_clock.ask(not super().empty())
+
+
+def sleep(seconds: float) -> None:
+    """Let time pass, as `time.sleep` does."""
+    own_clock = own()
+    if own_clock is None:
+        real_sleep(seconds)
+        return
+    if seconds < 0:
+        raise ValueError("sleep length must be non-negative")
+    own_clock.advance(own_clock.moment + round(seconds * 1e12))
+
+
+def seconds() -> float:
+    """Return this thread's time in seconds."""
+    return clock.now()
+
+
+def nanoseconds() -> int:
+    """Return this thread's time in nanoseconds."""
+    own_clock = own()
+    return plain_nanoseconds() if own_clock is None else own_clock.moment // 1000
+
+
+plain_nanoseconds = time.perf_counter_ns
+
+
+def patch() -> None:
+    """Have this process's threads use the locks and clocks of this module."""
+    os.register_at_fork(after_in_child=forget)
+    threading.Lock = Lock
+    threading.RLock = RLock
+    threading._allocate_lock = Waiter
+    threading.Thread.start = start
+    threading.Thread.join = join
+    threading.Thread.is_alive = is_alive
+    threading.Event.is_set = is_set
+    concurrent.futures.Future.done = done
+    queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue
+    threading._time = queue.time = time.monotonic = time.perf_counter = seconds
+    time.monotonic_ns = time.perf_counter_ns = nanoseconds
+    time.sleep = sleep
+
+
+def forget() -> None:
+    """A child process, such as a worker of a DataLoader, has no clock."""
+    clock.local.clock = None
+    clock.process.table = None

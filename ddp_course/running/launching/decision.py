@@ -1,0 +1,211 @@
+"""How a launch ends: decided from what the caller has heard so far, without any process.
+
+STARTING ── a rank runs ──▶ RUNNING ── all have answered ──▶ LEAVING        (next_phase)
+    └──────────────────────────┴──────────────┬──────────────────┘
+                                         an `Ending`                        (decide)
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from ...errors import Failure, LaunchError
+from .protocol import Refused, Started
+
+# torch may be imported from a cold disk; the launch's own time starts after that
+STARTING_SECONDS = 60.0
+# after a failure other ranks have this long to report theirs; the earliest is named first
+GRACE_SECONDS = 0.25
+KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
+# after a connection is lost, the system has this long to say which rank died, and how
+EXIT_CODE_SECONDS = 1.5
+ENDING_SECONDS = 5.0  # all processes have this long to end after the last result
+SIGNAL_HINTS = {
+    "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
+    "SIGSEGV": " (segmentation fault)",
+    "SIGABRT": " (a library gave up)",
+}
+
+
+class Stage(Enum):
+    """What the caller waits for: the first rank, the answers, or the end of all processes."""
+
+    STARTING = 1
+    RUNNING = 2
+    LEAVING = 3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a launch is, since when (in seconds), and what was asked for."""
+
+    stage: Stage
+    since: float
+    world_size: int
+    timeout: float
+    keeps: bool = False  # the ranks stay for another call
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's function has returned; `model` is the sum of the weights that it trained without any
+    message, or None.
+    """
+
+    rank: int
+    result: Any
+    model: float | None = None
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank has raised an error, of which the caller heard at `heard` (seconds)."""
+
+    failure: Failure
+    heard: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process has ended, of which the caller heard at `heard`; `words` are its last."""
+
+    rank: int
+    code: int
+    words: str
+    heard: float
+
+
+@dataclass(frozen=True)
+class Gone:
+    """No process of the launch is left."""
+
+
+Event = Started | Returned | Raised | Ended | Refused | Gone
+
+
+@dataclass(frozen=True)
+class Results:
+    """All ranks have returned: events by rank."""
+
+    by_rank: dict[int, Returned]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Ranks have failed; the culprit is the first."""
+
+    failures: list[Failure]
+    all_alive: bool  # no process has ended, and all ranks have failed: they could go on
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The launch could not begin."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """Time was up before all ranks had answered."""
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """The processes ended from outside."""
+
+
+Ending = Results | Failures | Refusal | TimedOut | CutOff
+
+
+def next_phase(phase: Phase, events: Sequence[Event], now: float) -> Phase:
+    """Return the phase that follows, or the same one if nothing has happened that ends it."""
+    if phase.stage is Stage.STARTING and pids_of(events):
+        return replace(phase, stage=Stage.RUNNING, since=now)
+    if phase.stage is Stage.RUNNING and len(results_of(events)) == phase.world_size:
+        return replace(phase, stage=Stage.LEAVING, since=now)
+    return phase
+
+
+def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
+    """Return how the launch ends, or None as long as that is open."""
+    results = results_of(events)
+    gone = any(isinstance(event, Gone) for event in events)
+    for event in events:
+        if isinstance(event, Refused):
+            return Refusal(event.error)
+        if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
+            return Refusal(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
+    if failed := failures_of(phase, events):
+        return decide_failure(phase, failed, results, gone, now)
+    if len(results) == phase.world_size:
+        late = phase.stage is Stage.LEAVING and now >= phase.since + ENDING_SECONDS
+        return Results(results) if phase.keeps or gone or late else None
+    if gone:
+        return CutOff()
+    patience = phase.timeout
+    if phase.stage is Stage.STARTING:
+        patience += STARTING_SECONDS
+    return TimedOut() if now >= phase.since + patience else None
+
+
+def decide_failure(
+    phase: Phase, failed: dict[int, Raised | Ended], results: dict, gone: bool, now: float
+) -> Ending | None:
+    """Return the ending after a failure, or None while other ranks may still name its cause."""
+    first = min(event.heard for event in failed.values())
+    patience = KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
+    grace = first + patience
+    all_heard = len(failed.keys() | results.keys()) == phase.world_size
+    failures = [failure_of(event) for event in failed.values()]
+    cause_known = any(not failure.consequence for failure in failures)
+    if not (all_heard or gone or now >= grace):
+        return None
+    if not (cause_known or gone or now >= grace + EXIT_CODE_SECONDS):
+        return None
+    if gone and not cause_known and phase.stage is not Stage.LEAVING:
+        return CutOff()
+    alive = all(isinstance(event, Raised) for event in failed.values()) and not gone
+    lonely = any(failure.consequence for failure in failures)
+    by_time = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
+    return Failures(by_time, alive and not lonely and len(failed) == phase.world_size)
+
+
+def pids_of(events: Sequence[Event]) -> dict[int, int]:
+    """Return the process ids of the ranks that have started, by rank."""
+    return {event.rank: event.pid for event in events if isinstance(event, Started)}
+
+
+def results_of(events: Sequence[Event]) -> dict[int, Returned]:
+    """Return what ranks have returned, by rank."""
+    return {event.rank: event for event in events if isinstance(event, Returned)}
+
+
+def failures_of(phase: Phase, events: Sequence[Event]) -> dict[int, Raised | Ended]:
+    """Return the first failure of each rank that has one: an error, or an end without a result."""
+    results = results_of(events)
+    failed: dict[int, Raised | Ended] = {}
+    for event in events:
+        if isinstance(event, Raised):
+            failed[event.failure.rank] = event
+        elif isinstance(event, Ended) and (event.code or phase.keeps or event.rank not in results):
+            failed.setdefault(event.rank, event)
+    return failed
+
+
+def failure_of(event: Raised | Ended) -> Failure:
+    """Return what the caller is told of a failure."""
+    if isinstance(event, Raised):
+        return event.failure
+    kind, how = how_it_ended(event.code)
+    return Failure(event.rank, kind, how, event.words, event.heard)
+
+
+def how_it_ended(code: int) -> tuple[str, str]:
+    """Return an exit code in words: (kind, message)."""
+    if code >= 0:
+        return "exited", f"with code {code}, without a result"
+    name = signal.Signals(-code).name
+    return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

@@ -1,0 +1,114 @@
+"""The caller's inbox: it reads the pipes to which the processes of a launch write, in one loop,
+without threads or signal handlers on which a cell could hang.
+"""
+
+import os
+import pickle
+import selectors
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+READ_AT_MOST = 1 << 16
+LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces of this length
+LONGEST_MESSAGE = 1 << 16
+NOISE = ("[Gloo] Rank ",)  # gloo prints such lines for every new group
+
+
+class Lines:
+    """Reads what a rank prints, and cuts it into whole lines, which `show` gets."""
+
+    def __init__(self, show: Callable[[str], None]):
+        self.show = show
+        self.rest = b""
+
+    def read(self, descriptor: int) -> bool:
+        """Read what has arrived; return False at the end."""
+        try:
+            piece = os.read(descriptor, READ_AT_MOST)
+        except ConnectionError:
+            piece = b""
+        self(piece)
+        return bool(piece)
+
+    def __call__(self, piece: bytes) -> None:
+        """Show the lines that `piece` completes, and at the end, an empty piece, the rest; of a
+        progress bar show the text after its last carriage return.
+        """
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
+            lines.append(self.rest)
+            self.rest = b""
+        for line in lines:
+            text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+            if not text.startswith(NOISE):
+                self.show(text)
+
+
+class Messages:
+    """Reads the messages of a process, which `take` gets; instead of one that cannot be read it
+    gets an exception, and at the end None.
+
+    A message is written at once, so one that is not there whole was written by something else: a
+    read that would wait for more raises BlockingIOError.
+    """
+
+    def __init__(self, take: Callable[[Any], None]):
+        self.take = take
+
+    def read(self, descriptor: int) -> bool:
+        """Read one message; return False at the end, or after a message that cannot be read."""
+        connection = Connection(os.dup(descriptor))
+        try:
+            message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
+        except (EOFError, ConnectionError):
+            self.take(None)
+            return False
+        except Exception as error:
+            self.take(error)
+            return False
+        finally:
+            connection.close()
+        self.take(message)
+        return True
+
+
+class Inbox:
+    """The open files that the processes of a launch write to, each with its reader."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int, reader: Lines | Messages) -> None:
+        """Read from an open file from now on; the inbox closes it."""
+        self.selector.register(descriptor, selectors.EVENT_READ, reader)
+
+    def pipe(self, reader: Lines | Messages) -> int:
+        """Open a pipe for a reader; return its writing end."""
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self.add(reading, reader)
+        return writing
+
+    def read(self, seconds: float) -> bool:
+        """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing
+        came.
+        """
+        ready = self.selector.select(seconds)
+        for key, _ in ready:
+            if not key.data.read(key.fd):
+                self.remove(key)
+        return bool(ready)
+
+    def remove(self, key: selectors.SelectorKey) -> None:
+        """Read from this file no more."""
+        self.selector.unregister(key.fd)
+        os.close(key.fd)
+
+    def close(self) -> None:
+        """Show the beginnings of lines that have no end, and close all files."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, Lines):
+                key.data(b"")
+            self.remove(key)
+        self.selector.close()

@@ -1,0 +1,167 @@
+"""What the processes of a launch say to each other: the only file that all of them read.
+
+    caller ── server ── agent (one per launch) ── rank 0 … rank K-1
+
+The caller gives the agent a `Setting`, the agent gives each rank a `Meeting`. Agent and ranks send
+messages to the caller, the caller sends orders to the ranks, one pickle at a time over
+`multiprocessing.connection`; what may be long, a call or a result, is in a file without a name that
+both sides have open. This module imports the standard library only: the server keeps it for good,
+while every launch reads the other modules anew.
+"""
+
+import os
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What agent and ranks must know of a launch, as plain data."""
+
+    world_size: int
+    start: str  # "fork" or "spawn"
+    network: str  # "auto", "private" or "open"
+    backend: str
+    devices: list  # the device of each rank, such as "cpu" or "cuda:0"
+    timeout: float  # in seconds
+    threads: int  # of each rank
+    link: bytes  # a pickled `Link`, or None
+    emulated: bytes  # a pickled list of devices, or None
+    progress: bool | int
+    modules: list  # names of modules that the agent imports once for all ranks
+    path: list
+    argv: list
+    folder: str
+    environ: dict
+    idle: float | None = None  # kept ranks wait this many seconds for another call
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the agent has made for the ranks: itself, the emulated link, the table of their clocks
+    if time is virtual, and where they meet.
+
+    The store is at an address and a port; where other users could reach those, it is the open file
+    `store_file`.
+    """
+
+    agent: int
+    link: Any
+    clocks: Any
+    address: str
+    port: int = 0
+    store_file: int | None = None
+
+
+class LaunchFiles(NamedTuple):
+    """Numbers of the open files that the agent gets for the whole launch."""
+
+    setting: int
+    log: int
+    call: int
+    recorder: int
+
+
+class RankFiles(NamedTuple):
+    """Numbers of the open files that one rank has for itself."""
+
+    orders: int
+    report: int
+    out: int
+    err: int
+    stacks: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """The agent runs; its process id is also the number of its process group."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class AgentExited:
+    """The agent has ended with an error."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The agent cannot set up this launch."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """The process of a rank has ended."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank runs, as this process."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Rank 0 has done so many optimizer steps."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A rank has written its result, or its error, to the file of its answer."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The order to a kept rank to take another call."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The order to a rank to end, once all have answered."""
+
+
+class Network(Protocol):
+    """What a link builds in the agent, before the ranks start; ranks that are not forked get it
+    pickled.
+    """
+
+    master_address: str  # where ranks reach what listens in the agent's network
+
+    def enter(self, rank: int) -> None:
+        """Move this process, which is `rank` and has no socket yet, to its place."""
+
+
+class EmulatedLink(Protocol):
+    """What `launch` needs of a link."""
+
+    mode: str  # "hosts" is a network apart from the machine's, for torch's own messages too
+    network: Network
+
+    def check(self, world_size: int, backend: str = "gloo") -> None:
+        """Raise an error, in the caller, if a launch can never have this link."""
+
+    def prepare(self, world_size: int) -> None:
+        """Build `network`, in the agent, which has no thread and no socket yet."""
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Send a message, which must be short, over a pipe or a socket; raises OSError if nobody reads
+    any more.
+    """
+    with Connection(os.dup(descriptor)) as connection:
+        connection.send(message)

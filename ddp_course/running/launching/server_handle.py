@@ -1,0 +1,107 @@
+"""The caller's side of the launch server: it starts the server, asks it for agents, and ends it."""
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import IO
+
+from ..files import open_memory
+from . import stacks
+from .decision import how_it_ended
+from .environment import SCRIPT, preloading_environment
+from .setting import start_method
+
+LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
+# ranks need these as well if the caller has loaded them, and they load slowly
+NEEDED_TOO = ("torch._dynamo", "pytest")
+
+
+class Server:
+    """The caller's launch server: a process that forks an agent whenever it is asked to, over
+    `control`.
+    """
+
+    def __init__(self) -> None:
+        self.control, far_end = socket.socketpair()
+        self.complaints = open_memory("complaints")
+        self.owner = os.getpid()
+        needed = [name for name in NEEDED_TOO if name in sys.modules]
+        with far_end:
+            self.process = subprocess.Popen(
+                [sys.executable, SCRIPT, start_method(), *needed],
+                stdin=far_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self.complaints,
+                start_new_session=True,
+                env=preloading_environment(),
+            )
+
+    def usable(self) -> bool:
+        """Return whether the server runs, is not stopped by a signal, and was started by this
+        process.
+        """
+        alive = self.owner == os.getpid() and self.process.poll() is None
+        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["T"]
+
+    def how_it_ended(self, patience: float) -> str:
+        """Return in words how the server ended, with its standard error; "" if it runs on for
+        `patience` seconds.
+        """
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return ""
+        log = "" if self.complaints.closed else text_in(self.complaints)
+        return f"the launch server {ending_in_words(code)}\n{log}"
+
+    def close(self) -> None:
+        """End the server, and with it all running launches, unless a process that forked this one
+        started it.
+        """
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.kill()
+            self.process.wait()
+        self.complaints.close()
+
+
+servers: list[Server] = []  # The first launch adds the only server.
+_lock = threading.Lock()
+
+
+def use_server(server: Server | None) -> None:
+    """Send this process's launches to `server` from now on; the server before it ends."""
+    for earlier in servers:
+        earlier.close()
+    servers[:] = [server] if server else []
+
+
+def ask_for_agent(launch: socket.socket) -> Server:
+    """Have the server fork an agent, which talks over this socket; start a server if none is
+    usable.
+    """
+    with _lock:
+        if not (servers and servers[0].usable()):
+            use_server(Server())
+        # if the server is just dying, the launch tries again
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
+        return servers[0]
+
+
+atexit.register(use_server, None)
+
+
+def ending_in_words(code: int) -> str:
+    """Return an exit code in words, as the end of a sentence."""
+    kind, words = how_it_ended(code)
+    return f"was {kind} {words}" if code < 0 else f"{kind} {words}"
+
+
+def text_in(file: IO[bytes]) -> str:
+    """Return the text that other processes have written to a file so far."""
+    return os.pread(file.fileno(), LONGEST_TEXT, 0).decode("utf-8", "replace")

@@ -1,0 +1,113 @@
+"""One launch as its caller sees it: what the ranks say arrives, and in the end there are results or
+an error.
+"""
+
+import time
+from collections.abc import Callable
+from typing import IO
+
+from ...errors import LaunchError, LaunchTimeout, RankError
+from . import stacks
+from .bar import Bar
+from .decision import (
+    CutOff,
+    Ending,
+    Event,
+    Failures,
+    Phase,
+    Refusal,
+    Results,
+    Stage,
+    TimedOut,
+    decide,
+    next_phase,
+    pids_of,
+    results_of,
+)
+from .local import Ranks
+from .protocol import Leave, Setting
+
+TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
+UNCONNECTED = (
+    "launch: no collective ran, so these are {} models that know nothing of each other, and they"
+    " differ now. To train one together, wrap the model or average the gradients.\n"
+)
+
+
+def show_line(bar: Bar, rank: int, stream: str, text: str) -> None:
+    """Print one line of `rank` on the caller's own "stdout" or "stderr"."""
+    bar.print(f"[rank {rank}] {text}\n", stream)
+
+
+class Launch:
+    """One launch, which is started, watched until its `ending` is decided, closed, and then asked
+    for its outcome.
+    """
+
+    def __init__(self, setting: Setting, timeout: float, show: Callable, keeps: bool = False):
+        self.bar = Bar(None if setting.progress is True else setting.progress)
+        self.show = show
+        self.ranks = Ranks(setting, self.print, self.bar.advance_to)
+        self.phase = Phase(Stage.STARTING, time.monotonic(), setting.world_size, timeout, keeps)
+        self.events: list[Event] = []
+        self.ending: Ending | None = None
+        self.hang: tuple[list, str] = ([], "")  # when time is up: what each rank did, and a cause
+
+    def print(self, rank: int, stream: str, text: str) -> None:
+        """Show a line that a rank has printed."""
+        self.show(self.bar, rank, stream, text)
+
+    def run(self, payload: IO[bytes]) -> "Launch":
+        """Start the ranks, watch them to their end, and close everything, whatever happens."""
+        try:
+            self.ranks.start(payload)
+            self.watch()
+        finally:
+            self.close()
+        return self
+
+    def watch(self) -> None:
+        """Read what the ranks say until the ending is decided."""
+        self.ending = decide(self.phase, self.events, time.monotonic())
+        while self.ending is None:
+            self.events += self.ranks.read(TICK_SECONDS)
+            now = time.monotonic()
+            self.ending = decide(self.phase, self.events, now)
+            following = next_phase(self.phase, self.events, now)
+            if following.stage is Stage.LEAVING and following != self.phase and not self.ending:
+                self.ranks.order(Leave())
+            self.phase = following
+        if isinstance(self.ending, TimedOut):
+            done = results_of(self.events)
+            seen = self.ranks.inspect(pids_of(self.events))
+            self.hang = stacks.look(self.phase.world_size, done, *seen)
+
+    def close(self) -> None:
+        """End what still runs, and close what is open."""
+        try:
+            self.ranks.close()
+        finally:
+            self.bar.close()
+
+    def never_began(self) -> bool:
+        """Return whether the server ended before there was an agent, so that a new one may try."""
+        return isinstance(self.ending, CutOff) and self.ranks.agent is None
+
+    def outcome(self) -> list:
+        """Return the results in rank order, or raise the error that says best what happened."""
+        match self.ending:
+            case Results(by_rank):
+                returned = [by_rank[rank] for rank in range(self.phase.world_size)]
+                models = [each.model for each in returned]
+                if None not in models and len(set(models)) > 1:
+                    self.bar.print(UNCONNECTED.format(self.phase.world_size), "stderr")
+                return [each.result for each in returned]
+            case Failures(failures):
+                raise RankError(failures, self.phase.world_size)
+            case Refusal(error):
+                raise error
+            case TimedOut():
+                raise LaunchTimeout(self.phase.timeout, *self.hang)
+        reason = self.ranks.explain()
+        colon = ": " if reason else ""
+        raise LaunchError(f"the ranks were ended from outside, launch again{colon}{reason}")

@@ -1,0 +1,207 @@
+"""The class that runs a schedule on the layers of this rank."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
+from torch.nn.functional import cross_entropy
+
+from ..running import flight_recorder
+from ..running.communication import together
+from ..stage3_paramserver import gradients
+from ..stage4_ring import average_on_ring
+from ..stage6_ddp.unused import graph_behind
+from ..stage7_sharded.clipping import clip_grad_norm_
+from ..stage7_sharded.parts import Part
+from .instructions import Backward, BackwardInput, BackwardWeight, Forward
+from .schedules import one_forward_one_backward
+from .timetable import home_ranks, timetable
+from .transfers import Transfers
+
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
+
+
+class Pipeline:
+    """Runs batches through the stages of a model, of which this rank (of `group`) holds some.
+
+    `stages` is this rank's module, or a list of them where the schedule has several stages on a
+    rank. `loss(outputs, targets)` must be a mean over samples. Activations, one tensor, may have
+    any shape whose first dimension is the samples. BatchNorm takes the statistics of one
+    micro-batch after the other, as in torch's pipelines. `most_kept` is the greatest number of
+    micro-batches whose activations this rank held at once, counted at each stage. Raises ValueError
+    for a schedule that cannot work, or modules that do not belong to it.
+    """
+
+    def __init__(
+        self,
+        stages,
+        microbatches=4,
+        schedule=one_forward_one_backward,
+        loss=cross_entropy,
+        group=None,
+    ):
+        if microbatches < 1:
+            raise ValueError(f"microbatches is {microbatches}; it must be 1 or more")
+        self.microbatches = microbatches
+        self.loss = loss
+        self.group = group or dist.group.WORLD
+        self.rank = dist.get_rank(group)
+        self.schedule = schedule(dist.get_world_size(group), microbatches)
+        timetable(self.schedule)  # it raises if the schedule cannot work
+        self.homes = home_ranks(self.schedule)
+        self.last = max(self.homes)
+        modules = [stages] if isinstance(stages, torch.nn.Module) else stages
+        self.module = torch.nn.ModuleList(modules)
+        self.stages = self.numbered(self.module)
+        self.most_kept = 0
+        self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
+
+    def numbered(self, modules):
+        """This rank's modules by the numbers of their stages; ValueError if they do not belong."""
+        own = [stage for stage, rank in self.homes.items() if rank == self.rank]
+        if len(modules) != len(own):
+            raise ValueError(
+                f"rank {self.rank} has stages {own} in this schedule, but {len(modules)} modules"
+            )
+        wrappers = WRAPPERS & {type(module).__name__ for module in modules.modules()}
+        if wrappers:
+            raise ValueError(
+                f"a stage contains {wrappers.pop()}; leave it out, and call average_part() after "
+                "step()"
+            )
+        return dict(zip(own, modules, strict=True))
+
+    def step(self, inputs, targets):
+        """Add the gradients of one batch to this rank's parameters; return the loss.
+
+        Every rank is given the same batch: the first stage works with its inputs, the last with its
+        targets; ranks without the last stage return None. After an exception in the middle of a
+        step these ranks refuse all further steps. Raises ValueError for a batch that is too small.
+        """
+        if len(inputs) != len(targets) or len(inputs) < self.microbatches:
+            lengths = f"{len(inputs)} inputs and {len(targets)} targets"
+            raise ValueError(f"{lengths} cannot be cut into {self.microbatches} micro-batches")
+        recorded = flight_recorder.entry("a pipeline's step with a batch", inputs, self.group)
+        with together(self.group), recorded:
+            self.run(inputs, targets)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.as_subclass(Part)
+        return float(self.total) if self.last in self.stages else None
+
+    def run(self, inputs, targets):
+        """Go through the instructions of this rank."""
+        self.samples = len(inputs)
+        self.inputs = inputs.tensor_split(self.microbatches)
+        self.targets = targets.tensor_split(self.microbatches)
+        self.device = inputs.device
+        self.total = 0  # the loss
+        self.kept = {}  # {(micro-batch, stage): what its backward pass needs}
+        forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
+        self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
+        for instruction in self.schedule[self.rank]:
+            carry_out = self.methods[type(instruction)]
+            carry_out(self, instruction)
+            self.most_kept = max(self.most_kept, len(self.kept))
+        self.transfers.finish()
+
+    def forward(self, instruction):
+        """Compute a stage's outputs, and send them on; the last stage computes the loss."""
+        microbatch = instruction.microbatch
+        stage = instruction.stage
+        start = None
+        inputs = self.inputs[microbatch]
+        if stage > 0:
+            start = self.transfers.receive(instruction.needs).requires_grad_()
+            inputs = start.clone()  # layers may overwrite their inputs, but not a leaf of the graph
+        outputs = self.stages[stage](inputs)
+        if stage == self.last:
+            targets = self.targets[microbatch]
+            outputs = self.loss(outputs, targets) * (len(targets) / self.samples)
+            self.total += outputs.detach()
+        else:
+            self.transfers.announce(outputs, stage)
+            self.transfers.send(instruction.gives, outputs.detach().contiguous())
+        self.kept[microbatch, stage] = start, outputs
+
+    def backward(self, instruction, compute=torch.Tensor.backward):
+        """Compute the gradients of the weights and of the input from that of the outputs."""
+        start, outputs = self.kept.pop((instruction.microbatch, instruction.stage))
+        gradient = self.transfers.receive(instruction.needs)
+        rest = []
+        if outputs.requires_grad:  # the first stages may be frozen
+            rest = compute(outputs, gradient)
+        if start is not None:
+            towards = torch.zeros_like(start) if start.grad is None else start.grad.contiguous()
+            self.transfers.send(instruction.gives, towards)
+        return rest
+
+    def backward_input(self, instruction):
+        """Compute the gradient of the input alone, and keep what `backward_weight` needs."""
+        place = (instruction.microbatch, instruction.stage)
+        start, _ = self.kept[place]
+        self.kept[place] = self.backward(instruction, partial(backward_input, start))
+
+    def backward_weight(self, instruction):
+        """Compute the gradients of the weights."""
+        for part in self.kept.pop((instruction.microbatch, instruction.stage)):
+            torch.autograd.backward(**part)
+
+    methods = {
+        Forward: forward,
+        Backward: backward,
+        BackwardInput: backward_input,
+        BackwardWeight: backward_weight,
+    }
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients of all stages so that their norm is at most `max_norm`; return it.
+        All ranks call it.
+        """
+        return clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, self.group, self.device
+        )
+
+
+def backward_input(start, outputs, gradient):
+    """The first part of a backward pass: from the gradient of `outputs` to that of `start`, and not
+    to the weights.
+
+    Returns the second part as arguments of `torch.autograd.backward`: from the gradients that came
+    to a function to the weights that it uses. Where a weight is used twice, the second part goes
+    through the whole graph again.
+    """
+    if start is None:  # no rank waits for a gradient of the first stage
+        return [{"tensors": outputs, "grad_tensors": gradient}]
+    incoming = {}  # {function: the gradients that came to it}
+    functions, leaves = graph_behind([outputs.grad_fn])
+    hooks = [
+        function.register_prehook(partial(incoming.__setitem__, function)) for function in functions
+    ]
+    torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[start])
+    for hook in hooks:
+        hook.remove()
+    beside = {function: graph_behind([function], incoming)[1] - {start} for function in incoming}
+    if sum(map(len, beside.values())) != len(leaves - {start}):
+        return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*leaves - {start}]}]
+    rest = []
+    for function, weights in beside.items():
+        edges = {
+            GradientEdge(function, n): each
+            for n, each in enumerate(incoming[function])
+            if each is not None
+        }
+        if weights and edges:
+            rest.append(
+                {"tensors": [*edges], "grad_tensors": [*edges.values()], "inputs": [*weights]}
+            )
+    return rest
+
+
+def average_part(part, group):
+    """Average the gradients of one stage over the replicas that hold it; a frozen stage has
+    none.
+    """
+    if any(parameter.requires_grad for parameter in part.parameters()):
+        average_on_ring(gradients(part), group=group)

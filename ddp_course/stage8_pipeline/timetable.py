@@ -1,0 +1,107 @@
+"""When each rank does what, and whether a schedule can work at all."""
+
+from collections import defaultdict, deque
+
+from .instructions import Backward, BackwardInput, BackwardWeight, Forward
+
+WHOLE = ["forward", "backward"]
+IN_PARTS = ["forward", "input", "weight"]
+
+
+def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
+    """When each rank does what: a list of (instruction, start, end) for each rank.
+
+    `forward` and `backward` are the times of a pass, in any unit; each part of a split backward
+    pass takes half of the latter. `message` is the time of a message to another rank; a link
+    carries one at a time. All may be lists of times: one for each stage, and one message time for
+    each cut. Raises ValueError for a schedule that cannot work.
+    """
+    homes = home_ranks(schedule)
+    durations = durations_of(forward, backward, len(homes))
+    message = as_list(message, len(homes))
+    waiting = [deque(instructions) for instructions in schedule]
+    rows = [[] for _ in schedule]
+    free = [0.0 for _ in schedule]  # when each rank has done what it has begun
+    arrivals = {None: 0.0}  # {activation or gradient: when the rank that needs it has it}
+    links = defaultdict(float)  # {(from rank, to rank): when the link is free again}
+    while any(waiting):
+        left = sum(map(len, waiting))
+        for rank, queue in enumerate(waiting):
+            while queue and needed(queue[0], homes) in arrivals:
+                instruction = queue.popleft()
+                start = max(free[rank], arrivals[needed(instruction, homes)])
+                end = start + durations[type(instruction)][instruction.stage]
+                rows[rank].append((instruction, start, end))
+                free[rank] = end
+                result = given(instruction, homes)
+                if result is not None:
+                    arrivals[result] = arrival(result, rank, end, homes, links, message)
+        if left == sum(map(len, waiting)):
+            heads = [f"rank {rank} at {queue[0]}" for rank, queue in enumerate(waiting) if queue]
+            words = ", ".join(heads)
+            raise ValueError(f"the ranks of this schedule wait for each other in a circle: {words}")
+    return rows
+
+
+def as_list(times, count):
+    """One time for each of `count`, from one for all or from a list."""
+    return [times] * count if isinstance(times, int | float) else times
+
+
+def durations_of(forward, backward, stages):
+    """How long each kind of instruction takes at each stage: {class: list of times}."""
+    backward = as_list(backward, stages)
+    half = [times / 2 for times in backward]
+    return {
+        Forward: as_list(forward, stages),
+        Backward: backward,
+        BackwardInput: half,
+        BackwardWeight: half,
+    }
+
+
+def needed(instruction, homes):
+    """The activation or gradient that `instruction` waits for; None if no stage computes it."""
+    needs = instruction.needs
+    return needs if needs is not None and needs.source in homes else None
+
+
+def given(instruction, homes):
+    """The activation or gradient that another stage needs of `instruction`; None if none does."""
+    gives = instruction.gives
+    return gives if gives is not None and gives.user in homes else None
+
+
+def arrival(result, rank, end, homes, links, message):
+    """When the rank that needs `result` has it, which `rank` has computed at the time `end`."""
+    peer = homes[result.user]
+    if peer == rank:
+        return end
+    links[rank, peer] = max(links[rank, peer], end) + message[result.cut]
+    return links[rank, peer]
+
+
+def home_ranks(schedule):
+    """The rank of every stage: {stage: rank}.
+
+    Raises ValueError unless each micro-batch runs once at every stage, forward before backward.
+    """
+    homes = {}
+    for rank, instructions in enumerate(schedule):
+        for instruction in instructions:
+            homes[instruction.stage] = rank
+    stages = range(max(homes) + 1)
+    microbatches = {instruction.microbatch for instruction in schedule[0]}
+    done = {(m, stage, homes.get(stage)): [] for m in microbatches for stage in stages}
+    for rank, instructions in enumerate(schedule):
+        for instruction in instructions:
+            place = (instruction.microbatch, instruction.stage, rank)
+            done.setdefault(place, []).append(instruction.name)
+    for (microbatch, stage, _), names in done.items():
+        if names not in (WHOLE, IN_PARTS):
+            words = " and ".join(names) or "nothing"
+            raise ValueError(
+                f"micro-batch {microbatch} runs {words} at stage {stage}; it must run forward and "
+                "then backward on one rank, or forward, input and weight"
+            )
+    return dict(sorted(homes.items()))

@@ -1,0 +1,121 @@
+"""Activations and gradients on their way between ranks, in one step."""
+
+from collections import deque
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from ..running import wire
+from ..running.torch_inside import twin
+from .instructions import Activation
+from .timetable import given
+
+group_of_two = cache(twin)  # two ranks make their group only once per process group
+
+
+class Transfers:
+    """What this rank sends and receives in one step, and what it keeps for its own stages.
+
+    `schedule` has the instructions of all ranks, and `homes` maps each stage to its rank. `inputs`
+    are those of each micro-batch. `forms` maps each cut to dtype and shape of a sample there: it is
+    filled in the first step, and is given again in later steps with batches of this kind.
+    """
+
+    def __init__(self, schedule, homes, group, inputs, forms):
+        self.homes = homes
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.inputs = inputs
+        self.device = inputs[0].device
+        self.forms = forms
+        self.own = {}  # {result: tensor} between two stages of this rank
+        self.arriving = {}  # {result: transfer}
+        self.leaving = {}  # {result: transfer}
+        self.expected = [self.sent_here(instructions) for instructions in schedule]
+
+    def sent_here(self, instructions):
+        """The results of a rank's instructions that this rank needs, in the order of sending."""
+        results = [given(instruction, self.homes) for instruction in instructions]
+        return deque(each for each in results if each and self.homes[each.user] == self.rank)
+
+    def receive(self, result):
+        """The tensor of `result`, from this rank or another; None if no stage computes it."""
+        rank = self.homes.get(result.source)
+        if rank is None or rank == self.rank:
+            return self.own.pop(result, None)
+        while result not in self.arriving:
+            self.post_receive(rank)
+        transfer = self.arriving.pop(result)
+        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
+            self.post_receive(rank)  # the next message may come early
+        with wire.span("wait"):
+            transfer.wait()
+        sent = self.leaving.pop(Activation(result.microbatch, result.cut), None)
+        if sent is not None:
+            sent.wait()  # its gradient has arrived, so the activation has, too
+        return transfer.tensor
+
+    def post_receive(self, rank):
+        """Begin to receive the next message from `rank`; before the first over a cut, its form."""
+        result = self.expected[rank].popleft()
+        if result.cut not in self.forms:
+            form = [None]
+            dist.recv_object_list(form, *self.channel_from(rank), device=self.device)
+            self.forms[result.cut] = form[0]
+        dtype, shape = self.forms[result.cut]
+        samples = len(self.inputs[result.microbatch])
+        room = torch.empty(samples, *shape, dtype=dtype, device=self.device)
+        self.arriving[result] = wire.irecv(room, *self.channel_from(rank))
+
+    def announce(self, outputs, stage):
+        """Before the first activations over a cut, tell the next rank their dtype and shape.
+
+        Raises ValueError for outputs that cannot be passed on.
+        """
+        form = (type(outputs).__name__,)
+        if isinstance(outputs, torch.Tensor):
+            form = (outputs.dtype, outputs.shape[1:])
+        numbers = getattr(form[0], "is_floating_point", False)
+        if not numbers or form != self.forms.get(stage, form):
+            raise ValueError(
+                f"stage {stage} on rank {self.rank} returns {form}, but only one tensor of "
+                "floating-point numbers can be passed on, of the same dtype and shape for each "
+                "micro-batch: cut the model elsewhere"
+            )
+        peer = self.homes[stage + 1]
+        if stage not in self.forms and peer != self.rank:
+            dist.send_object_list([form], *self.channel_to(peer), device=self.device)
+        self.forms[stage] = form
+
+    def send(self, result, tensor):
+        """Give `result` to the instruction that needs it, on this rank or another."""
+        rank = self.homes[result.user]
+        if rank == self.rank:
+            self.own[result] = tensor
+        else:
+            self.leaving[result] = wire.isend(tensor, *self.channel_to(rank))
+
+    def finish(self):
+        """Wait until all that was sent has left."""
+        for transfer in self.leaving.values():
+            transfer.wait()
+
+    def channel_from(self, peer):
+        """The global rank of `peer`, and the group for messages from it."""
+        return wire.global_rank(peer, self.group), self.group_for((peer, self.rank))
+
+    def channel_to(self, peer):
+        """The global rank of `peer`, and the group for messages to it."""
+        return wire.global_rank(peer, self.group), self.group_for((self.rank, peer))
+
+    def group_for(self, ends):
+        """The group for messages between the two ranks `ends`, from the first to the second.
+
+        NCCL works through a group's messages one after the other, so a message that is waited for
+        would hold up all others. So with NCCL two ranks make a group of their own for each
+        direction, when its first message is due.
+        """
+        if wire.on_nccl(self.inputs[0], self.group):
+            return group_of_two(self.group, ends)
+        return self.group

@@ -1,0 +1,258 @@
+"""The answer to "how long would a step take?": numbers, words, a picture, and a table's columns.
+
+`predict(model="llama-3.1-8b", gpu="H100-80GB", gpus=64, way="fsdp")` takes what `runs.read_run`
+reads. The part that bounds a step is the one which, made twice as fast, saves most.
+"""
+
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+from ddp_course.running import presets
+from ddp_course.showing.plots import Picture, name_rows, panels
+
+from .runs import read_run
+from .transformers import WAYS, Run, Step, memory_gb, mfu, step, tokens_per_s
+
+BOUNDS = {  # What is made twice as fast, and its name in an answer.
+    "peak": "products",
+    "clock": "attention",
+    "memory": "memory traffic",
+    "nvlink": "links inside a host",
+    "nics": "the network",
+}
+WORD = {True: "yes", False: "no"}
+CLOSE = 0.05  # Ways within this part of the step are as good as each other.
+ROOM = 0.95  # A choice leaves a twentieth of the memory for what is not counted.
+COLUMNS = (
+    "predicted_tokens_per_s_per_gpu",
+    "step_s",
+    "mfu",
+    "memory_gb",
+    "fits",
+    "bound",
+    "expected_error",
+)
+COLOURS = {
+    "products": "#0072B2",
+    "attention": "#56B4E9",
+    "memory": "#009E73",
+    "launch": "#999999",
+    "tensor": "#CC79A7",
+    "sending that shows": "#D55E00",
+    "bubble": "#E69F00",
+}
+
+
+def expected_error(run: Run) -> tuple[float, float, str]:
+    """(median, nine in ten, which runs) of the errors on runs like this one that no fit saw.
+
+    On A100s a whole model was left out of the fit; other GPUs and other people's runs were kept
+    apart from it from the beginning.
+    """
+    usual = run.pipeline == 1 and not run.inside and run.attention == "fused"
+    if usual and run.gpu.startswith("A100"):
+        return 0.037, 0.11, "models left out of the fit, on A100s"
+    if usual and run.gpu == "H100":
+        return 0.074, 0.14, "runs on H100s, which no fit saw"
+    return 0.12, 0.35, "nothing like this was checked: the worst of all tables"
+
+
+@dataclass
+class Answer:
+    """A run with its step, its memory and what had to be assumed."""
+
+    run: Run
+    step: Step
+    memory: dict[str, float]
+    assumed: list[str]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.step.seconds
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return tokens_per_s(self.run, self.step_s)
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilization, as in PaLM."""
+        return mfu(self.run, self.step_s)
+
+    @property
+    def memory_gb(self) -> float:
+        """GB that a GPU needs at least."""
+        return sum(self.memory.values())
+
+    @property
+    def capacity_gb(self) -> float:
+        """GB that the GPU has."""
+        return presets.ACCELERATORS[self.run.gpu].capacity_gb
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is counted is less than the GPU has."""
+        return self.memory_gb <= self.capacity_gb
+
+    @property
+    def savings(self) -> dict[str, float]:
+        """The part of the step that is saved by each thing made twice as fast."""
+        machine = self.run.machine
+        saved = {}
+        for field, name in BOUNDS.items():
+            faster = machine._replace(**{field: 2 * getattr(machine, field)})
+            saved[name] = 1 - step(self.run, faster).seconds / self.step_s
+        saved["launching"] = self.step.parts["launch"] / 2 / self.step_s
+        return saved
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step."""
+        return max(self.savings, key=self.savings.__getitem__)
+
+    def others(self) -> list["Answer"]:
+        """The same run by the other ways, the fastest first."""
+        runs = [replace(self.run, way=way) for way in WAYS if way != self.run.way]
+        if self.run.gpus <= self.run.inside_host:
+            runs = [run for run in runs if run.way not in ("hybrid", "zero1 in host")]
+        return sorted((answer(run) for run in runs), key=lambda other: other.step_s)
+
+    def columns(self) -> dict[str, Any]:
+        """The columns that a table gains."""
+        values = (
+            f"{self.tokens_per_s_per_gpu:.1f}",
+            f"{self.step_s:.5g}",
+            f"{self.mfu:.3f}",
+            f"{self.memory_gb:.1f}",
+            WORD[self.fits],
+            self.bound,
+            f"{expected_error(self.run)[0]:.3f}",
+        )
+        return dict(zip(COLUMNS, values, strict=True))
+
+    def words(self) -> str:
+        """The answer in sentences."""
+        run = self.run
+        parts = self.step.parts
+        micro_batch = f"{run.accumulate} micro-batch(es) of {run.micro_batch} x {run.seq:,} tokens"
+        lines = [f"{run.model}, {run.gpus} x {run.gpu}, {describe(run)}, {micro_batch}:"]
+        verdict = "" if self.fits else "; IT DOES NOT FIT"
+        lines.append(
+            f"step {readable(self.step_s)} s, {readable(self.tokens_per_s_per_gpu)} tokens/s per "
+            f"GPU, MFU {self.mfu:.0%} (as in PaLM: 6 N + 12 L s h), memory at least "
+            f"{self.memory_gb:.0f} of {self.capacity_gb:.0f} GB{verdict}."
+        )
+        saved = self.savings[self.bound]
+        lines.append(
+            f"Bound by {self.bound}: twice as fast, it would save {saved:.0%} of the step. "
+            f"Products take {parts['products'] / self.step_s:.0%}, attention "
+            f"{parts['attention'] / self.step_s:.0%}."
+        )
+        lines += self.sending_words() + self.way_words()
+        median, nine, which = expected_error(run)
+        lines.append(f"Expected error {median:.0%}, nine in ten within {nine:.0%} ({which}).")
+        if self.assumed:
+            lines.append(f"Assumed: {'; '.join(self.assumed)}.")
+        return "\n".join(lines)
+
+    def sending_words(self) -> list[str]:
+        """How much of the sending shows, and what another network would do."""
+        run = self.run
+        if not self.step.sending:
+            return []
+        shows = self.step.parts["sending that shows"] / self.step_s
+        lines = [f"Sending takes {readable(self.step.sending)} s; it adds {shows:.0%} of the step."]
+        if run.gpus > run.inside_host:
+            network = run.machine.nics * 8
+            tenth = step(replace(run, network=network / 10)).seconds
+            twice = self.savings["the network"]
+            lines.append(
+                f"Twice the network saves {twice:.0%}; a tenth of it ({network / 1e10:,.0f} Gbit/s"
+                f" per host) makes the step {tenth / self.step_s:.1f} times as long."
+            )
+        return lines
+
+    def way_words(self) -> list[str]:
+        """Which other ways are as fast, or faster, and fit."""
+        fitting = [other for other in self.others() if other.fits]
+        near = [o for o in fitting if abs(o.step_s / self.step_s - 1) <= CLOSE]
+        faster = [o for o in fitting if o.step_s < (1 - CLOSE) * self.step_s]
+        lines = []
+        if near:
+            lines.append(f"Within {CLOSE:.0%}: {', '.join(other.run.way for other in near)}.")
+        if faster:
+            named = [f"{o.run.way} {readable(o.step_s)} s ({o.memory_gb:.0f} GB)" for o in faster]
+            return [*lines, f"Faster: {', '.join(named)}."]
+        return [*lines, f"No other way that fits is {CLOSE:.0%} faster."]
+
+    def figure(self) -> Picture:
+        """A stacked bar per way with whiskers, hidden sending below it, and memory beside it."""
+        answers = [self, *self.others()]
+        width = max(other.step_s + other.step.hidden for other in answers)
+        message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
+        seen = "Stacked bars of seconds, and bars of memory, by way"
+        height = 1.6 + 0.42 * len(answers)
+        form: Any = {"kind": "derived", "sharey": True, "width_ratios": [2, 1]}
+        with panels(1, 2, 10, height, message, seen, title=message, **form) as (picture, axes):
+            for row, other in enumerate(answers):
+                draw_step(axes[0], row, other)
+                colour = "#0072B2" if other.fits else "#D9D9D9"
+                axes[1].barh(row, other.memory_gb, color=colour, height=0.5)
+            axes[1].axvline(self.capacity_gb, color="black", linestyle="--")
+            axes[0].set(
+                xlabel="seconds of a step; whisker: nine in ten such runs", xlim=(0, 1.15 * width)
+            )
+            axes[1].set_xlabel("GB at least; dashed: what it has")
+            name_rows(axes[0], [other.run.way for other in answers])
+            handles = [axes[0].barh(0, 0, color=colour) for colour in COLOURS.values()]
+            names = [*COLOURS, "hidden sending"]
+            handles.append(axes[0].barh(0, 0, color="#F5C9A6"))
+            picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+        return picture
+
+    def _repr_html_(self):
+        return f"<pre>{escape(self.words())}</pre>"
+
+    def __str__(self):
+        return self.words()
+
+
+def draw_step(axes: Any, row: int, other: Answer) -> None:
+    """The parts of a step in one bar with its expected error, and hidden sending below it."""
+    left = 0.0
+    for name, seconds in other.step.parts.items():
+        axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
+        left += seconds
+    axes.barh(row + 0.33, other.step.hidden, color="#F5C9A6", height=0.12)
+    error = expected_error(other.run)[1] * left
+    axes.errorbar(left, row, xerr=error, color="black", capsize=3, linewidth=1)
+
+
+def describe(run: Run) -> str:
+    """A run's way in words, such as "fsdp, 8 tensor, 4 pipeline, recomputing"."""
+    words = [run.way]
+    words += [f"{run.tensor} tensor"] if run.tensor > 1 else []
+    words += [f"{run.pipeline} pipeline"] if run.pipeline > 1 else []
+    words += ["recomputing"] if run.recompute == 1 else []
+    words += ["recomputing in part"] if 0 < run.recompute < 1 else []
+    return ", ".join(words)
+
+
+def answer(run: Run, assumed: Any = ()) -> Answer:
+    """The answer for a run."""
+    return Answer(run, step(run), memory_gb(run), list(assumed))
+
+
+def predict(**fields: Any) -> Answer:
+    """How long a step takes; `fields` are columns as `runs` reads them. ValueError names one that
+    cannot be.
+    """
+    return answer(*read_run(fields))
+
+
+def readable(value: float) -> str:
+    """A number to read: three digits, and whole from 100 on ("0.29", "5.2", "3,460")."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"

@@ -1,0 +1,22 @@
+"""What was fitted at development time: constants.csv says what each is, and why it is plausible.
+
+`make bench predictions` fits all of it anew.
+"""
+
+import csv
+import json
+from functools import cache
+from importlib.resources import files
+
+
+@cache
+def constants(column: str = "today") -> dict[str, float]:
+    """The frozen constants of the model, {name: value}; `column` is "today" or "of_2021"."""
+    with (files(__package__) / "constants.csv").open(encoding="utf-8") as file:
+        return {row["name"]: float(row[column]) for row in csv.DictReader(file)}
+
+
+@cache
+def numbers(name: str) -> list[float]:
+    """The frozen numbers of a model, that is not a transformer's."""
+    return json.loads((files(__package__) / "numbers.json").read_text(encoding="utf-8"))[name]

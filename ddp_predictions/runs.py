@@ -1,0 +1,249 @@
+"""From what people write to a `Run`: lines of tables, Hugging Face's config.json, and presets.
+
+`read_run` takes a dict of texts or numbers with the columns of transformer_throughput.csv, with the
+names of a config.json, or with those of gpt_step_ms_a100_3d.csv. A model of models.csv needs no
+shape. What is missing has a default, and every default that counts is returned in words.
+"""
+
+import csv
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ddp_course.running import presets, units
+
+from .transformers import WAYS, Run
+
+Row = dict[str, Any]
+COLUMNS = {  # Other people's names of a column, and ours.
+    "num_hidden_layers": "layers",
+    "n_layer": "layers",
+    "# layers": "layers",
+    "n_layers": "layers",
+    "hidden_size": "hidden",
+    "n_embd": "hidden",
+    "hidden size": "hidden",
+    "d_model": "hidden",
+    "num_attention_heads": "heads",
+    "n_head": "heads",
+    "attention heads": "heads",
+    "n_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ff",
+    "n_inner": "ff",
+    "vocab_size": "vocab",
+    "sequence length": "seq",
+    "n_positions": "longest",
+    "max_position_embeddings": "longest",
+    "micro batch": "micro_batch",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "tensor parallelism": "tensor",
+    "# GPUs": "gpus",
+    "pipeline parallelism": "pipeline",
+    "data parallelism": "data",
+    "sharding": "way",
+    "global batch": "batch",
+    "network_gbit_per_host": "network",
+}
+WAY_NAMES = {
+    "full": "fsdp",
+    "zero3": "fsdp",
+    "grad_op": "zero2",
+    "hsdp": "hybrid",
+    "zero-1": "zero1",
+    "zero-2": "zero2",
+    "zero-3": "fsdp",
+}
+RECOMPUTE = {"none": 0.0, "no": 0.0, "selective": 0.5, "full": 1.0, "yes": 1.0}
+SHAPE = ("layers", "hidden", "heads")
+GPT_TABLE = {
+    "gpu": "A100",
+    "recompute": "full",
+    "attention": "unfused",
+    "overlap": "no",
+    "network": 800,
+    "vocab": 51_200,
+    "way": "zero1",
+}
+
+
+@cache
+def models() -> dict[str, Row]:
+    """Known architectures by name, as in their published configurations."""
+    with (files(__package__) / "models.csv").open(encoding="utf-8") as file:
+        return {row.pop("name"): row for row in csv.DictReader(file)}
+
+
+class Reader:
+    """The fields of a row by our names; `assumed` collects what had to be assumed, in words."""
+
+    def __init__(self, row: Row):
+        self.fields = {COLUMNS.get(name, name): value for name, value in row.items()}
+        self.fields = {
+            name: value for name, value in self.fields.items() if value not in (None, "")
+        }
+        self.titles = {COLUMNS.get(name, name): name for name in row}
+        self.assumed: list[str] = []
+
+    def wrong(self, name: str, expected: str) -> ValueError:
+        """The error for a field that cannot be."""
+        title = self.titles.get(name, name)
+        return ValueError(f'"{title}" is {self.fields.get(name, "missing")}; {expected}')
+
+    def assume(self, name: str, value: Any, words: str = "") -> Any:
+        """The default `value`, which is told."""
+        self.assumed.append(words or f"{name.replace('_', ' ')} {value}")
+        return value
+
+    def whole(self, name: str, default: int | None = None, words: str = "") -> int:
+        """A whole number from 1 on."""
+        if name not in self.fields and default is not None:
+            return self.assume(name, default, words) if words else default
+        text = str(self.fields.get(name, "missing"))
+        if not re.fullmatch(r"[1-9]\d{0,11}(\.0)?", text):
+            raise self.wrong(name, "it must be a whole number, 1 or more")
+        return int(float(text))
+
+    def choice(self, name: str, choices: Any, default: str) -> str:
+        """One of some words."""
+        text = str(self.fields.get(name, default)).strip()
+        if text not in choices:
+            raise self.wrong(name, f"choose one of {', '.join(choices)}")
+        return text
+
+    def rate(self, name: str) -> float:
+        """Bits per second of a link: a number of Gbit/s, a text like "25Gbit", or a known link."""
+        value = self.fields.get(name)
+        if value is None:
+            return 0.0
+        text = str(value).strip()
+        if text in presets.LINKS:
+            return presets.LINKS[text].bandwidth
+        try:
+            plain = re.fullmatch(r"\d+(\.\d+)?", text)
+            bits = 1e9 * float(text) if plain else float(units.bits_per_second(text))
+        except Exception:
+            bits = 0.0
+        if not 0 < bits < 1e15:
+            known = ", ".join(presets.LINKS)
+            raise self.wrong(name, f'give Gbit/s as in 400, "25Gbit", or one of {known}')
+        return bits
+
+
+def read_run(row: Row) -> tuple[Run, list[str]]:
+    """(the run of a row, what is assumed, in words); ValueError names a field that cannot be."""
+    reader = Reader(row)
+    fields = reader.fields
+    if "# GPUs" in row:
+        for column, value in GPT_TABLE.items():
+            fields.setdefault(column, value)
+    shape = read_shape(reader)
+    gpu = presets.ALIASES.get(str(fields.get("gpu", "missing")), fields.get("gpu"))
+    known = presets.ACCELERATORS.get(str(gpu))
+    if known is None or not known.cycles:
+        names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
+        raise reader.wrong("gpu", f"choose one of {', '.join([*names, *presets.ALIASES])}")
+    fields["way"] = WAY_NAMES.get(str(fields.get("way", "")).lower(), fields.get("way", "fsdp"))
+    precision = str(fields.get("precision", "bf16 mixed"))
+    run = Run(
+        **shape,
+        gpu=str(gpu),
+        gpus=reader.whole("gpus"),
+        gpus_per_host=reader.whole("gpus_per_host", 8),
+        network=reader.rate("network"),
+        inside=reader.rate("inside"),
+        micro_batch=reader.whole("micro_batch", 1, "micro-batches of 1 sequence"),
+        accumulate=1,
+        tensor=reader.whole("tensor", 1),
+        pipeline=reader.whole("pipeline", 1),
+        way=reader.choice("way", WAYS, "fsdp"),
+        recompute=read_recompute(reader),
+        pure="pure" in precision,
+        reduce_bytes=reader.whole("reduce_bytes", 4 if "mixed" in precision else 2),
+        attention=reader.choice("attention", ("fused", "unfused"), "fused"),
+        kernels=reader.choice("kernels", ("compiled", "eager"), "compiled"),
+        overlap=reader.choice("overlap", ("yes", "no"), "yes") == "yes",
+        model=str(fields.get("model", "a transformer")),
+    )
+    check_ways(reader, run)
+    run.accumulate = read_accumulate(reader, run)
+    if not run.network and run.gpus > run.inside_host:
+        reader.assume("network", known.network, f"{known.network / 1e9:,.0f} Gbit/s per host")
+    if not run.inside and run.inside_host > 1:
+        reader.assume("inside", known.link, f"{known.link} inside a host")
+    if "precision" not in fields:
+        reader.assume("precision", precision, "bfloat16 with a float32 copy")
+    return run, reader.assumed
+
+
+def read_shape(reader: Reader) -> Row:
+    """The architecture's fields: from the row, else from the model of that name."""
+    fields = reader.fields
+    name = str(fields.get("model", "")).split(" ")[0].lower()
+    known = models().get(name, {})
+    for column, value in known.items():
+        fields.setdefault(column, value)
+    missing = [column for column in SHAPE if column not in fields]
+    if missing and fields.get("model"):
+        expected = f"give layers, hidden and heads, or one of {', '.join(models())}"
+        raise reader.wrong("model", expected)
+    hidden = reader.whole("hidden")
+    heads = reader.whole("heads")
+    if hidden % heads:
+        raise reader.wrong("heads", f"a width of {hidden} does not divide evenly over them")
+    longest = reader.whole("longest", 2048)
+    seq = reader.whole("seq", min(longest, 8192), f"sequences of {min(longest, 8192):,} tokens")
+    ff = reader.whole("ff", 4 * hidden)
+    silu = "silu" in str(fields.get("hidden_act", ""))
+    gated = str(fields.get("gated", "yes" if silu else "no")) == "yes"
+    return {
+        "layers": reader.whole("layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": reader.whole("kv_heads", heads),
+        "ff": ff,
+        "gated": gated,
+        "vocab": reader.whole("vocab", 50_257, "a vocabulary of 50,257"),
+        "seq": seq,
+    }
+
+
+def read_recompute(reader: Reader) -> float:
+    """The part of the forward pass that is run again, from words like "full" or "selective (…)"."""
+    if "recompute" not in reader.fields:
+        reader.assumed.append("nothing recomputed")
+    word = str(reader.fields.get("recompute", "none")).split(" ")[0]
+    if word not in RECOMPUTE:
+        raise reader.wrong("recompute", f"choose one of {', '.join(RECOMPUTE)}")
+    return RECOMPUTE[word]
+
+
+def read_accumulate(reader: Reader, run: Run) -> int:
+    """Micro-batches per copy and step, from `accumulate` or from the sequences of a whole step."""
+    if "batch" not in reader.fields:
+        return reader.whole("accumulate", 1, "1 micro-batch per step")
+    batch = reader.whole("batch")
+    if batch % (run.data * run.micro_batch):
+        copies = f"{run.data} copies with micro-batches of {run.micro_batch}"
+        raise reader.wrong("batch", f"it does not come out even over {copies}; choose a multiple")
+    return batch // (run.data * run.micro_batch)
+
+
+def check_ways(reader: Reader, run: Run) -> None:
+    """Raise ValueError where GPUs, hosts, layers and heads do not fit the ways."""
+    ways = run.tensor * run.pipeline
+    data = reader.whole("data", max(1, run.data))
+    if ways * data != run.gpus:
+        expected = f"{run.tensor} x {data} x {run.pipeline} ways are {ways * data} GPUs"
+        raise reader.wrong("gpus", f"{expected}; choose a multiple of {ways}")
+    if run.gpus % run.inside_host:
+        expected = f"they do not fill hosts of {run.gpus_per_host}"
+        raise reader.wrong("gpus", f"{expected}; choose a multiple, or give gpus_per_host")
+    if run.pipeline > run.layers:
+        expected = f"{run.pipeline} stages for {run.layers} layers; give each stage at least one"
+        raise reader.wrong("pipeline", expected)
+    if run.heads % run.tensor:
+        raise reader.wrong("tensor", f"{run.heads} heads do not divide evenly over them")

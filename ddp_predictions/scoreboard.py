@@ -1,0 +1,123 @@
+"""Predictions beside what others measured: scoreboard.json as tables, an overview and a page.
+
+A row is a dict: the table, the keys of the setting, the `quantity` with its unit, `measured` (None:
+not known here), `predicted`, `error` (predicted over measured, minus 1) and `calibrated`: whether
+the fit saw this row. Where the fit saw every row, `left_out` is the model's median error on rows
+that a second fit did not see.
+"""
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from statistics import median
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from ddp_course.measuring import facts
+
+Row = dict[str, Any]
+
+LEFT_OUT = {  # `make bench predictions` measures these anew.
+    "nccl_ring_a100x8_sizes": 0.044,
+    "pipeline_schedules_a100": 0.010,
+    "gpt_step_ms_a100_3d": 0.032,
+    "transformer_throughput": 0.036,
+}
+PAGE = """# What we predict, beside what others measured
+
+Written by `ddp-course predict --out results`. Error: predicted over measured, minus 1, without \
+its sign; median / worst.
+Rows that the fit saw are *calibrated*; *left out* is the median error on rows that a second fit \
+did not see;
+*held back* rows are predicted in predictions.json, and their truth is known to others only.
+
+![predicted over measured, a point per row](predictions.png)
+
+{}"""
+
+
+class Table(NamedTuple):
+    """Predictions for one published table, and what was `fitted`, in words."""
+
+    name: str
+    rows: list[Row]
+    fitted: str
+
+    @property
+    def left_out(self) -> float | None:
+        """The median error on rows that a second fit did not see, as the benchmark measured it."""
+        return LEFT_OUT.get(self.name)
+
+
+def scoreboard() -> list[Table]:
+    """All tables, as `make bench predictions` wrote them with the models of its time."""
+    text = (files(__package__) / "scoreboard.json").read_text(encoding="utf-8")
+    return [Table(**table) for table in json.loads(text)]
+
+
+def summary(table: Table) -> Row:
+    """Errors of a table: (median, worst) of "calibrated" and "predicted" rows, median "left out";
+    rows "held back".
+    """
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in table.rows:
+        if row["error"] is not None:
+            errors[row["calibrated"]].append(abs(row["error"]))
+    both: dict[bool, Any] = {True: None, False: None}
+    for seen, sizes in errors.items():
+        if sizes:
+            both[seen] = (median(sizes), max(sizes))
+    unknown = sum(row["measured"] is None for row in table.rows)
+    return {
+        "calibrated": both[True],
+        "predicted": both[False],
+        "left out": table.left_out,
+        "held back": unknown,
+    }
+
+
+def overview(tables: Sequence[Table]) -> str:
+    """The errors of all tables as text, which is a table in Markdown too."""
+    titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
+    rows = []
+    for table in tables:
+        errors = summary(table)
+        cells = [
+            percents(errors["calibrated"]),
+            percents(errors["predicted"]),
+            percents([table.left_out]),
+        ]
+        rows.append([table.name, len(table.rows), *cells, errors["held back"]])
+    return tabulate(rows, titles, "pipe", colalign=["left"] + ["right"] * 5, disable_numparse=True)
+
+
+def page(tables: Sequence[Table]) -> str:
+    """The scoreboard in Markdown: errors by table, what was fitted, and the largest misses."""
+    parts = [PAGE.format(overview(tables))]
+    for table in tables:
+        parts += [f"## {table.name}", facts.SOURCES[table.name], f"Fitted: {table.fitted}."]
+        if facts.ASSUMED[table.name]:
+            parts.append(f"Assumed: {facts.ASSUMED[table.name]}.")
+        parts.append(misses(table))
+    return "\n\n".join(parts) + "\n"
+
+
+def misses(table: Table) -> str:
+    """The three largest misses of a table as a sentence."""
+    known = [row for row in table.rows if row["error"] is not None]
+    worst = sorted(known, key=lambda row: -abs(row["error"]))[:3]
+    hidden = ("table", "measured", "predicted", "error", "calibrated", "quantity")
+    named = []
+    for row in worst:
+        keys = ", ".join(f"{key} {value}" for key, value in row.items() if key not in hidden)
+        values = f"predicted {row['predicted']:g}, measured {row['measured']:g}"
+        named.append(f"- {row['error']:+.0%}: {values} ({keys})")
+    return "\n".join(["Largest misses:", "", *named])
+
+
+def percents(errors: Any) -> str:
+    """Errors as text, "1.2% / 3.4%"; a dash where there are none."""
+    return (
+        " / ".join(f"{error:.1%}" for error in errors) if errors and errors[0] is not None else "–"
+    )

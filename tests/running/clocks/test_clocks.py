@@ -1,0 +1,212 @@
+"""Virtual time: messages, collectives and threads at exact moments, whatever the machine does."""
+
+import hashlib
+import json
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import Device, Link, launch
+from ddp_course.errors import RankError
+from ddp_course.measuring import comparison
+from ddp_course.running import clocks, wire
+
+LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
+MS = 10**9  # this is a millisecond in picoseconds
+# the SHA-256 of a comparison's JSON on any machine
+SMALL_RUN = "350ca2d7899d2c5c0ac2871d42b4a7cdbfb703c9b013e319c80e326eb74b4464"
+
+
+def a_message():
+    clocks.advance(0.002 * dist.get_rank())
+    tensor = torch.ones(250)
+    act = wire.send if dist.get_rank() == 0 else wire.recv
+    act(tensor, 1 - dist.get_rank())
+    return clocks.moment()
+
+
+def test_a_message_is_ready_with_the_later_side_and_arrives_a_latency_later():
+    assert launch(a_message, world_size=2, link=LINK) == [3 * MS, 4 * MS]
+
+
+def from_any():
+    rank = dist.get_rank()
+    if rank:
+        clocks.advance(0.01 * (3 - rank))
+        dist.send(torch.full((1,), float(rank)), 0)
+        return []
+    sources = []
+    for _ in range(2):
+        sources.append(dist.recv(torch.zeros(1)))
+    return sources
+
+
+def test_a_receive_from_any_rank_takes_the_oldest_message():
+    assert launch(from_any, world_size=3, link=LINK)[0] == [2, 1]
+
+
+def collectives():
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    moments = []
+    tensor = torch.full((1000,), float(rank))
+    dist.all_reduce(tensor)
+    moments.append(clocks.moment())
+    dist.broadcast(tensor, 0)
+    moments.append(clocks.moment())
+    parts = [torch.zeros(500) for _ in range(size)]
+    dist.all_to_all(parts, [torch.full((500,), float(rank * size + to)) for to in range(size)])
+    moments.append(clocks.moment())
+    dist.monitored_barrier()
+    moments.append(clocks.moment())
+    half = dist.new_group([0, 1])
+    objects = [None] * 2
+    if rank < 2:
+        dist.all_gather_object(objects, {"rank": rank}, group=half)
+    return tensor[0].item(), [part[0].item() for part in parts], moments, objects
+
+
+def test_torchs_collectives_take_their_closed_forms():
+    ranks = launch(collectives, world_size=4, link=LINK)
+    ends = [12 * MS, 22 * MS, 31 * MS, 33 * MS]
+    for rank, (total, parts, moments, objects) in enumerate(ranks):
+        assert total == 6.0 and parts == [float(4 * source + rank) for source in range(4)]
+        assert moments == ends
+        if rank < 2:
+            assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def hand_overs():
+    """What threads of one rank give each other, with the moments."""
+    jobs = queue.Queue()
+    seen = []
+    lock = threading.Lock()
+
+    def work(number):
+        time.sleep(0.001 * number)
+        with lock:
+            time.sleep(0.005)
+            jobs.put((number, clocks.moment()))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (3, 2, 1)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        seen.append((*jobs.get(), clocks.moment()))
+    for thread in threads:
+        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        futures = [pool.submit(time.sleep, 0.01) for _ in range(2)]
+        for future in futures:
+            future.result()
+    try:
+        jobs.get(timeout=0.004)
+    except queue.Empty:
+        seen.append(clocks.moment())
+    return seen
+
+
+def test_threads_hand_over_in_the_order_of_virtual_time():
+    """The pool asks once whether a worker is idle, which costs 10 microseconds."""
+    first, second = launch(hand_overs, world_size=2, link=LINK)
+    assert first[:3] == [(n, (1 + 5 * n) * MS, (1 + 5 * n) * MS) for n in (1, 2, 3)]
+    assert first[3] == pytest.approx(40.01 * MS, abs=2) and first == second
+
+
+def ask_until_completed():
+    if dist.get_rank():
+        clocks.advance(0.001)
+        dist.send(torch.zeros(1000), 0)
+        return 0
+    work = dist.irecv(torch.zeros(1000), 1)
+    questions = 1
+    while not work.is_completed():
+        questions += 1
+    return questions
+
+
+def test_a_loop_of_questions_comes_to_an_end():
+    assert launch(ask_until_completed, world_size=2, link=LINK)[0] == 601
+
+
+def both_receive():
+    dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+
+def one_returns():
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def all_reduce_against_receive():
+    tensor = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.recv(tensor, 1)
+    else:
+        dist.all_reduce(tensor)
+
+
+def a_future_that_nobody_sets():
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (both_receive, r"rank 0 waits to receive from rank 1 since 0.000000 s, .*rank 1 waits to"),
+        (one_returns, r"rank 0 waits for ranks \[0, 1\] in barrier.*rank 1 has returned"),
+        (all_reduce_against_receive, r"rank 0 waits to receive.*rank 1 waits for .*all_reduce"),
+        (a_future_that_nobody_sets, r"rank 0 waits for another thread.*threading.Event\(\).wait"),
+    ],
+)
+def test_a_deadlock_names_every_rank_and_its_line(function, words):
+    with pytest.raises(RankError, match=f"(?s)deadlock: .*{words}"):
+        launch(function, world_size=2, link=LINK)
+
+
+def fails_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("no such layer")
+    dist.barrier()
+
+
+def test_a_rank_that_raised_is_the_culprit_and_no_deadlock():
+    with pytest.raises(RankError, match="rank 1: KeyError"):
+        launch(fails_on_rank_1, world_size=2, link=LINK)
+
+
+def spin(flag):
+    if dist.get_rank() == 0:
+        end = clocks.stalls.real_clock() + 4.5
+        while clocks.stalls.real_clock() < end:
+            pass
+    dist.barrier()
+
+
+def test_a_thread_that_holds_up_all_others_is_named(capfd):
+    launch(spin, [], world_size=2, link=LINK)
+    assert "rank 0 holds up all others, test_clocks.py line" in capfd.readouterr().err
+
+
+def digest(results):
+    """The SHA-256 of what a comparison must have the same on every machine."""
+    same = {key: results[key] for key in ("world_size", "emulated_device", "link")}
+    keys = ("stage", "step_ms", "communication_ms", "bytes_sent_max", "timeline")
+    same["stages"] = []
+    for stage in results["stages"]:
+        same["stages"].append({key: stage[key] for key in keys})
+    return hashlib.sha256(json.dumps(same).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("fuzz", ["", "2"])
+def test_the_same_bits_on_any_machine(fuzz, monkeypatch):
+    monkeypatch.setenv("DDP_COURSE_FUZZ", fuzz)
+    results = comparison.run(
+        "digits", 2, 3, "1,3,4,5,torch", device=Device("2.4GFLOP/s"), link="100Mbit"
+    )
+    assert digest(results) == SMALL_RUN
