@@ -14,7 +14,9 @@ from .streams import LOCK, clocks, current, host, open_context, physical, place
 
 SIZE = int(os.environ.get("PRETEND_BYTES", 4 * 2**30))  # of each GPU's memory
 MOST_USES = 64  # a block remembers so many uses
-used, peak, noted = Counter(), Counter(), Counter()
+used = Counter()
+peak = Counter()
+noted = Counter()
 blocks = weakref.WeakValueDictionary()  # by the address of torch's own record of the storage
 freed = defaultdict(list)  # by the stream whose pool it is in: memory whose uses may not be over
 
@@ -49,7 +51,11 @@ class Block:
     """
 
     def __init__(self, index, start, nbytes):
-        self.size, self.place, self.uses, self.recorded, self.messages = 0, place(), [], set(), []
+        self.size = 0
+        self.place = place()
+        self.uses = []
+        self.recorded = set()
+        self.messages = []
         self.key = current(open_context(index))
         size = -(-nbytes // 512) * 512
         with LOCK:
@@ -97,10 +103,11 @@ class Block:
             harmless = apart or not (old.writes or new.writes)
             if not harmless and old.key != new.key and not is_over(old, clock):
                 verb = "writes" if new.writes else "reads"
+                before = "wrote" if old.writes else "read"
                 note(
                     "race",
-                    f"stream {new.key} {verb} at {new.place} what stream {old.key} "
-                    f"{'wrote' if old.writes else 'read'} at {old.place}: no event orders them",
+                    f"stream {new.key} {verb} at {new.place} what stream {old.key} {before} at "
+                    f"{old.place}: no event orders them",
                 )
             inside = new.start <= old.start and old.end <= new.end
             replaced = inside and (new.writes or (not old.writes and old.key == new.key))

@@ -23,7 +23,8 @@ def missing_wait(right):
 
 def too_early(right):
     """A stream reads what another has not written yet."""
-    side, values = torch.cuda.Stream(), torch.ones(1000, device=rank_device())
+    side = torch.cuda.Stream()
+    values = torch.ones(1000, device=rank_device())
     if right:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -32,7 +33,8 @@ def too_early(right):
 
 def not_awaited(right):
     """The result of another stream is read too early."""
-    side, values = torch.cuda.Stream(), torch.ones(1000, device=rank_device())
+    side = torch.cuda.Stream()
+    values = torch.ones(1000, device=rank_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         double = values * 2
@@ -43,7 +45,8 @@ def not_awaited(right):
 
 def freed_early(right):
     """Memory is given out again while another stream reads it."""
-    side, values = torch.cuda.Stream(), torch.ones(1000, device=rank_device())
+    side = torch.cuda.Stream()
+    values = torch.ones(1000, device=rank_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         values.sum()

@@ -82,7 +82,9 @@ class Message:
     """
 
     def __init__(self, task, start, end):
-        self.task, self.start, self.end = task, start, end
+        self.task = task
+        self.start = start
+        self.end = end
 
     def finish(self):
         """Wait for it, as the stream would."""
@@ -93,8 +95,12 @@ class Task:
     """A piece of work: one collective, or the messages of a batch."""
 
     def __init__(self, thread, before):
-        self.done, self.error, self.thread = threading.Event(), None, thread
-        self.calls, self.before, self.place = [], before, place()
+        self.done = threading.Event()
+        self.error = None
+        self.thread = thread
+        self.calls = []
+        self.before = before
+        self.place = place()
 
     def finish(self):
         """Wait until it is done; raise what went wrong."""
@@ -121,8 +127,11 @@ class Communicator:
     """Members, a stream, and a thread that does one piece of work after the other."""
 
     def __init__(self, name, group, members, device):
-        self.stream, self.size = Stream(device), len(members)
-        self.count, self.pending, self.queue = 0, [], SimpleQueue()
+        self.stream = Stream(device)
+        self.size = len(members)
+        self.count = 0
+        self.pending = []
+        self.queue = SimpleQueue()
         self.store = dist.PrefixStore(f"pretended/{name}", group.get_group_store())
         rank = members.index(group.rank())
         self.store.set(f"gpu/{rank}", str(physical(device.index)))
@@ -188,7 +197,10 @@ class Queued(dist.Work):
 
     def __init__(self, stream, task, results, used):
         super().__init__()
-        self.stream, self.task, self.end, self.used = stream, task, Event(), used
+        self.stream = stream
+        self.task = task
+        self.end = Event()
+        self.used = used
         self.results = [weakref.ref(tensor) for tensor in results]
         self.end.record(stream)
 
@@ -211,10 +223,9 @@ class Queued(dist.Work):
     def get_future(self):
         """A future that is complete at once; who uses its value waits, as a stream does."""
         future = torch.futures.Future(devices=[self.stream.device])
+        results = [reference() for reference in self.results]
         with self.stream:
-            future.set_result(
-                [tensor for tensor in (ref() for ref in self.results) if tensor is not None]
-            )
+            future.set_result([tensor for tensor in results if tensor is not None])
         return future
 
 
@@ -259,6 +270,8 @@ def collective(func, args, kwargs):
         writes = not (name == "send" or argument in READ_ONLY)
         used += [(tensor, writes) for tensor in tensors.tensors_in(value)]
     device = checked(name, used)
+    if "nccl" not in dist.get_backend_config(group):
+        return by_gloo(func, values, used)
     batch = getattr(local, "batch", None)
     is_message = name in MESSAGES
     peer = None
@@ -275,6 +288,18 @@ def collective(func, args, kwargs):
         if is_message and key in ("dst", "src") and peer is not None:
             raw[key] = int(value > min(group.rank(), value))
     return queue(communicator, bare_call(func, raw), used, func, values, batch)
+
+
+def by_gloo(func, values, used):
+    """gloo takes tensors on GPUs too, and ranks may share one; its `wait` holds the host up."""
+    key = current_stream(used[0][0].device).key
+    with LOCK:
+        clock = queue_work(key)
+        for tensor, writes in used:
+            tensor.use(key, clock, writes, place())
+    result = func(**tree_map(tensors.bare, values))
+    same = {id(tensor.raw): tensor for tensor, _ in used}
+    return tree_map(lambda value: same.get(id(value), value), result)
 
 
 def is_group(value):

@@ -60,7 +60,8 @@ def judge(name, errors, findings):
     wrong = list(errors)
     wrong += [f"race: {race}" for race in dict.fromkeys(findings.races)]
     wrong += list(dict.fromkeys(findings.foreign))
-    waits, most = findings.syncs.total(), budget(name)
+    waits = findings.syncs.total()
+    most = budget(name)
     if waits > most:
         worst = [f"{count} x {where}" for where, count in findings.syncs.most_common(3)]
         wrong.append(f"{waits} host syncs, {most} are in the budget: " + "; ".join(worst))

@@ -39,7 +39,9 @@ class Findings:
 
 def read(path):
     """Read a log; one that is not there has nothing in it."""
-    found, own, contexts = Findings(), {}, defaultdict(list)
+    found = Findings()
+    own = {}
+    contexts = defaultdict(list)
     lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
     groups = set()
     for line in lines:

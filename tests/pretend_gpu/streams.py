@@ -127,13 +127,15 @@ class Event:
     """A moment on a stream."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
-        self.clock, self.at = {}, None
+        self.clock = {}
+        self.at = None
 
     def record(self, stream=None):
         """Mark the end of what was queued so far."""
         stream = stream or current_stream()
         open_context(stream.device_index)
-        self.clock, self.at = dict(clocks[stream.key]), time.perf_counter()
+        self.clock = dict(clocks[stream.key])
+        self.at = time.perf_counter()
 
     def wait(self, stream=None):
         """Let a stream go on no earlier."""
@@ -163,7 +165,9 @@ class Stream:
             number = native.pretend_new_stream()
             open_context(index)
         self.key = (index, number)
-        self.device, self.device_index, self.stream_id = torch.device("cuda", index), index, number
+        self.device = torch.device("cuda", index)
+        self.device_index = index
+        self.stream_id = number
         self.cuda_stream = number
 
     def __eq__(self, other):

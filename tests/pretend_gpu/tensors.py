@@ -50,7 +50,8 @@ class PretendTensor(torch.Tensor):
         )
 
     def __init__(self, raw, index):
-        self.raw, self.gpu = raw, index
+        self.raw = raw
+        self.gpu = index
         storage = raw.untyped_storage()
         self.block = memory.blocks.get(storage._cdata)
         if self.block is None:
@@ -123,7 +124,9 @@ class PretendTensor(torch.Tensor):
     @data.setter
     def data(self, other):
         torch.Tensor.data.__set__(self, other)  # torch exchanges the shell only
-        self.raw, self.gpu, self.block = other.raw, other.gpu, other.block
+        self.raw = other.raw
+        self.gpu = other.gpu
+        self.block = other.block
 
     def tolist(self):
         """The values; the host waits."""
@@ -230,7 +233,8 @@ def run(func, args, kwargs, index=None):
     if func not in TWO_DEVICES:
         check_devices(facts, gpus, others)
     to_cpu, index, kwargs = target(gpus, kwargs, index)
-    key, where = current(open_context(index)), place()
+    key = current(open_context(index))
+    where = place()
     clock = queue_with(key, gpus)
     if not facts.view:
         for tensor, writes in pretended:

@@ -17,10 +17,12 @@ VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}
 def distances(keys):
     """On each rank: how far each stage ends from stage 1, trained on a stream of its own."""
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
-    single, found = problem.model(0), {}
+    single = problem.model(0)
+    found = {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key in keys:
-        stage, model = ladder.find(key), problem.model(0)
+        stage = ladder.find(key)
+        model = problem.model(0)
         share = (dist.get_rank(), dist.get_world_size()) if stage.splits_batch else (0, 1)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
