@@ -96,6 +96,8 @@ class CommunicationThread:
         """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its
         end.
         """
+        if stream:  # a new thread's GPU is 0, where leaving the stream would open a context
+            torch.cuda.set_device(stream.device)
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
         with together(self.group), torch.no_grad(), on_stream:
             if ready:

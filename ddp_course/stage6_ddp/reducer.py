@@ -142,7 +142,8 @@ class Reducer:
             )
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         dist.broadcast(plan, group_src=0, group=self.group)
-        order, limits = plan.tolist()[: len(self.order)], plan.tolist()[len(self.order) :]
+        numbers = plan.tolist()  # the processor waits for a GPU here, once
+        order, limits = numbers[: len(self.order)], numbers[len(self.order) :]
         self.rebuilt = True
         self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
 

@@ -1,0 +1,46 @@
+"""Install the pretended GPUs into torch, once in each process, when torch has been imported."""
+
+import atexit
+import time
+
+import torch
+
+_keep = []
+
+
+def install():
+    """Make `torch.cuda` and the backend "nccl" work on pretended GPUs."""
+    import torch.distributed  # all of torch is there before it is changed
+    import torch.optim.optimizer as optimizer
+    import torch.utils._foreach_utils as foreach
+
+    from . import cuda, nccl, streams, tensors
+
+    streams.start()
+    cuda.install()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() keeps its parameters
+    for module in (optimizer, foreach):
+        if tensors.PretendTensor not in module._foreach_supported_types:
+            module._foreach_supported_types.append(tensors.PretendTensor)
+    torch.serialization.add_safe_globals([tensors.rebuild])
+    library = torch.library.Library("aten", "IMPL")
+    _keep.append(library)
+    tensors.register(library)
+    nccl.install()
+    warm_up(streams, tensors)
+    atexit.register(
+        time.sleep, 0.1
+    )  # autograd's threads let go of their last tensors: that needs Python
+
+
+def warm_up(streams, tensors):
+    """Run an operation, for which torch imports half a second's worth: once, before any fork."""
+    import os
+
+    log = os.environ.pop("PRETEND_LOG", None)
+    torch.ones(1, device="cuda:0") + 1
+    if log is not None:
+        os.environ["PRETEND_LOG"] = log
+    streams.contexts.clear()
+    streams.clocks.clear()
+    streams.host.clear()

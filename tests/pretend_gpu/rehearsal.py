@@ -1,0 +1,127 @@
+"""`make gpu-rehearsal`: run lessons and solutions to their end on pretended GPUs, and say what
+a real one would punish.
+
+    make gpu-rehearsal    every lesson and solution, on 1, 2, 4 and 8 GPUs
+    make gpu-rehearsal ARGS="--gpus 4 notebooks/00_start_here.ipynb"
+
+A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its
+own GPU, and if the
+processor waits for a GPU at one line of the package more often than `budgets.csv` allows.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+from pretend_gpu import build, environment, read
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGETS = Path(__file__).with_name("budgets.csv")
+COLUMNS = "{:<34}{:>5}{:>9}{:>9}{:>7}{:>7}{:>9}{:>8}  {}"
+
+
+def run(path, gpus, log, timeout=300):
+    """Run a notebook with so many GPUs; return its errors: "cell 3: NameError: …"."""
+    notebook = nbformat.read(path, 4)
+    folder = str(Path(path).resolve().parent)
+    client = nbclient.NotebookClient(
+        notebook, timeout=timeout, allow_errors=True, resources={"metadata": {"path": folder}}
+    )
+    client.create_kernel_manager()
+    try:
+        client.execute(env=environment(gpus, log))
+    except Exception as error:  # the kernel died, or a cell took too long
+        return [f"stopped: {type(error).__name__}: {str(error)[:300]}"]
+    errors = []
+    for number, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", []):
+            tags = cell.metadata.get("tags", [])
+            if output.output_type == "error" and "raises-exception" not in tags:
+                errors.append(f"cell {number}: {output.ename}: {output.evalue[:600]}")
+    return errors
+
+
+def budget(name):
+    """How often the processor may wait in a lesson, with up to 8 GPUs."""
+    with BUDGETS.open(encoding="utf-8") as file:
+        rows = {row["notebook"]: int(row["syncs"]) for row in csv.DictReader(file)}
+    return rows.get(name, 0)
+
+
+def judge(name, errors, findings):
+    """All that fails a run, a line each."""
+    wrong = list(errors)
+    wrong += [f"race: {race}" for race in dict.fromkeys(findings.races)]
+    wrong += list(dict.fromkeys(findings.foreign))
+    waits = findings.syncs.total()
+    most = budget(name)
+    if waits > most:
+        worst = [f"{count} x {where}" for where, count in findings.syncs.most_common(3)]
+        wrong.append(f"{waits} host syncs, {most} are in the budget: " + "; ".join(worst))
+    return wrong
+
+
+def rehearse(path, gpus):
+    """Run one notebook with so many GPUs, print a line of the table, and return what is wrong."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "findings")
+        errors = run(path, gpus, log)
+        findings = read(log)
+    wrong = judge(Path(path).name, errors, findings)
+    busy = sum(size > 4096 for size in findings.peaks.values())
+    most = max(findings.peaks.values(), default=0) / 2**20
+    print(
+        COLUMNS.format(
+            f"{Path(path).parent.name}/{Path(path).stem[:22]}",
+            gpus,
+            findings.communicators,
+            findings.syncs.total(),
+            busy,
+            f"{most:.1f}",
+            len(findings.races),
+            f"{time.perf_counter() - began:.0f} s",
+            "right" if not wrong else "WRONG",
+        ),
+        flush=True,
+    )
+    for line in wrong[:10]:
+        print("    " + line.replace("\n", "\n    "), flush=True)
+    return wrong
+
+
+def counts(text):
+    """Numbers of GPUs: "1,2"."""
+    return [int(number) for number in text.split(",")]
+
+
+def main(arguments=None):
+    """The command; returns 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=counts, default=[1, 2, 4, 8], help="default 1,2,4,8")
+    parser.add_argument("notebooks", nargs="*", help="default: all lessons and solutions")
+    options = parser.parse_args(arguments)
+    if reason := build.why_not():
+        print(f"skipped: {reason}")
+        return 0
+    paths = options.notebooks or sorted(
+        [*ROOT.glob("notebooks/[0-9]*.ipynb"), *ROOT.glob("solutions/[0-9]*.ipynb")]
+    )
+    build.library()
+    names = ("notebook", "GPUs", "NCCL", "waits", "used", "MiB", "races", "time", "")
+    print(COLUMNS.format(*names))
+    wrong = [rehearse(path, gpus) for path in paths for gpus in options.gpus]
+    failed = sum(bool(lines) for lines in wrong)
+    print(f"{len(wrong)} runs, {failed} of them wrong")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
