@@ -3,7 +3,6 @@ import errno
 import json
 import os
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -155,7 +154,6 @@ def test_a_loss_that_is_no_number_is_told_and_not_written():
         ({"device": "cuda:99"}, "GPUs"),
         ({"device_speed": "fast"}, "cannot read the rate"),
         ({"device_speed": "0GFLOP/s"}, "more than zero"),
-        ({"device_speed": "900TFLOP/s"}, "more than this machine's processor carries"),
         ({"link": "soon"}, "cannot read the bandwidth"),
     ],
 )
@@ -195,11 +193,10 @@ def on_devices():
 
 
 def compared(stages=ALL, link="100Mbit"):
-    """Two ranks, five steps on the clock; no speed is asserted."""
-    with patch.object(comparison, "TIMED_STEPS", 5):
-        return compare.run(
-            "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
-        )
+    """Two ranks and six steps in virtual time."""
+    return compare.run(
+        "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
+    )
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
@@ -227,13 +224,10 @@ class NotSlowed(Link):
         super().prepare(world_size)
 
 
-@pytest.mark.alone  # on a full machine the ring takes longer by itself
 def test_a_link_that_is_not_slowed_is_found_out():
-    """The negative control of `step_ms > 0.95 * ideal_ms`; again where the machine was busy
-    elsewhere.
-    """
-    rings = (compared("1,4", NotSlowed("100Mbit"))["stages"][1] for _ in range(5))
-    assert any(ring["step_ms"] < 0.95 * ring["ideal_ms"] for ring in rings)
+    """The negative control of `step_ms > 0.95 * ideal_ms`."""
+    ring = compared("1,4", NotSlowed("100Mbit"))["stages"][1]
+    assert ring["step_ms"] < 0.95 * ring["ideal_ms"]
 
 
 def drawn(lane, *names):
@@ -244,10 +238,12 @@ def drawn(lane, *names):
 
 
 def test_what_is_drawn_is_what_the_bars_say(on_devices):
-    wrong = differing(on_devices)
-    for _ in range(4):  # those once more for which the machine was busy elsewhere
-        wrong = wrong and differing(compared(wrong))
-    assert wrong == []
+    assert differing(on_devices) == []
+
+
+def test_the_complete_class_hides_as_much_as_torchs(on_devices):
+    exposed = {stage["stage"]: stage["communication_ms"] for stage in on_devices["stages"]}
+    assert exposed["6"] == pytest.approx(exposed["torch"]) and exposed["6"] > 0.1
 
 
 def test_a_span_that_is_missing_shows(on_devices):

@@ -91,7 +91,7 @@ class Launch:
 
     def never_began(self) -> bool:
         """Return whether the server ended before there was an agent, so that a new one may try."""
-        return isinstance(self.ending, CutOff) and self.ranks.agent is None
+        return isinstance(self.ending, CutOff) and self.ranks.lost_server()
 
     def outcome(self) -> list:
         """Return the results in rank order, or raise the error that says best what happened."""
