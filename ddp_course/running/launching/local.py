@@ -51,7 +51,7 @@ from .protocol import (
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
-ENDING_SECONDS = 1.0  # a server that has closed its socket has this long to end
+DYING_SECONDS = 1.0  # a server that has closed its socket has this long to end
 STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
 
 
@@ -208,11 +208,11 @@ class Ranks:
         """
         if self.agent is not None or self.server is None:
             return False
-        return self.server.how_it_ended(ENDING_SECONDS) != ""
+        return self.server.how_it_ended(DYING_SECONDS) != ""
 
     def explain(self) -> str:
         """Return why the processes have ended, as far as that is known: "" or lines of text."""
-        patience = ENDING_SECONDS if self.cut_off else 0.0
+        patience = DYING_SECONDS if self.cut_off else 0.0
         server_end = self.server.how_it_ended(patience) if self.server else ""
         return ((server_end or self.agent_end) + self.last_words).rstrip()
 
