@@ -46,10 +46,10 @@ JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument(
-        "--modes", default="hosts,wire", help="default %(default)s; hosts only where possible"
+        "--modes", default="hosts,virtual", help="default %(default)s; hosts only where possible"
     )
     parser.add_argument("--bandwidths", default="100Mbit,200Mbit", help="default %(default)s")
-    parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for wire 8 too")
+    parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for virtual 8 too")
     parser.add_argument("--sizes", default="1,4,16", help="MiB to average (default %(default)s)")
     parser.add_argument(
         "--add", action="store_true", help="keep the rows of earlier runs that this one leaves out"

@@ -44,9 +44,7 @@ def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float)
 def train_with_torch(
     model: nn.Module, batches: Iterable, lr: float, **settings: Any
 ) -> list[float]:
-    """The loop of stage 1 around torch's class; observers see its all-reduces, or ours on a
-    throttled wire.
-    """
+    """The loop of stage 1 around torch's class; observers see its all-reduces."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
     parallel.register_comm_hook(None, observed_all_reduce)

@@ -121,9 +121,7 @@ def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
 @pytest.mark.weekly
 @pytest.mark.parametrize("path", LESSONS[:7], ids=NAMES[:7])
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
-    """Lessons 00 to 06 with ranks that are started anew, as on macOS; links are the throttled wire
-    there.
-    """
+    """Lessons 00 to 06 with ranks that are started anew, as on macOS."""
     (tmp_path / path.name).write_bytes(path.read_bytes())
     done = run_nbval([path.name], tmp_path, cell_seconds=400, DDP_COURSE_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -55,8 +55,8 @@ made slow enough to see. What each place can show:
 
 | opened | what you have there |
 |---|---|
-| on Linux | everything: links by virtual hosts, which slow torch's own collectives too, where the system allows them |
-| on macOS | everything but virtual hosts: a throttled wire slows our stages' messages, not torch's |
+| on Linux | everything, virtual hosts too, where the system allows them (lesson 12) |
+| on macOS | everything but virtual hosts |
 | in Codespaces | as on macOS: containers forbid virtual hosts; take a machine with at least two cores |
 | on Binder | the same with little memory and about one core: set `K = 2` |
 | on Colab, Kaggle | the same on two cores; with a GPU, if you ask for one, which all ranks share; no terminal for `make` |

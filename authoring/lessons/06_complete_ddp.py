@@ -25,10 +25,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch,
-    problems, ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire,
-)  # fmt: skip
+from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch, problems
+from ddp_course import ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
 
 K = 4  # how many ranks; 2 works as well
 

@@ -22,11 +22,9 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link,
-    ShardedOptimizer, allgather, claims, launch, problems, reduce_scatter, show,
-    stage5_bucketed, stage7_sharded, timeline, timing, wire,
-)  # fmt: skip
+from ddp_course import BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer
+from ddp_course import allgather, claims, launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded
+from ddp_course import timeline, timing, wire
 
 K = 4  # how many ranks; 2 works as well
 

@@ -21,10 +21,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Device, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing,
-    wire,
-)  # fmt: skip
+from ddp_course import Device, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing, wire
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
@@ -307,8 +304,8 @@ r"""
 ## What stage 8 adds
 
 `stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out: activations of any
-shape; receives that are posted ahead; it saves W's intermediate results; our core recomputes them; a batch that M does
-not divide; and errors in plain words for lists in which ranks would wait for each other in a circle. It trains like one
+shape; receives that are posted ahead; intermediate results that it saves for W, while our core recomputes them; a batch that M
+does not divide; and errors in plain words for lists in which ranks would wait for each other in a circle. It trains like one
 device:
 """
 

@@ -31,10 +31,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Device, checkpoint, claims, errors, facts, finite, launch, problems, ring_all_reduce, show,
-    stage4_ring, stage5_bucketed, timeline, train,
-)  # fmt: skip
+from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems, ring_all_reduce, show
+from ddp_course import stage4_ring, stage5_bucketed, timeline, train
 
 K = 4  # how many ranks; 2 works as well
 

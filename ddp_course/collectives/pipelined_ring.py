@@ -21,7 +21,7 @@ def pipelined_ring_all_reduce(
     """Stage 4's ring, chunk by chunk in the same order, but each chunk travels as several segments.
 
     A segment is passed on as soon as it is added, while the next one is still on its way. Where
-    ranks cannot have TCP streams of their own (on a GPU, over a throttled wire), it is stage 4's
+    ranks cannot have TCP streams of their own (on a GPU, in virtual time), it is stage 4's
     ring.
     """
     flat = flattened(tensor)

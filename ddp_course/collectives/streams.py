@@ -37,8 +37,8 @@ _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 
 def are_possible(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and the wire not
-    throttled.
+    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and time
+    must be real.
     """
     on_cpu = tensor.device.type == "cpu" and not wire.on_nccl(tensor, group)
     return on_cpu and clocks.own() is None and "MASTER_ADDR" in os.environ

@@ -22,18 +22,19 @@ KEYS = {
 
 def test_modes_that_are_forbidden_are_left_out_and_named(monkeypatch, capsys):
     monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: "not on this island")
-    assert list(bench.usable_modes(["hosts", "wire"])) == ["wire"]
+    assert list(bench.usable_modes(["hosts", "virtual"])) == ["virtual"]
     assert "virtual hosts left out: not on this island" in capsys.readouterr().out
 
 
 def test_the_command_measures_and_writes(tmp_path, capsys):
-    options = "--modes wire --bandwidths 100Mbit --world-sizes 2 --sizes 1 --repeats 1"
+    options = "--modes virtual --bandwidths 100Mbit --world-sizes 2 --sizes 1 --repeats 1"
     assert main(["links", *options.split(), "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench_links.json").read_text())["parts"]["links"]["rows"]
     assert [measured["algorithm"] for measured in rows] == [
         "parameter_server",
         "whole_gradient_ring",
         "ring",
+        "gloo",
     ]
     for measured in rows:
         assert measured.keys() >= KEYS

@@ -22,7 +22,7 @@ from ddp_course.running import wire
 
 
 def without_streams(tensor, group=None):
-    """The pipelined ring as over a throttled wire or on a GPU."""
+    """The pipelined ring as in virtual time or on a GPU."""
     with patch.dict(os.environ):
         del os.environ["MASTER_ADDR"]
         return pipelined_ring_all_reduce(tensor, group)

@@ -22,7 +22,7 @@ def test_the_report_names_what_is_here(capsys):
         "GPUs",
         "jupyterlab",
         "hosts",
-        "wire",
+        "virtual",
         "01, 02",
         torch.__version__,
     ):

@@ -22,7 +22,9 @@ class Stream:
     """A queue of work; `done` is when the last of it will be done."""
 
     def __init__(self, gpu, device=None):
-        self.gpu, self.done = gpu, 0.0
+        self.gpu = gpu
+        self.device = device
+        self.done = 0.0
 
     def record_event(self):
         """Mark the end of what was queued so far."""
@@ -99,6 +101,7 @@ class VirtualGPU:
                 "Stream": lambda device=None: Stream(self),
                 "stream": self.stream,
                 "current_stream": self.current_stream,
+                "set_device": lambda device: None,
             }.items():
                 stack.enter_context(patch.object(torch.cuda, name, mine))
             yield self

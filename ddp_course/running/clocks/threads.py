@@ -167,10 +167,19 @@ class RLock:
         self.__init__()
 
 
+def feeds_a_process(thread: threading.Thread) -> bool:
+    """Whether a thread writes what multiprocessing's queues send to another process, such as a
+    worker of a DataLoader. Such a process has no clock, and whoever waits for it does so in a
+    native call that stands still in virtual time: the thread must not wait for its turn meanwhile.
+    """
+    target = getattr(thread, "_target", None)
+    return getattr(target, "__module__", None) == "multiprocessing.queues"
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread, whose clock begins at that of the one that starts it."""
     parent = own()
-    if parent is None:
+    if parent is None or feeds_a_process(thread):
         plain_start(thread)
         return
     parent.take_turn()

@@ -8,9 +8,9 @@ in between.
                                                          `Device.like`
     links.available()                                    which modes this machine allows, or why not
 
-There are two modes. In "hosts" everything runs unchanged over virtual hosts, torch's own
-collectives too (Linux only). In "wire" our own send and receive wait as long as the link would
-need; torch's collectives do not wait.
+There are two modes. In "virtual" time is virtual: messages are real, and what they take is booked
+on the clocks of both ranks (docs/VIRTUAL_TIME.md). In "hosts" time is real, and everything runs
+unchanged over virtual hosts (Linux only).
 """
 
 from ..presets import LINKS
