@@ -22,9 +22,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer
-from ddp_course import allgather, claims, launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded
-from ddp_course import timeline, timing, wire
+from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, allgather, claims
+from ddp_course import launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded, timeline, timing, wire
 
 K = 4  # how many ranks; 2 works as well
 
@@ -176,7 +175,7 @@ model: DDP, the three above, the course's complete `ShardedOptimizer` and `Fully
 
 # %% three-ways
 def ddp(model):
-    return BucketedDDP(model, bucket_cap_mb=0.25), torch.optim.Adam(model.parameters())
+    return stage5_bucketed.BucketedDDP(model, bucket_cap_mb=0.25), torch.optim.Adam(model.parameters())
 
 
 def stage7(model):
