@@ -35,7 +35,7 @@ define run_tests
 	$(RUN) -m "not weekly" --last-failed --last-failed-no-failures none tests;; esac
 endef
 
-test: setup  ## whether a change holds, in nine minutes; or make test ARGS=FILE
+test: setup  ## whether a change holds, in ten minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
 	$(call run_tests,not slow)
 else

@@ -57,15 +57,14 @@ def run(
 ) -> dict:
     """Train with every stage on the same global batches and return the results, ready for JSON.
 
-    Without GPUs the ranks compute on emulated devices, slow enough for this machine to time them
-    exactly: `device` may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for
-    the processor as it is. `link` is a `Link`, a bandwidth with `latency` and `link_mode`, or None;
-    "auto" is a bandwidth that fits the device, and None on GPUs, which have links of their own. On
-    emulated devices the first steps are timed, and losses and weights come from a run of all steps
-    without devices and links. `options`: `global_batch` (samples), `lr`, `seed`, `bucket_cap_mb`
-    (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
-    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress`
-    shows a bar. Ranks of torchrun all call this, without emulation, and train each stage. Raises
+    Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
+    `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
+    `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is a bandwidth that fits the
+    device, and None on GPUs, which have links of their own. `options`: `global_batch` (samples),
+    `lr`, `seed`, `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough
+    that the default model fills several), `parameters` (of bytes and synthetic), `timeout` (seconds
+    per launch). `progress` shows a bar. Ranks of torchrun all call this, without emulation, and
+    train each stage. Raises
     ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages

@@ -145,11 +145,13 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         picture,
         axes,
     ):
-        picture.kind = "measured; counted; formulas derived"  # Each panel's title says its own.
+        kind = kind_of_time(results)
+        # Each panel's title says its own kind.
+        picture.kind = f"losses measured; times {kind}; counted; formulas derived"
         draw_losses(axes[0, 0], stages)
-        draw_step_times(axes[0, 1], stages)
+        draw_step_times(axes[0, 1], stages, kind)
         draw_traffic(axes[1, 0], stages)
-        draw_stage_timelines(axes[1, 1], stages)
+        draw_stage_timelines(axes[1, 1], stages, kind)
         emulated = results.get("emulated_device")
         device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
         where = (
@@ -193,7 +195,16 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.
 
 
-def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
+def kind_of_time(results: dict[str, Any]) -> str:
+    """Where the times of a comparison come from: virtual time, unless real devices or virtual
+    hosts were measured.
+    """
+    link = results["link"] or {}
+    is_virtual = link.get("mode") == "virtual" or (not link and results["emulated_device"])
+    return "virtual time" if is_virtual else "measured"
+
+
+def draw_step_times(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:
     """A bar per stage: compute, then communication that was not hidden; a mark across it is the
     prediction.
     """
@@ -214,7 +225,7 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
         axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
     name_rows(axes, [stage["label"] for stage in stages])
     axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
-    axes.set_title("Step time (measured): compute, and waiting for others")
+    axes.set_title(f"Step time ({kind}): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
     axes.barh(0, 0, label="communication not hidden", **hatched | {"edgecolor": "#777777"})
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
@@ -268,7 +279,7 @@ def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.legend(loc="upper right")
 
 
-def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
+def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:
     """One step of every stage, a lane per rank; the lower half of a lane is its communication
     thread.
     """
@@ -282,7 +293,7 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.set_yticks(ticks, [stage["label"] for stage in stages])
     axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
-    axes.set_title("One step of every stage, a lane per rank (measured)")
+    axes.set_title(f"One step of every stage, a lane per rank ({kind})")
     handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
     axes.legend(
         handles,
