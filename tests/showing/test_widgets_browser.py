@@ -38,6 +38,7 @@ CELLS = {
     "kept": "%%ranks\nprint(kept + 2)",
     "stop": "%ranks stop",
 }
+EXPLORERS = ("ring", "alpha beta", "buckets")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         is_legible(cells["diff"], cells["table"])
         cells["kept"].scroll_into_view_if_needed()
         cells["kept"].get_by_text("[rank 1] 43").wait_for()
-        for name in ("ring", "alpha beta", "buckets"):
+        for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
@@ -213,7 +214,7 @@ def run_all(page):
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
         "n => document.querySelectorAll('.jp-Notebook .jp-OutputArea-output img').length >= n",
-        arg=4,
+        arg=len(EXPLORERS),
         timeout=90_000,
     )
     page.wait_for_function(
