@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from ..running import communication, wire
 from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
 from .parts import PartOfParameter, refuse_with
@@ -114,14 +114,15 @@ class Flat:
         parameter.grad = None
 
     def average(self, group=None):
-        """Reduce-scatter the gradients and keep this rank's chunk for `hand_out_averages`; return
-        the message if it is on a GPU.
+        """Reduce-scatter the gradients and keep this rank's chunk for `hand_out_averages`.
+
+        On a GPU the message is returned: whoever waits for it holds its memory until then.
         """
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
         message, self.gradient, self.places = self.gradient, None, {}
         self.averages = chunks[self.index].clone()
-        return message if message.is_cuda else None
+        return message if communication.is_queued(message.device) else None
 
     def hand_out_averages(self):
         """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed
