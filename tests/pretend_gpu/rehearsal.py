@@ -7,6 +7,7 @@ a real one would punish.
 A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its
 own GPU, and if the
 processor waits for a GPU at one line of the package more often than `budgets.csv` allows.
+The table of all runs is results/gpu_rehearsal.csv.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from pretend_gpu import build, environment, read
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = Path(__file__).with_name("budgets.csv")
-COLUMNS = "{:<34}{:>5}{:>9}{:>9}{:>7}{:>7}{:>9}{:>8}  {}"
+TABLE = ROOT / "results" / "gpu_rehearsal.csv"
+NAMES = ("notebook", "GPUs", "NCCL", "waits", "used", "MiB", "races", "seconds", "verdict")
+COLUMNS = "{:<44}{:>5}{:>7}{:>7}{:>6}{:>7}{:>7}{:>9}  {}"
 
 
 def run(path, gpus, log, timeout=300):
@@ -59,7 +62,7 @@ def judge(name, errors, findings):
     """All that fails a run, a line each."""
     wrong = list(errors)
     wrong += [f"race: {race}" for race in dict.fromkeys(findings.races)]
-    wrong += list(dict.fromkeys(findings.foreign))
+    wrong += list(dict.fromkeys(findings.foreign + findings.late))
     waits = findings.syncs.total()
     most = budget(name)
     if waits > most:
@@ -69,32 +72,43 @@ def judge(name, errors, findings):
 
 
 def rehearse(path, gpus):
-    """Run one notebook with so many GPUs, print a line of the table, and return what is wrong."""
+    """Run one notebook with so many GPUs; return a row of the table, and what is wrong."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "findings")
         errors = run(path, gpus, log)
         findings = read(log)
     wrong = judge(Path(path).name, errors, findings)
-    busy = sum(size > 4096 for size in findings.peaks.values())
-    most = max(findings.peaks.values(), default=0) / 2**20
-    print(
-        COLUMNS.format(
-            f"{Path(path).parent.name}/{Path(path).stem[:22]}",
-            gpus,
-            findings.communicators,
-            findings.syncs.total(),
-            busy,
-            f"{most:.1f}",
-            len(findings.races),
-            f"{time.perf_counter() - began:.0f} s",
-            "right" if not wrong else "WRONG",
-        ),
-        flush=True,
-    )
+    verdict = "WRONG" if wrong else "right"
+    row = {
+        "notebook": f"{Path(path).parent.name}/{Path(path).stem}",
+        "GPUs": gpus,
+        "NCCL": findings.communicators,
+        "waits": findings.syncs.total(),
+        "used": sum(size > 4096 for size in findings.peaks.values()),
+        "MiB": round(max(findings.peaks.values(), default=0) / 2**20, 1),
+        "races": len(findings.races),
+        "seconds": round(time.perf_counter() - began),
+        "verdict": verdict,
+    }
+    print(COLUMNS.format(*row.values()), flush=True)
     for line in wrong[:10]:
         print("    " + line.replace("\n", "\n    "), flush=True)
-    return wrong
+    return row, wrong
+
+
+def write(rows):
+    """Put rows into the table of all runs, each in the place of an older one."""
+    table = {}
+    if TABLE.exists():
+        with TABLE.open(encoding="utf-8", newline="") as file:
+            table = {(row["notebook"], row["GPUs"]): row for row in csv.DictReader(file)}
+    for row in rows:
+        table[row["notebook"], str(row["GPUs"])] = row
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, NAMES, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table[key] for key in sorted(table))
 
 
 def counts(text):
@@ -115,11 +129,13 @@ def main(arguments=None):
         [*ROOT.glob("notebooks/[0-9]*.ipynb"), *ROOT.glob("solutions/[0-9]*.ipynb")]
     )
     build.library()
-    names = ("notebook", "GPUs", "NCCL", "waits", "used", "MiB", "races", "time", "")
-    print(COLUMNS.format(*names))
-    wrong = [rehearse(path, gpus) for path in paths for gpus in options.gpus]
-    failed = sum(bool(lines) for lines in wrong)
-    print(f"{len(wrong)} runs, {failed} of them wrong")
+    print(COLUMNS.format(*NAMES))
+    failed = 0
+    for path in paths:
+        done = [rehearse(path, gpus) for gpus in options.gpus]
+        failed += sum(bool(wrong) for _, wrong in done)
+        write([row for row, _ in done])
+    print(f"{len(paths) * len(options.gpus)} runs, {failed} of them wrong")
     return 1 if failed else 0
 
 
