@@ -59,7 +59,7 @@ class Transfers:
         return transfer.tensor
 
     def post_next(self, rank):
-        """Begin to receive the next message from `rank`, if its form is known: it may come early."""
+        """Begin to receive the next message from `rank`, which may come early, if it is known."""
         if self.expected[rank] and self.expected[rank][0].cut in self.forms:
             self.post_receive(rank)
 
