@@ -71,9 +71,9 @@ def copied(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float
     inputs, _ = next(job.batches())
     with torch.no_grad():
         outputs = model(inputs)
-    sizes: list[float] = [parameter.nbytes for parameter in model.parameters()] * 2
-    sizes += [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
-    copies_s = sum(costs.message(nbytes) for nbytes in sizes)
+    wholes = [parameter.nbytes for parameter in model.parameters()] * 2
+    shards = [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
+    copies_s = sum(costs.message(nbytes) for nbytes in [*wholes, *shards])
     return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
 
 
