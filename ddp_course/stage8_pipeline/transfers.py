@@ -43,6 +43,9 @@ class Transfers:
         self.expected = [self.sent_here(instructions) for instructions in schedule]
         if wire.on_nccl(inputs[0], group):
             self.connect(schedule)
+        for rank in range(len(schedule)):
+            if rank != self.rank:
+                self.post_next(rank)
 
     def connect(self, schedule):
         """Make this rank's groups of two before the first message: both ranks wait for each other
@@ -71,14 +74,18 @@ class Transfers:
         while result not in self.arriving:
             self.post_receive(rank)
         transfer = self.arriving.pop(result)
-        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
-            self.post_receive(rank)  # the next message may come early
+        self.post_next(rank)
         with wire.span("wait"):
             transfer.wait()
         sent = self.leaving.pop(Activation(result.microbatch, result.cut), None)
         if sent is not None:
             sent.wait()  # its gradient has arrived, so the activation has, too
         return transfer.tensor
+
+    def post_next(self, rank):
+        """Begin to receive the next message from `rank`, which may come early, if it is known."""
+        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
+            self.post_receive(rank)
 
     def post_receive(self, rank):
         """Begin to receive the next message from `rank`; before the first over a cut, its form."""
