@@ -21,6 +21,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ddp_course import show, theory, timing
@@ -28,6 +29,7 @@ from ddp_course.running.files import course_folder
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 FOLDER = Path("runs")  # where the runs write
+DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each rank, or the processor
 
 # %% [markdown]
 r"""
@@ -64,7 +66,7 @@ so a run that goes on after a kill sees the same data.
 def torchrun(name, ranks=K, options="", resume=False):
     if not resume:
         shutil.rmtree(FOLDER / name, ignore_errors=True)
-    command = f"torchrun --standalone --nproc-per-node={ranks} {script} {FOLDER / name} {options}"
+    command = f"torchrun --standalone --nproc-per-node={ranks} {script} {FOLDER / name} --device {DEVICE} {options}"
     print("exit code", show.command(command)[0])
     written = FOLDER / name / "run.json"
     return json.loads(written.read_text()) if written.exists() else None
@@ -90,7 +92,7 @@ and the all-reduce of as many bytes as there are gradients. A model of few bucke
 # %% two-numbers
 alone = torchrun("alone", 1, "--wrap none")
 nbytes = 4 * alone["parameters"]
-average_s = timing.time_collective(dist.all_reduce, nbytes, K)
+average_s = timing.time_collective(dist.all_reduce, nbytes, K, device=DEVICE)
 predicted = alone["step_s"] + average_s
 print(
     f"computing {1000 * alone['step_s']:.0f} ms + all-reduce {1000 * average_s:.0f} ms = {1000 * predicted:.0f} ms predicted"
@@ -98,7 +100,10 @@ print(
 
 # %% [markdown]
 r"""
-## Run
+## Run, on your GPUs
+
+If there are K GPUs, each rank of these runs trains on its own, and NCCL carries the gradients; the model of the template is
+too small to gain by that, so give it more layers. Without, K processes share the processor. The figure says which it was.
 
 First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
 ranks on one machine slow each other down.
@@ -113,7 +118,7 @@ times = {"predicted": predicted, "no messages": runs["none"]["step_s"], "DDP": r
 gap = times["DDP"] / predicted - 1
 show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)",
           f"DDP's step is {abs(gap):.0%} {'longer' if gap > 0 else 'shorter'} than predicted", form="{:.0f}",
-          kind="measured; predicted is derived")  # fmt: skip
+          kind=f"measured on {runs['ddp']['devices']}; predicted derived")  # fmt: skip
 
 # %% [markdown]
 r"""
