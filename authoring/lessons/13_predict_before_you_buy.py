@@ -203,16 +203,16 @@ shows what was published. (With recomputing, the forward pass is run again befor
 """
 
 # %% one-run
-row = next(row for row in facts.rows("transformer_throughput") if row["model"] == "MPT-7b" and row["gpus"] == 8 and row["seq"] == 2048)
-weights, tokens = 12 * 4096**2, row["micro_batch"] * row["seq"]
-forward, backward = passes(weights, 4096, tokens, row["seq"])
-layer = fsdp_layer(forward, backward + forward * (row["recompute"] == "full"), weights, 8, 0.79 * 300e9)
-whole = predict(**row)
+run = next(run for run in facts.rows("transformer_throughput") if run["model"] == "MPT-7b" and run["gpus"] == 8 and run["seq"] == 2048)
+weights, tokens = 12 * 4096**2, run["micro_batch"] * run["seq"]
+forward, backward = passes(weights, 4096, tokens, run["seq"])
+layer = fsdp_layer(forward, backward + forward * (run["recompute"] == "full"), weights, 8, 0.79 * 300e9)
+whole = predict(**run)
 print(f"two functions {tokens / 32 / layer:,.0f} tokens/s per GPU, the whole model {whole.tokens_per_s_per_gpu:,.0f} (derived)")
 
 # %% one-run-published
-print(f"measured {row['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
-      f"{tokens / 32 / layer / row['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / row['tokens_per_s_per_gpu'] - 1:+.0%}")  # fmt: skip
+print(f"measured {run['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
+      f"{tokens / 32 / layer / run['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / run['tokens_per_s_per_gpu'] - 1:+.0%}")  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -1,4 +1,4 @@
-"""`ddp-course lab DIR`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
+"""`ddp-course lab [DIR]`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
 
 What you changed there stays as it is, also when the course has been updated since; what you did not
 touch is renewed. A notebook counts as changed when the source of a cell is: opening, running and
@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..running.files import course_folder, replace_file
+from ..running.learners_copy import RECORD
+from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
@@ -25,9 +27,6 @@ letters can be read. */
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
 }"""
-RECORD = (  # This file records the copies: {path: SHA-256 of the course's version}.
-    ".ddp-course.json"
-)
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
@@ -39,7 +38,12 @@ SETTINGS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="where your copies are, or shall be"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("work"),
+        metavar="DIR",
+        help="where your copies are, or shall be (default: work)",
     )
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument(
@@ -49,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """The command itself."""
+    if str(args.folder).startswith("-"):  # ddp-course lab -- --no-browser
+        args.options.insert(0, str(args.folder))
+        args.folder = Path("work")
     folder = args.folder.resolve()
     for path in bring(folder):
         print(
@@ -56,11 +63,12 @@ def main(args: argparse.Namespace) -> None:
             " yours"
         )
     if args.no_open:
-        print(
-            f"lessons and exercises are in {args.folder}; open them with: ddp-course lab"
-            f" {args.folder}"
-        )
+        print(f"Lessons and exercises are in {args.folder}, and what you change there stays.")
+        print(f"Next: {as_typed(f'lab {args.folder}')} opens them in JupyterLab.")
         return
+    print(f"Your copies of the course are in {folder}, and what you change there stays.")
+    print("The browser opens at lesson 00; Ctrl-C ends the lab. Next, in a terminal of the lab:")
+    print("ddp-course check says what you have solved.", flush=True)
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
@@ -76,6 +84,7 @@ def main(args: argparse.Namespace) -> None:
     fixed += [
         "--LabApp.news_url=None",
         "--LabApp.custom_css=True",
+        "--ServerApp.log_level=WARN",
     ]  # Without an address JupyterLab asks for no news.
     fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
     if (
