@@ -34,10 +34,11 @@ class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among
     the task's points}.
 
-    `draw(random, hidden)` gives keyword arguments; `hidden` is always true. `probe(*answers,
-    **inputs)` runs on each of `ranks` ranks and yields (part, case, value); without it `draw`
-    yields (part, case, arguments). Numbers may differ by `bound` times the largest. `forbidden` are
-    dotted names of functions that an answer must not call. The values of `secret` parts are not
+    `draw(random)` gives keyword arguments: what the task asks for is in every draw, and chance only
+    adds to it. `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case,
+    value); without it `draw` yields (part, case, arguments). Numbers may differ by
+    `bound` times the largest. `forbidden` are dotted names of functions that an answer must not
+    call. The values of `secret` parts are not
     told; `hang` is the hint if ranks wait for ever; an attempt may take `seconds`.
     """
 
@@ -60,7 +61,7 @@ class Task:
 
     def inputs(self, seed: int) -> dict[str, Any]:
         """The inputs that are drawn from a seed."""
-        drawn = self.draw(random.Random(f"{seed} {self.number}"), True)
+        drawn = self.draw(random.Random(f"{seed} {self.number}"))
         return {"rows": list(drawn)} if isinstance(drawn, Iterator) else drawn
 
 

@@ -54,9 +54,9 @@ def completeness(steps, about):
     yield "complete", f"{about}, micro-batches that go backward before they went forward", early
 
 
-def draw_stages(random, hidden):
+def draw_stages(random):
     """(stage, stages, micro-batches) for every stage of some pipelines, one of eight stages among
-    them if `hidden`.
+    them.
     """
     shapes = [
         (4, 8),
@@ -64,7 +64,7 @@ def draw_stages(random, hidden):
         (2, random.randrange(3, 7)),
         (4, 2),
         (1, 3),
-        *[(8, random.randrange(8, 20))] * hidden,
+        (8, random.randrange(8, 20)),
     ]
     return {"cases": [(stage, stages, m) for stages, m in shapes for stage in range(stages)]}
 
@@ -116,7 +116,7 @@ class Bubble:
     stages (S-1)/(M+S-1).
     """
 
-    def draw(random, hidden):
+    def draw(random):
         equal = [
             ([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33))
             for _ in range(3)
@@ -144,8 +144,8 @@ def letters(schedule, stages, micro_batches):
 class MostHeld:
     """The most micro-batches at any time that went forward and not yet backward."""
 
-    def draw(random, hidden):
-        cases = draw_stages(random, hidden)["cases"]
+    def draw(random):
+        cases = draw_stages(random)["cases"]
         schedules = (gpipe, one_forward_one_backward)
         usual = [
             letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules
@@ -207,14 +207,14 @@ class Schedule:
     ticks at best.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         return {
             "cases": [
                 (2, 4),
                 (4, 8),
                 (3, random.randrange(3, 12)),
                 (4, 4),
-                *([(8, 16)] if hidden else []),
+                (8, 16),
             ]
         }
 
@@ -291,11 +291,9 @@ def played(random, name, stages, count, slow):
 class WhichSchedule:
     """Three schedules and a slow stage, read from their timelines."""
 
-    def draw(random, hidden):
+    def draw(random):
         cases = []
-        for name in random.sample(
-            [*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)
-        ):
+        for name in random.sample([*SCHEDULES] * 4, len(SCHEDULES) * 4):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
             cases.append(played(random, name, stages, random.randrange(stages, stages + 4), slow))
@@ -357,7 +355,7 @@ class StageOfThree:
 class StageWithMessages:
     """Activations go right, their gradients come back, and the loss is a mean over micro-batches."""
 
-    def draw(random, hidden):
+    def draw(random):
         return {
             "weights": tensors(random, 3, 5, 5),
             "inputs": tensors(random, 4, 3, 5),

@@ -18,7 +18,7 @@ RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 class MySlices:
     """Rows of both halves and the columns that belong to them, split evenly over the ranks."""
 
-    def draw(random, hidden):
+    def draw(random):
         shapes = [
             (8, 4, 2),
             (12, 5, 4),
@@ -60,7 +60,7 @@ class EnterAndLeave:
     backward.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         return {
             "x": torch.randn(4, 5, generator=generator),
@@ -92,7 +92,7 @@ class EnterAndLeave:
 class MeshToMend:
     """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
 
-    def draw(random, hidden):
+    def draw(random):
         sizes = [
             (2, 1, 2),
             (4, 1, 1),
@@ -119,7 +119,7 @@ class MeshToMend:
 class Plan:
     """The shortest step of all plans that fit."""
 
-    def draw(random, hidden):
+    def draw(random):
         jobs = []
         for gpus in (8, 16, 32, 64, 64, 128):
             jobs.append(
@@ -197,7 +197,7 @@ class CountedCollectives:
 class SequenceParallel:
     """Gather is an allgather forward and a reduce-scatter backward; Scatter the other way round."""
 
-    def draw(random, hidden):
+    def draw(random):
         kinds = {"dtype": torch.float64}
         return {
             "x": tensors(random, 3, 2, 4, **kinds),

@@ -26,8 +26,8 @@ HIERARCHICAL = tuple(
 class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
 
-    def draw(random, hidden):
-        lengths = (12, 35, 64, *([1] if hidden else []))
+    def draw(random):
+        lengths = (12, 35, 64, 1)
         return {
             "values": {
                 f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths
@@ -62,7 +62,7 @@ class Foresee:
     one.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         cases = [
             (
                 random.randrange(2, 60) * 1e-6,
@@ -70,7 +70,7 @@ class Foresee:
                 random.randrange(1, 60) * 2**16,
                 size,
             )
-            for size in (8, 64, *([1024, 3] if hidden else []))
+            for size in (8, 64, 1024, 3)
         ]
         return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
 
@@ -155,9 +155,9 @@ LOOK = {
 class WhyNoFaster:
     """The one cause for which two nodes are no faster than one, from a log of both."""
 
-    def draw(random, hidden):
+    def draw(random):
         causes = random.sample([*LOOK] * 2, 2 * len(LOOK))
-        sizes = (2, 4, 8, *([16] * hidden))
+        sizes = (2, 4, 8, 16)
         for number, cause in enumerate(causes):
             size = random.choice(sizes)
             part = (
