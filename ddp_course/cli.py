@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"ddp-course {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    wanted = next((word for word in arguments[:1] if not word.startswith("-")), None)
+    wanted = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     commands = {
         name: subparsers.add_parser(name, help=help_text, description=help_text)
         for name, help_text in COMMANDS.items()

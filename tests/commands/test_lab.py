@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ddp_course import cli
-from ddp_course.commands import lab
+from ddp_course.commands import as_typed, lab
 
 
 @pytest.fixture
@@ -82,3 +82,18 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(course, tmp_path
     assert capsys.readouterr().err.startswith("ddp-course: [Errno 20] Not a directory: ")
     assert cli.main(["lab", str(tmp_path / "mine"), "--no-open"]) == 0
     assert "ddp-course lab" in capsys.readouterr().out
+
+
+def test_without_a_folder_copies_go_to_work(course, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["lab", "--no-open"]) == 0
+    assert (tmp_path / "work" / "notebooks" / "00_start_here.md").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Next: ")
+
+
+def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypatch):
+    monkeypatch.setattr("sys.argv", [".venv/bin/ddp-course"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert as_typed("lab") == ".venv/bin/ddp-course lab"
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/ddp-course")
+    assert as_typed("lab") == "ddp-course lab"
