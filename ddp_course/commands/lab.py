@@ -22,11 +22,17 @@ from . import as_typed
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
-letters can be read. */
+letters can be read, and the title of a slider stands above it. In the dark, figures are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
-}"""
+}
+@media (max-width: 500px) {
+  .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
+  .jp-OutputArea-output .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
+  .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
+}
+[data-jp-theme-light="false"] .jp-OutputArea-output img { filter: invert(.93) hue-rotate(180deg); }"""
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
@@ -114,6 +120,9 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
+    os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(
+        home / "workspaces"
+    )  # Each copy has its own tabs.
     folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
 
@@ -165,8 +174,13 @@ def course_files() -> Iterator[tuple[str, Path]]:
 
 
 def without_outputs(content: bytes) -> bytes:
-    """The notebook without its outputs."""
+    """The notebook without its outputs, and with the Python that will run it: what JupyterLab
+    adds when a notebook is opened would make it one with unsaved changes.
+    """
+    from ipykernel.ipkernel import IPythonKernel  # It takes a while to load.
+
     notebook = json.loads(content)
+    notebook["metadata"]["language_info"] = IPythonKernel.language_info
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell.update(outputs=[], execution_count=None)
