@@ -22,17 +22,20 @@ from . import as_typed
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
-letters can be read, and the title of a slider stands above it. In the dark, figures are dark too. */
+letters can be read, and the title of a slider stands above it. In the dark,
+figures are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
 }
 @media (max-width: 500px) {
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
-  .jp-OutputArea-output .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
+  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
-[data-jp-theme-light="false"] .jp-OutputArea-output img { filter: invert(.93) hue-rotate(180deg); }"""
+[data-jp-theme-light="false"] .jp-OutputArea-output img {
+  filter: invert(.93) hue-rotate(180deg);
+}"""
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},

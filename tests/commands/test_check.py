@@ -76,7 +76,7 @@ def test_outside_a_copy_nothing_is_kept_and_the_way_in_is_said(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     check("4.1", rung_of_the_ring)
     assert list(tmp_path.iterdir()) == []
-    assert cli.main(["check"]) == 1
+    assert cli.main(["check"]) == 2
     assert "ddp-course lab" in capsys.readouterr().err
 
 
