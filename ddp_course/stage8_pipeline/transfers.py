@@ -33,6 +33,9 @@ class Transfers:
         self.arriving = {}  # {result: transfer}
         self.leaving = {}  # {result: transfer}
         self.expected = [self.sent_here(instructions) for instructions in schedule]
+        for rank in range(len(schedule)):
+            if rank != self.rank:
+                self.post_next(rank)
 
     def sent_here(self, instructions):
         """The results of a rank's instructions that this rank needs, in the order of sending."""
@@ -47,14 +50,18 @@ class Transfers:
         while result not in self.arriving:
             self.post_receive(rank)
         transfer = self.arriving.pop(result)
-        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
-            self.post_receive(rank)  # the next message may come early
+        self.post_next(rank)
         with wire.span("wait"):
             transfer.wait()
         sent = self.leaving.pop(Activation(result.microbatch, result.cut), None)
         if sent is not None:
             sent.wait()  # its gradient has arrived, so the activation has, too
         return transfer.tensor
+
+    def post_next(self, rank):
+        """Begin to receive the next message from `rank`, which may come early, if it is known."""
+        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
+            self.post_receive(rank)
 
     def post_receive(self, rank):
         """Begin to receive the next message from `rank`; before the first over a cut, its form."""
