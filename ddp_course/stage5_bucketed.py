@@ -152,7 +152,8 @@ class BucketedDDP(torch.nn.Module):
         with wire.span("wait"):
             for wait in self.waits:
                 wait()
-        check_complete(self)
+        unused = sum(len(bucket.missing) for bucket in self.buckets)
+        refuse(unused, f"{unused} parameters got no gradient in this pass; stage 6 allows that")
         self.start_over()
 
     def __reduce_ex__(self, protocol):
@@ -178,7 +179,7 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
     return losses
 
 
-# What stage 5 cannot do is refused: other ranks would wait for ever, or train something else.
+# Guards: other ranks would wait for ever, or train something else.
 
 
 def check_model(module, group):
@@ -195,43 +196,37 @@ def check_model(module, group):
         raise ValueError("the ranks' models have parameters of different shapes")
 
 
+def refuse(wrong, words):
+    """Raise RuntimeError with these `words` if something is `wrong`."""
+    if wrong:
+        raise RuntimeError(words)
+
+
 @uncompiled
 def check_pass(wrapper):
     """Raise RuntimeError after an exception in backward, and if there are other parameters now."""
-    if wrapper.waits:
-        raise RuntimeError(
-            "the last backward pass was cut short by an exception: other ranks may wait for it."
-            " Start all again"
-        )
-    trainable = {p for p in wrapper.module.parameters() if p.requires_grad}
-    if trainable != wrapper.bucket_of.keys():
-        raise RuntimeError(
-            "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew"
-        )
+    refuse(
+        wrapper.waits,
+        "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
+        " all again",
+    )
+    refuse(
+        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
+        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
+    )
 
 
 def check_gradient(parameter, bucket):
-    """Raise RuntimeError unless this is the first gradient in this pass, and a tensor of numbers
-    alone.
-    """
-    if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
-        raise RuntimeError(
-            "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped"
-        )
-    if vars(parameter).setdefault("bucket", id(bucket)) != id(bucket):
-        raise RuntimeError(
-            "two wrappers average the same parameter: wrap it once, and let go of older wrappers"
-        )
-    if parameter not in bucket.missing:
-        raise RuntimeError(
-            "a gradient was computed twice in one backward pass; stage 6 has static_graph for that"
-        )
-
-
-def check_complete(wrapper):
-    """Raise RuntimeError if a parameter got no gradient in the pass that ends."""
-    unused = sum(len(bucket.missing) for bucket in wrapper.buckets)
-    if unused:
-        raise RuntimeError(
-            f"{unused} parameters got no gradient in this backward pass; stage 6 allows that"
-        )
+    """Raise RuntimeError unless this is the parameter's first gradient in this pass, and dense."""
+    refuse(
+        parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
+        "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
+    )
+    refuse(
+        vars(parameter).setdefault("bucket", id(bucket)) != id(bucket),
+        "two wrappers average the same parameter: wrap it once, and let go of older wrappers",
+    )
+    refuse(
+        parameter not in bucket.missing,
+        "a gradient was computed twice in one backward pass; stage 6 has static_graph for that",
+    )
