@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup compare test test-rest test-all test-quick lab gpu bench notebooks site lint clean
+.PHONY: help setup compare test test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -61,6 +61,9 @@ lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and 
 
 gpu: setup  ## what can only be seen on GPUs: right, safe, fast?
 	$(BIN)/python -m benchmarks gpu $(ARGS)
+
+gpu-rehearsal: setup  ## every lesson and solution on 1, 2, 4 and 8 pretended GPUs
+	PYTHONPATH=tests $(BIN)/python -m pretend_gpu.rehearsal $(ARGS)
 
 bench: setup  ## measure speed ratios side by side: make bench ring
 	$(BIN)/python -m benchmarks $(BENCHMARK) $(ARGS)

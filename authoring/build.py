@@ -37,7 +37,6 @@ from ddp_course import ladder
 from ddp_course.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PRISTINE = "ddp_grading/pristine"
 PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {
@@ -108,9 +107,6 @@ def build_all(root, only=None):
         else:
             given = opened(exercise(source, False), "exercises", source)
             built[root / "exercises" / f"{topic}.ipynb"] = given
-            built[root / PRISTINE / f"{topic}.ipynb"] = (
-                given  # The grader starts from this unsolved copy.
-            )
             built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
     return built
 
@@ -156,9 +152,13 @@ def exercise(source, solved):
             task = f"{named[2]}.{named[3]}" if named else None
             where = f"{source.name}, cell {cell.id}"
             message = f"Exercise {task}: {title.get(task, 'your turn')}"
-            cell.source = without_regions(cell.source, where, solved, message)
+            marked = cell.source
+            cell.source = without_regions(marked, where, solved, message)
             if named:
                 mark_for_grading(cell, named[1], task, where)
+            given = without_regions(marked, where, False, message)
+            if given != cell.source:  # The grader starts from what was given out.
+                cell.metadata.setdefault("ddp_course", {})["given"] = given
     check_tasks(cells, source)
     made = notebook_of(cells)
     made.metadata["ddp_course"] = {"exercise": int(source.name[:2])}
@@ -400,7 +400,7 @@ def report_differences(root, built, complete):
         page = root / "docs" / "MAP.md"
         if page.exists() and map_of_files(root) != page.read_text():
             wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
-        for folder in ("notebooks", "exercises", "solutions", PRISTINE):
+        for folder in ("notebooks", "exercises", "solutions"):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [
                 f"{folder}/{path.name} has no source in authoring/lessons"
@@ -419,7 +419,7 @@ def execute_all(root, built):
     """Run all lessons and solutions, print the time of each; return 1 if one failed."""
     failed = False
     for path, notebook in built.items():
-        if path.parent.name in ("exercises", "pristine"):
+        if path.parent.name == "exercises":
             continue  # Unsolved exercises raise errors.
         start = time.perf_counter()
         problem = execute(notebook, path, root)

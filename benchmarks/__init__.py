@@ -13,4 +13,5 @@ BENCHMARKS = (
     "grade",
     "gpu",
     "predictions",
+    "virtual_time",
 )

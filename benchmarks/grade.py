@@ -18,7 +18,7 @@ import psutil
 
 from ddp_course.running.linux import usable_cores
 from ddp_grading.grader import grade
-from ddp_grading.submissions import PRISTINE, find_submissions, load_exercises
+from ddp_grading.submissions import find_submissions, load_exercises
 
 from .harness import Benchmark, Part, Promise
 
@@ -110,10 +110,11 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
     """`count` learners: of each five one has handed in nothing, two something wrong, two the
     solution.
     """
-    (path,) = (Path(__file__).resolve().parents[1] / "solutions").glob(f"{exercise:02d}_*.ipynb")
+    root = Path(__file__).resolve().parents[1]
+    (path,) = (root / "solutions").glob(f"{exercise:02d}_*.ipynb")
     for number in range(count):
         kind = number % 5
-        source = PRISTINE / path.name if kind == 0 else path
+        source = root / "exercises" / path.name if kind == 0 else path
         notebook = nbformat.read(source, as_version=4)
         if kind and not is_right(number):
             old, new = WRONG[number % len(WRONG)]

@@ -22,6 +22,7 @@ _NAMES = {
     "running.launching.magic": ("load_ipython_extension",),
     "running.devices": ("Device", "rank_device"),
     "running.links": ("Link",),
+    "measuring.on_your_gpus": ("on_your_gpus",),
     "orders.every": ("every_order",),
     "stage2_dataparallel": ("DataParallel",),
     "stage3_paramserver": ("average_on_server", "broadcast_parameters"),

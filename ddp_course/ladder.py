@@ -122,7 +122,7 @@ STAGES: dict[str, Stage] = {
             one_process=True,
             splits_batch=False,
             all_reduce="parameter_server",
-            step="averaged",
+            step="copied",
         ),
         Stage(
             "3",

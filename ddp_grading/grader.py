@@ -145,7 +145,7 @@ def points_of(
     """Run a submission's cells and try its answers, each in fresh processes: what each task
     earned.
     """
-    given = next((cell.source for cell in pristine.notebook.cells if cell.id == "imports"), "")
+    given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
     laid = lay(pristine, submission.cells)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:

@@ -1,5 +1,5 @@
 """What learners handed in: notebooks found in folders and archives, all of them read before the
-first one runs, and laid into the pristine notebook.
+first one runs, and laid among the cells that were given out.
 """
 
 import hashlib
@@ -17,13 +17,11 @@ import yaml
 
 from ddp_course.checking.checks import cell_of, solution
 from ddp_course.errors import GradingError
+from ddp_course.running.files import course_folder
 
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of
 from .results import clean
 
-PRISTINE = Path(__file__).with_name(
-    "pristine"
-)  # The exercises as given out; learners solve copies.
 MOST_BYTES = 256 << 20
 TOO_LARGE = f"has more than {MOST_BYTES >> 20} MiB: clear its outputs"
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
@@ -37,9 +35,13 @@ METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the
 
 
 class Pristine(NamedTuple):
-    """One exercise as it was given out: its notebook, and {task: points}."""
+    """One exercise as it was given out: {id: source} of the cells that are no task's, and {task:
+    its answer cell}, {task: its check} and {task: points}.
+    """
 
-    notebook: Any
+    given: dict[str, str]
+    answers: dict[str, str]
+    checks: dict[str, str]
     points: dict[str, float]
 
 
@@ -106,18 +108,26 @@ class Item(NamedTuple):
         return not self.is_notebook and self.parts[-1] not in ("", ".git", METADATA)
 
 
-def load_exercises(folder: str | Path = PRISTINE) -> dict[int, Pristine]:
-    """Read the pristine notebooks of a folder: {exercise: Pristine}."""
+def load_exercises() -> dict[int, Pristine]:
+    """All exercises as they were given out: {exercise: Pristine}.
+
+    They are read from the solutions, which nobody solves in: a cell that was given out in another
+    form has that form in its metadata.
+    """
     exercises = {}
-    for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
-        about = [cell.metadata.get("ddp_course", {}) for cell in notebook.cells]
-        points = {
-            of_cell.task: of_cell.points for of_cell in about if of_cell.get("role") == "check"
-        }
-        exercises[notebook.metadata.ddp_course.exercise] = Pristine(notebook, points)
-    if not exercises:
-        raise GradingError(f'no exercises in the folder "{folder}"; name theirs with --exercises')
+        pristine = exercises[notebook.metadata.ddp_course.exercise] = Pristine({}, {}, {}, {})
+        for cell in notebook.cells:
+            about = cell.metadata.get("ddp_course", {})
+            source = about.get("given", cell.source)
+            if about.get("role") == "answer":
+                pristine.answers[about.task] = source
+            elif about.get("role") == "check":
+                pristine.checks[about.task] = source
+                pristine.points[about.task] = about.points
+            elif cell.cell_type == "code":
+                pristine.given[cell.id] = source
     return exercises
 
 
@@ -375,7 +385,7 @@ def lay(pristine: Pristine, cells: Sequence[Cell]) -> Laid:
     """The learner's cells in their order, unchanged, among the pristine ones; each check follows
     its answer.
     """
-    given, answers, checks = sources_by_role(pristine)
+    given, answers, checks, _ = pristine
     own = [cell for cell in cells if not cell.check]
     last = {cell.task: place for place, cell in enumerate(own)}
     changed = {cell.id for cell in own} - {"imports"}
@@ -395,21 +405,3 @@ def lay(pristine: Pristine, cells: Sequence[Cell]) -> Laid:
         if sources.get(task, source).strip() == source.strip():
             troubles[task] = UNTOUCHED if task in sources else MISSING
     return Laid(laid, sources, troubles)
-
-
-def sources_by_role(pristine: Pristine) -> tuple[dict, dict, dict]:
-    """The sources of a pristine notebook's code: {id: cell given out}, {task: answer} and {task:
-    check}.
-    """
-    given, answers, checks = {}, {}, {}
-    for cell in pristine.notebook.cells:
-        about = cell.metadata.get("ddp_course", {})
-        if cell.cell_type != "code":
-            continue
-        if about.get("role") == "answer":
-            answers[about.task] = cell.source
-        elif about.get("role") == "check":
-            checks[about.task] = cell.source
-        else:
-            given[cell.id] = cell.source
-    return given, answers, checks

@@ -29,7 +29,7 @@ from ddp_course.checking.checks import task
 class Twice:
     """Twice a number."""
 
-    def draw(random, hidden):
+    def draw(random):
         """A small and a large number."""
         number = random.randrange(10)
         yield "small", str(number), (number,)

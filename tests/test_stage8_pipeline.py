@@ -101,6 +101,18 @@ def test_messages_and_uneven_stages_take_their_time():
     assert length_of(gpipe(2, 4), forward=1, backward=1, message=10) == 4 + 2 * 4 * 10, (
         "one at a time"
     )
+    late = length_of(gpipe(2, 1), forward=1, backward=1, message=10, latency=3)
+    assert late == 4 + 2 * (10 + 3)
+
+
+def test_a_gradient_and_an_activation_share_the_way_out_of_their_rank():
+    """In 1F1B the rank in the middle sends a gradient to the left, and a pass later an activation
+    to the right, which leaves when the gradient has left.
+    """
+    rows = timetable(one_forward_one_backward(3, 3), forward=1, backward=2, message=3)
+    [gradient] = [end for each, _, end in rows[1] if each == Backward(0, 1)]
+    [activation] = [start for each, start, _ in rows[2] if each == Forward(2, 2)]
+    assert activation == gradient + 3 + 3
 
 
 def most_held(instructions):

@@ -19,7 +19,7 @@ run: a wrong guess that you wrote down teaches more than a right answer that you
 # %% imports
 import torch.distributed as dist
 
-from ddp_course import compare, doctor, launch, show
+from ddp_course import compare, doctor, launch, on_your_gpus, show
 
 K = 4  # how many ranks to train on; 2 works as well
 
@@ -129,7 +129,7 @@ command `ddp-course compare` does the same, and `--device-speed none` shows your
 """
 
 # %% compare
-results = compare.run("digits", world_size=K, progress=True)
+results = compare.run("digits", world_size=K, device="cpu", progress=True)
 compare.table(results)
 
 # %% [markdown]
@@ -206,6 +206,21 @@ sent = {stage["stage"]: stage["bytes_sent_max"] for stage in results["stages"]}
 p = results["gradient_bytes"]
 assert sent["3"] == (K - 1) * p and abs(sent["4"] - 2 * (K - 1) / K * p) <= 4 * 2 * (K - 1)
 print("the bytes counted are the bytes of the formulas")
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on what this
+machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
+50 ms or more for a step. Without, two processes share the processor, with a small one, and speed is not to be expected.
+Each lesson has such a cell near its end.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("3,4,5,torch")
+assert yours["max_abs_diff"] < 1e-4, "some strategy's weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

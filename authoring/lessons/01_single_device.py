@@ -18,7 +18,7 @@ of, where its time goes, and what the batch size does.
 # %% imports
 import torch
 
-from ddp_course import Device, problems, show, stage1_single, timeline
+from ddp_course import Device, on_your_gpus, problems, show, stage1_single, timeline
 from ddp_course.checking import check, task
 
 # %% [markdown]
@@ -295,6 +295,20 @@ How to read it, from left to right: *where* the answer first differs from a righ
 returned this number), *what* the fault probably is, and how to get the same numbers again: with `seed=7` in the call. Without
 a seed each check draws new numbers. If a fault is none of the known ones, the check names the first number that differs.
 
+## On your GPUs
+
+So far a device was emulated, so that its times are the same everywhere. Here is a step on this machine's own GPU, or on
+its processor if it has none. On a GPU the model is so large that a step takes 50 ms or more: of a small one Python and the
+starting of kernels would take most of the time.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("1")
+assert yours["max_abs_diff"] < 1e-4, "the weights differ"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 Exactly this. `loss.backward()` walks the graph that forward recorded, from the loss to the inputs, and adds each

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel,
-    timeline, timing,
+    DataParallel, claims, compare, launch, on_your_gpus, problems, show, stage1_single,
+    stage2_dataparallel, timeline, timing,
 )  # fmt: skip
 from ddp_course.checking import task
 
@@ -353,7 +353,7 @@ now the threads do compute at the same time, on any number of cores.
 """
 
 # %% on-devices
-results = compare.run("digits", world_size=K, steps=6, stages="1,2", progress=True)
+results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
 alone, many = results["stages"]
 lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
 show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master copies")  # fmt: skip
@@ -372,6 +372,19 @@ r"""
 backward pass, one device after the other. In between it computes its own share, as all others do; while it copies, they have
 nothing to do. Threads are not the limit here: one device's link is.
 
+## On your GPUs
+
+The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
+Without GPUs two threads share the processor.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("2")
+assert yours["max_abs_diff"] < 1e-4, "DataParallel's weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `torch.nn.DataParallel` is this algorithm, on GPUs. Its documentation recommends `DistributedDataParallel` instead,

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Device, Link, average_on_server, broadcast_parameters, claims, collectives, launch, problems, show,
-    simulate, stage2_dataparallel, stage3_paramserver, theory, timing, wire,
+    Device, Link, average_on_server, broadcast_parameters, claims, collectives, launch, on_your_gpus,
+    problems, show, simulate, stage2_dataparallel, stage3_paramserver, theory, timing, wire,
 )  # fmt: skip
 from ddp_course.checking import task
 
@@ -379,6 +379,19 @@ claims.decide(
 r"""
 Even this server's time grows with K. Lesson 04 gets rid of the growth.
 
+## On your GPUs
+
+The same on the devices of this machine, in real time: with GPUs, gradients travel by NCCL, one rank's after the other's, and
+all other GPUs wait. Without GPUs two processes share the processor.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("3")
+assert yours["max_abs_diff"] < 1e-4, "the server's weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `dist.reduce` to one rank and `dist.broadcast` back would do the same job, and are cheaper than our two loops,

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    BucketedDDP, Device, Link, claims, launch, problems, show, simulate, ring_all_reduce,
-    stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
+    BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems, show, simulate,
+    ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
 )  # fmt: skip
 from ddp_course.checking import task
 
@@ -343,6 +343,19 @@ machine: an H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in practice)
 8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds 500 such
 GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
 """
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The same on the devices of this machine, in real time, beside torch's. In the timeline communication lies below the backward
+pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins little.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("4,5,torch")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

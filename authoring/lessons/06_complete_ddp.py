@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch, problems
-from ddp_course import ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
+from ddp_course import on_your_gpus, ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -503,6 +503,19 @@ claims.decide(
     18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= plain},
     "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
 )  # fmt: skip
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so their times
+should be close.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("6,torch")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

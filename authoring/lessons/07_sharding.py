@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, allgather, claims
-from ddp_course import launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded, timeline, timing, wire
+from ddp_course import launch, on_your_gpus, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded
+from ddp_course import timeline, timing, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -602,6 +603,19 @@ both passes, and n is not in it: a larger model does not hide its messages any b
 What does help: more samples per device, a faster network, or sharding inside a host only, where W is tens of times as large,
 with plain data parallelism between hosts (hybrid sharding).
 """
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+Sharded on the devices of this machine, in real time, beside the complete wrapper: half as many bytes more, for a K-th of the
+memory.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("6,7")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

@@ -21,7 +21,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing, wire
+from ddp_course import Device, launch, on_your_gpus, problems, show, stage1_single, stage5_bucketed, stage8_pipeline
+from ddp_course import timing, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -492,6 +493,19 @@ Compared with stage 5's loop, forward, loss and backward have become one `pipeli
 
 # %% diff
 show.diff(stage5_bucketed.train, stage8_pipeline.train)
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
+pipeline fills and empties, and for the slowest part.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("8")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Device, Link, launch, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
+    Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
     stage9_tensor, timing, wire,
 )  # fmt: skip
 from ddp_course.checking import task
@@ -335,6 +335,19 @@ by D, if they are sharded too). Activations are divided by D, since each row has
 layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits
 them too.
 
+## On your GPUs
+
+Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
+a processor that is slower than one device, and between GPUs it depends on what joins them.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("9")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `torch.distributed.tensor.parallel.parallelize_module` does it by a plan: which layer is split in which way, over one

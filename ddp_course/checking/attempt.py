@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TooSlow, Wrong
-from ..running.torch_inside import TorchDispatchMode
+from ..running.torch_inside import other_collectives
 from .checks import Task, find
 from .plain import pack, unpack
 
@@ -101,20 +101,29 @@ def too_slow(*_: Any) -> None:
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank:
-    value}.
+    value}. What the task reads from it is computed here, where nothing of the answer runs.
     """
     values: dict = {}
+    task = find(attempt.number)
     try:
         by_rank = list(map(unpack, content))
+        if task.read:
+            returned = [list(parts[""].values()) for parts in by_rank]
+            one_or_all = returned[0] if task.ranks == 1 else returned
+            for part, case, value in task.read(one_or_all, **attempt.inputs):
+                values.setdefault(part, {})[case] = value
+            return Evidence(values)
         for rank, parts in enumerate(by_rank):
             for part, cases in parts.items():
                 for case, value in cases.items():
                     values.setdefault(part, {}).setdefault(case, {})[rank] = value
+    except Wrong as error:
+        return Evidence(None, str(error))
     except Exception as error:  # Only a value that the answer returned can fail here.
         return Evidence(
-            None, f"your answer returned something that cannot be compared ({str(error)[:300]})"
+            None, f"your answer returned something that cannot be used ({str(error)[:300]})"
         )
-    return Evidence(by_rank[0] if find(attempt.number).ranks == 1 else values)
+    return Evidence(by_rank[0] if task.ranks == 1 else values)
 
 
 def load(task: Task, answers: Any) -> Sequence:
@@ -137,9 +146,10 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     must send all.
     """
     evidence: dict = {}
-    past = PastTheWire() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext()
+    only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
+    past_the_wire = other_collectives(refuse_collective) if only_the_wire else nullcontext()
     refuse_the_courses_own(answers)
-    with past, refusing(task.forbidden):
+    with past_the_wire, refusing(task.forbidden):
         for part, case, value in task.probe(*answers, **inputs):
             evidence.setdefault(part, {})[case] = value
     return evidence
@@ -223,19 +233,10 @@ def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
     return forbidden.original(*args, **kwargs)
 
 
-class PastTheWire(TorchDispatchMode):
-    """Raises Wrong if this thread calls torch's collectives; it may call sends and receives, as the
-    wire does.
+def refuse_collective(name: str) -> None:
+    """Raise Wrong: an answer calls torch's own collective, perhaps in a thread, where it is not
+    noticed.
     """
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Refuse collectives."""
-        name = function._schema.name
-        free = ("send", "recv_", "barrier", "wait_tensor")
-        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(free):
-            raise Wrong(
-                f"your code calls torch's own {name}: send and receive with the wire's functions"
-            )
-        return function(*args, **(kwargs or {}))
+    message = f"your code calls torch's own {name}: send and receive with the wire's functions"
+    refused.append(message)
+    raise Wrong(message)

@@ -4,6 +4,8 @@ its communication.
 ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
 averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
+copied          C/K + K-1 copies, one after the other, of weights and gradients (2(K-1) p/b), and of
+                shards of the inputs, the outputs and the outputs' gradients
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
                 block and the
@@ -61,6 +63,20 @@ def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
+def copied(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step in which one process copies to and from its other devices, tensor by
+    tensor.
+    """
+    model = job.model()
+    inputs, _ = next(job.batches())
+    with torch.no_grad():
+        outputs = model(inputs)
+    wholes = [parameter.nbytes for parameter in model.parameters()] * 2
+    shards = [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
+    copies_s = sum(costs.message(nbytes) for nbytes in [*wholes, *shards])
+    return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
+
+
 def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
@@ -87,8 +103,8 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
         nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device
     )
     schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
-    messages = [costs.message(nbytes / MICROBATCHES) for nbytes in job.activation_bytes]
-    rows = timetable(schedule, *passes_of(events), message=messages)
+    messages = [nbytes / MICROBATCHES * costs.beta for nbytes in job.activation_bytes]
+    rows = timetable(schedule, *passes_of(events), message=messages, latency=costs.alpha)
     return max(row[-1][2] for row in rows) + job.work(device, job.world_size).update_s
 
 
@@ -103,6 +119,7 @@ def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> fl
 STEPS = {
     "alone": alone,
     "averaged": averaged,
+    "copied": copied,
     "overlapped": overlapped,
     "gathered": gathered,
     "pipelined": in_parts,

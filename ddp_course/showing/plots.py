@@ -137,7 +137,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         }
         for stage in results["stages"]
     ]
-    message = comparison_message(results)
+    message = results.get("message") or comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
@@ -157,6 +157,8 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         where = (
             f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
         )
+        if "measured_on" in results:
+            where = f"measured on {results['measured_on']}"
         picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
     return picture
 
@@ -200,8 +202,9 @@ def kind_of_time(results: dict[str, Any]) -> str:
     hosts were measured.
     """
     link = results["link"] or {}
-    is_virtual = link.get("mode") == "virtual" or (not link and results["emulated_device"])
-    return "virtual time" if is_virtual else "measured"
+    if link.get("mode") == "virtual" or (not link and results["emulated_device"]):
+        return "virtual time"
+    return "measured"
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:

@@ -172,8 +172,9 @@ def wait_for_all_ranks(what, group=None):
         notice = threading.Timer(NOTICE, print, [words], {"file": sys.stderr, "flush": True})
         notice.start()
         try:
-            dist.monitored_barrier(
-                group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
+            # `dist.monitored_barrier` refuses a group that has NCCL beside gloo.
+            group.monitored_barrier(
+                min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
             )
         except RuntimeError as error:
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None

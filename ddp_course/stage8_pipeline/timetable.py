@@ -8,13 +8,14 @@ WHOLE = ["forward", "backward"]
 IN_PARTS = ["forward", "input", "weight"]
 
 
-def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
+def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     """When each rank does what: a list of (instruction, start, end) for each rank.
 
     `forward` and `backward` are the times of a pass, in any unit; each part of a split backward
-    pass takes half of the latter. `message` is the time of a message to another rank; a link
-    carries one at a time. All may be lists of times: one for each stage, and one message time for
-    each cut. Raises ValueError for a schedule that cannot work.
+    pass takes half of the latter. `message` is the time of a message's bytes on the link of a rank,
+    which carries one message out and one in at a time, and `latency` passes on the way. All but the
+    last may be lists of times: one for each stage, and one message time for each cut. Raises
+    ValueError for a schedule that cannot work.
     """
     homes = home_ranks(schedule)
     durations = durations_of(forward, backward, len(homes))
@@ -23,23 +24,32 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     rows = [[] for _ in schedule]
     free = [0.0 for _ in schedule]  # when each rank has done what it has begun
     arrivals = {None: 0.0}  # {activation or gradient: when the rank that needs it has it}
-    links = defaultdict(float)  # {(from rank, to rank): when the link is free again}
+    links = defaultdict(float)  # {("out" or "in", rank): when this way is free again}
     while any(waiting):
-        left = sum(map(len, waiting))
+        ready = []  # (end, rank, start) of what can be done next; a message leaves at the end
         for rank, queue in enumerate(waiting):
-            while queue and needed(queue[0], homes) in arrivals:
-                instruction = queue.popleft()
-                start = max(free[rank], arrivals[needed(instruction, homes)])
-                end = start + durations[type(instruction)][instruction.stage]
-                rows[rank].append((instruction, start, end))
-                free[rank] = end
-                result = given(instruction, homes)
-                if result is not None:
-                    arrivals[result] = arrival(result, rank, end, homes, links, message)
-        if left == sum(map(len, waiting)):
+            if queue and needed(queue[0], homes) in arrivals:
+                start = max(free[rank], arrivals[needed(queue[0], homes)])
+                duration = durations[type(queue[0])][queue[0].stage]
+                ready.append((start + duration, rank, start))
+        if not ready:
             heads = [f"rank {rank} at {queue[0]}" for rank, queue in enumerate(waiting) if queue]
             words = ", ".join(heads)
             raise ValueError(f"the ranks of this schedule wait for each other in a circle: {words}")
+        end, rank, start = min(ready)
+        instruction = waiting[rank].popleft()
+        rows[rank].append((instruction, start, end))
+        free[rank] = end
+        result = given(instruction, homes)
+        if result is not None and homes[result.user] == rank:
+            arrivals[result] = end
+        elif result is not None:
+            duration = message[result.cut]
+            peer = homes[result.user]
+            departure = max(end, links["out", rank])
+            links["out", rank] = departure + duration
+            links["in", peer] = max(departure + latency, links["in", peer]) + duration
+            arrivals[result] = links["in", peer]
     return rows
 
 
@@ -70,15 +80,6 @@ def given(instruction, homes):
     """The activation or gradient that another stage needs of `instruction`; None if none does."""
     gives = instruction.gives
     return gives if gives is not None and gives.user in homes else None
-
-
-def arrival(result, rank, end, homes, links, message):
-    """When the rank that needs `result` has it, which `rank` has computed at the time `end`."""
-    peer = homes[result.user]
-    if peer == rank:
-        return end
-    links[rank, peer] = max(links[rank, peer], end) + message[result.cut]
-    return links[rank, peer]
 
 
 def home_ranks(schedule):

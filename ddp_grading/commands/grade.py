@@ -18,7 +18,6 @@ from ..grader import grade
 from ..people import Roster, read_roster
 from ..results import Result, clean, from_dict, merged
 from ..submissions import (
-    PRISTINE,
     Submission,
     find_submissions,
     load_exercises,
@@ -71,7 +70,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="draw the inputs of an earlier grading again: the same messages too",
     )
-    parser.add_argument("--exercises", type=Path, default=PRISTINE, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -84,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     roster = read_roster(args.roster) if args.roster else {}
-    exercises = load_exercises(args.exercises)
+    exercises = load_exercises()
     submissions, skipped = find_submissions(args.paths, roster)
     submissions = without_exercises_not_begun(submissions, exercises)
     for name in skipped:

@@ -35,8 +35,8 @@ class TrainStep:
     each update.
     """
 
-    def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
+    def draw(random):
+        return {"seed": random.randrange(10**6), "batches": batches_of(random, 5, 8)}
 
     def probe(train_step, seed, batches):
         model, optimizer = small_model(seed)
@@ -49,11 +49,11 @@ class TrainStep:
 class Accumulate:
     """Several micro-batches, one update: the weights and the loss of the whole batch at once."""
 
-    def draw(random, hidden):
+    def draw(random):
         count = random.randrange(3, 6)
         return {
             "seed": random.randrange(10**6),
-            "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)],
+            "rounds": [batches_of(random, count, 6) for _ in range(3)],
         }
 
     def probe(accumulate, seed, rounds):
@@ -72,8 +72,8 @@ class GradientBytes:
     each once.
     """
 
-    def draw(random, hidden):
-        return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
+    def draw(random):
+        return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": True}
 
     def probe(gradient_bytes, widths, tied):
         small, middle, large = widths

@@ -20,14 +20,14 @@ class Scatter:
     first, no empty ones.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         sizes = [
             (8, 2),
             (10, 4),
             (7, 3),
             (3, 4),
             (5, 1),
-            (random.randrange(9, 30), 8 if hidden else 5),
+            (random.randrange(9, 30), 8),
         ]
         return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
 
@@ -83,8 +83,8 @@ def gradients(model):
 class Reduce:
     """The master's gradients become the sum; the other replicas keep their own."""
 
-    def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5) if hidden else (3, 1, 2)}
+    def draw(random):
+        return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5)}
 
     def probe(reduce, seed, counts):
         for count in counts:
@@ -129,7 +129,7 @@ class Reduce:
 class MasterSends:
     """Bytes that leave the master in one step: K-1 models, and all shards but its own."""
 
-    def draw(random, hidden):
+    def draw(random):
         for k in (2, 4, 8, 1):
             p, inputs, outputs = (
                 random.randrange(10**5, 10**8),

@@ -12,7 +12,7 @@ LENGTH = 17
 LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES}
 
 
-def draw_server(random, hidden, whole=True):
+def draw_server(random, whole=True):
     """Tensors that differ by rank, and a server for each world size."""
     servers = {3: random.randrange(1, 3), 4: random.randrange(4), 2: 1, 1: 0}
     return {"values": tensors(random, 4, LENGTH, whole=whole), "servers": servers}
@@ -55,8 +55,8 @@ class SendBack:
 class Average:
     """The mean on every rank: p bytes to the server, and p back to each."""
 
-    def draw(random, hidden):
-        return draw_server(random, hidden, whole=False)
+    def draw(random):
+        return draw_server(random, whole=False)
 
     probe = probe_server
 
@@ -67,8 +67,8 @@ class RanksThatPay:
     fast links.
     """
 
-    def draw(random, hidden):
-        best = [*random.sample(range(2, 9), 3), *([random.randrange(15, 30)] if hidden else [])]
+    def draw(random):
+        best = [*random.sample(range(2, 9), 3), random.randrange(15, 30)]
         for k, most in [*((k, 4 * k) for k in best), (0.3, 6), (40, 16)]:
             parameters, bits = random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8
             computing = 64 * parameters / bits * k**2

@@ -25,7 +25,7 @@ class ChunkToSend:
     less than 0.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         sizes = random.sample(range(2, 9), 4)
         drawn = [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)]
         for rank, step, size in [*drawn, (0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]:
@@ -33,7 +33,7 @@ class ChunkToSend:
             yield part, f"rank {rank}, step {step}, {size} ranks", (rank, step, size)
 
 
-def draw_chunks(random, hidden):
+def draw_chunks(random):
     """Lengths of uneven chunks for 2, 3 and 4 ranks, longer ones first, and whole numbers to fill
     them with.
     """
@@ -113,7 +113,7 @@ class RingAllReduce:
     chunks.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         values = {name: tensors(random, 4, *shape, whole=True) for name, shape in SHAPES.items()}
         values["of no elements"] = tensors(random, 4, 0)
         values["in float64"] = tensors(random, 4, 9, dtype=torch.float64, whole=True)
@@ -139,7 +139,7 @@ class StepSeconds:
     is the slowest.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         for ranks, slow, share in [
             (4, 1, 2),
             (8, 1, 9),
@@ -168,7 +168,7 @@ class FindTheBugInTheRing:
     over.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         lengths = {
             "even": 24,
             "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)),

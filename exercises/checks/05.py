@@ -36,8 +36,8 @@ class AssignBuckets:
     dtype.
     """
 
-    def draw(random, hidden):
-        sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
+    def draw(random):
+        sizes = [random.randrange(20, 200) for _ in range(13)]
         alike, mixed = (
             ["float32"] * len(sizes),
             ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))],
@@ -50,7 +50,7 @@ class AssignBuckets:
             (sizes, mixed, 900),
             (sizes, alike, 10**6),
         ]
-        return {"cases": cases + [(sizes, three, 700)] * hidden}
+        return {"cases": [*cases, (sizes, three, 700)]}
 
     def probe(assign_buckets, cases):
         for sizes, kinds, cap in cases:
@@ -92,7 +92,7 @@ class Shared(nn.Module):
 class TellWhenReady:
     """A hook on every trainable parameter: one call a pass, when the gradient is complete."""
 
-    def draw(random, hidden):
+    def draw(random):
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
 
     def probe(tell_when_ready, seed, inputs):
@@ -141,12 +141,8 @@ class TellWhenReady:
 class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
-    def draw(random, hidden):
-        return {
-            "values": [
-                [tensors(random, 1, n)[0] for n in (7, 12, 5, 9, *[2] * hidden)] for _ in range(3)
-            ]
-        }
+    def draw(random):
+        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, 9, 2)] for _ in range(3)]}
 
     def probe(average_in_background, values):
         flats = [flat.clone() for flat in values[dist.get_rank()]]
@@ -231,9 +227,9 @@ class FindTheBugInTheOrder:
     later.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         cases = []
-        for count in (6, 9, *([14] if hidden else [])):
+        for count in (6, 9, 14):
             parameters = list(range(count))[::-1]
             cuts = sorted(random.sample(range(1, count), 2))
             buckets = [parameters[: cuts[0]], parameters[cuts[0] : cuts[1]], parameters[cuts[1] :]]
@@ -270,10 +266,10 @@ class AssembleBucketedDDP:
     pass.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         return {
             "seed": random.randrange(10**6),
-            "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(3)],
+            "inputs": [tensors(random, 3, 8, WIDTH) for _ in range(3)],
         }
 
     def probe(Bucketed, seed, inputs):
@@ -349,8 +345,8 @@ class WhichTimeline:
     communication does.
     """
 
-    def draw(random, hidden):
-        for setting in random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden)):
+    def draw(random):
+        for setting in random.sample(SETTINGS * 6, len(SETTINGS) * 6):
             timeline = timeline_of(random, setting)
             part = (
                 "after backward"
@@ -406,10 +402,10 @@ def limited(measure, most=40):
 class WhenItHides:
     """The prediction of a straight line, a measurement, and the cause of their difference."""
 
-    def draw(random, hidden):
+    def draw(random):
         cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
         cases += [(48, 100, 10, 0.03)]  # Here the line meets the ring below one sample.
-        cases += [(64, 100, 1, 0.2)] * hidden
+        cases.append((64, 100, 1, 0.2))
         return {"cases": [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]}
 
     def probe(when_it_hides, cases):
@@ -436,7 +432,7 @@ class WhenItHides:
 class MostRanks:
     """Backward is tokens / K, the ring 2(K-1)/K: K is at most 1 + 2 tokens W / (bytes R)."""
 
-    def draw(random, hidden):
+    def draw(random):
         cases = []
         for gradient_bytes in (2, 4):
             for ranks in (5, 40, 700, 9000):

@@ -27,7 +27,7 @@ class AccumulateUnsynchronised:
     ranks.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         count = random.randrange(3, 5)
         return {
             "seed": random.randrange(10**6),
@@ -61,7 +61,7 @@ class UsedAnywhere:
     unchanged.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         columns = [
             (0, 0, 0, 0),
             (1, 1, 1, 1),
@@ -70,7 +70,7 @@ class UsedAnywhere:
             (0, 1, 1, 0),
             (0, 1, 0, 0),
         ]
-        columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(5 + 300 * hidden)]
+        columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(305)]
         return {
             "used": [
                 torch.tensor([column[rank] for column in columns], dtype=torch.bool)
@@ -119,7 +119,7 @@ class ShareBuffers:
     leave the source.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         return {
             "seed": random.randrange(10**6),
             "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0},
@@ -156,7 +156,7 @@ class CompressedAverage:
     float32.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
         for tensor in values:
             tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
@@ -187,8 +187,8 @@ class RealScript:
     do.
     """
 
-    def draw(random, hidden):
-        count = 32 + 6 * hidden
+    def draw(random):
+        count = 38
         inputs = tensors(random, 1, count, 3)[0]
         return {
             "seed": random.randrange(10**6),
@@ -271,15 +271,11 @@ def symptoms(random, wrong, size):
 class FromSymptoms:
     """Which of the five mistakes a run has made, from what it leaves."""
 
-    def draw(random, hidden):
+    def draw(random):
         chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
         chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
         random.shuffle(chosen)
-        return {
-            "runs": [
-                symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))) for wrong in chosen
-            ]
-        }
+        return {"runs": [symptoms(random, wrong, random.choice((2, 3, 8))) for wrong in chosen]}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
@@ -338,7 +334,7 @@ class AReducer:
     used.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]
         return {"seed": random.randrange(10**6), "inputs": inputs}
 

@@ -21,7 +21,7 @@ SCHEDULES = load_tasks(8)
 class AssignOwners:
     """In order, each parameter to a rank that holds least so far, the lowest of equals."""
 
-    def draw(random, hidden):
+    def draw(random):
         cases = [([random.randrange(1, 500) for _ in range(12)], k) for k in (2, 3, 4)]
         return {
             "cases": [
@@ -33,9 +33,8 @@ class AssignOwners:
             ]
         }
 
-    def probe(assign_owners, cases):
-        for sizes, world_size in cases:
-            owners = assign_owners(list(sizes), world_size)
+    def read(returned, cases):
+        for (sizes, world_size), owners in zip(cases, returned, strict=True):
             about = f"sizes {sizes} on {world_size} ranks"
             each = (
                 f"{about}: a rank for each parameter was expected, from 0 to {world_size - 1}, not"
@@ -71,8 +70,8 @@ LOOP = {"ranks": 4, "forbidden": SERVER + WHOLE + COLLECTIVES, "hang": SAME_ORDE
 class ShardedStep:
     """ZeRO-1: reduce-scatter of the gradients, a step of the own chunk, allgather of the weights."""
 
-    def draw(random, hidden):
-        length = random.randrange(20, 40) if hidden else 26
+    def draw(random):
+        length = random.randrange(20, 40)
         (start,) = tensors(random, 1, length, dtype=torch.float64)
         return {"start": start, "gradients": tensors(random, 4, length, dtype=torch.float64)}
 
@@ -115,7 +114,7 @@ class FewestRanks:
     memory is for shards.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         for level, whole in enumerate((16, 4, 2, 0)):
             parameters = 840 * random.randrange(10**3, 10**6)
             shared = (16 - whole) * parameters
@@ -186,26 +185,24 @@ class NetworkOrder:
     pass on.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         shapes = [
             (6, 3),
             (4, 2),
             (5, 5),
             (random.randrange(6, 10), random.randrange(2, 6)),
-            *[(24, 7)] * hidden,
+            (24, 7),
         ]
-        return {
-            "cases": [
-                (n, size, fit * size + size // 2)
-                for n, fit in shapes
-                for size in [random.randrange(50, 99)]
-            ]
-        }
+        cases = []
+        for blocks, fit in shapes:
+            size = random.randrange(50, 99)
+            cases.append((blocks, size, fit * size + size // 2))
+        return {"cases": cases}
 
-    def probe(network_order, cases):
-        for blocks, size, cap in cases:
+    def read(returned, cases):
+        for (blocks, size, cap), steps in zip(cases, returned, strict=True):
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
-            order = SCHEDULES.steps_of(network_order(blocks, size, cap), about, "gather", "reduce")
+            order = SCHEDULES.steps_of(steps, about, "gather", "reduce")
             gathered, reduced = (
                 sorted(block for kind, block in order if kind == lane)
                 for lane in ("gather", "reduce")
@@ -314,8 +311,8 @@ class HookedModel:
 class FetchFreeFinish:
     """FSDP's three functions: on float32 masters, with gathers in bfloat16, in two layers' room."""
 
-    def draw(random, hidden):
-        width = 10 if hidden else 8
+    def draw(random):
+        width = 10
         return {
             "weights": tensors(random, 4, width, width),
             "inputs": [tensors(random, 3, 5, width) for _ in range(3)],
@@ -376,10 +373,10 @@ def kept_gradients(model):
 class GlobalNorm:
     """Squares of shards are summed over the ranks, those of replicated gradients count once."""
 
-    def draw(random, hidden):
+    def draw(random):
         shards = [tensors(random, 2, 7 + rank, dtype=torch.float64) for rank in range(4)]
         shards[2] = shards[2][:1]
-        shards[3] = [] if hidden else shards[3]
+        shards[3] = []
         return {"shards": shards, "replicated": tensors(random, 2, 5, dtype=torch.float64)}
 
     def probe(global_norm, shards, replicated):

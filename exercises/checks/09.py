@@ -9,7 +9,7 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import require, tensors, worlds
+from .shared import require, several, tensors, worlds
 
 RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 
@@ -18,7 +18,7 @@ RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 class MySlices:
     """Rows of both halves and the columns that belong to them, split evenly over the ranks."""
 
-    def draw(random, hidden):
+    def draw(random):
         shapes = [
             (8, 4, 2),
             (12, 5, 4),
@@ -60,7 +60,7 @@ class EnterAndLeave:
     backward.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         return {
             "x": torch.randn(4, 5, generator=generator),
@@ -92,7 +92,7 @@ class EnterAndLeave:
 class MeshToMend:
     """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
 
-    def draw(random, hidden):
+    def draw(random):
         sizes = [
             (2, 1, 2),
             (4, 1, 1),
@@ -119,7 +119,7 @@ class MeshToMend:
 class Plan:
     """The shortest step of all plans that fit."""
 
-    def draw(random, hidden):
+    def draw(random):
         jobs = []
         for gpus in (8, 16, 32, 64, 64, 128):
             jobs.append(
@@ -136,12 +136,12 @@ class Plan:
                     "slow": random.choice((10e9, 25e9, 50e9)),
                 }
             )
-        return {"jobs": jobs}
+        return {"cases": [(job,) for job in jobs]}
 
-    def probe(plan, jobs):
-        for job in jobs:
-            data, tensor, pipeline = plan(dict(job))
+    def read(returned, cases):
+        for (job,), plan in zip(cases, returned, strict=True):
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
+            data, tensor, pipeline = several(plan, 3, f"{about}return (data, tensor, pipeline)")
             product = f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}"
             require(
                 data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product
@@ -197,7 +197,7 @@ class CountedCollectives:
 class SequenceParallel:
     """Gather is an allgather forward and a reduce-scatter backward; Scatter the other way round."""
 
-    def draw(random, hidden):
+    def draw(random):
         kinds = {"dtype": torch.float64}
         return {
             "x": tensors(random, 3, 2, 4, **kinds),

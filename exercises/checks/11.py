@@ -65,7 +65,7 @@ class SaveCheckpoint:
     place.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
         return {"first": first, "second": second}
 
@@ -130,7 +130,7 @@ def train(model, optimizer, batches):
 class ExactResume:
     """A run that stops and starts again is the same as one that does not stop."""
 
-    def draw(random, hidden):
+    def draw(random):
         seed, stop = random.randrange(10**6), random.randrange(3, 6)
         return {"seed": seed, "stop": stop, "batches": EX1.batches_of(random, 8, 6)}
 
@@ -206,7 +206,7 @@ def log_of(random, culprit, size, late, after=AFTER[0], start=None):
 class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
-    def draw(random, hidden):
+    def draw(random):
         for number, settings in enumerate(CONSEQUENCES, 1):
             log = sorted(log_of(random, *settings), key=lambda line: float(line.split()[0]))
             yield (
@@ -214,9 +214,8 @@ class Culprit:
                 f"log {number} in the order of time, {len(log)} lines, the culprit",
                 (log,),
             )
-        logs = [log_of(random, *settings) for settings in LATE] + [
-            log_of(random, 3, 5, 1, start=97.505)
-        ] * hidden
+        logs = [log_of(random, *settings) for settings in LATE]
+        logs.append(log_of(random, 3, 5, 1, start=97.505))
         for number, log in enumerate(logs, 1):
             log = [line for line in log if not line.endswith(AFTER)]
             yield (
@@ -239,8 +238,8 @@ class FindTheBugInTheRun:
     anew.
     """
 
-    def draw(random, hidden):
-        stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
+    def draw(random):
+        stops = [random.randrange(4, 6), 7, 10]
         return {
             "seed": random.randrange(10**6),
             "batches": EX1.batches_of(random, 10, 6),
@@ -294,7 +293,7 @@ CAUSES = {  # Each patient has a rank, and a piece of each line that may be name
 class Clinic:
     """Rank, line and kind of ten faults."""
 
-    def draw(random, hidden):
+    def draw(random):
         return {}
 
     def probe(diagnoses):
@@ -328,7 +327,7 @@ class Clinic:
 class Reshard:
     """Chunks of all old ranks end to end, cut anew for the new ones."""
 
-    def draw(random, hidden):
+    def draw(random):
         lengths = {"weights": 21, "momentum": 21, "bias": 3}
         wholes = {name: tensors(random, 1, n)[0] for name, n in lengths.items()}
         changes = [(4, 2), (3, 2), (4, 1), (2, 3), (2, 5)]

@@ -28,7 +28,7 @@ def formula(stages, micro_batches):
 class TooGood:
     """Rows of a table that beat a formula which nothing can beat."""
 
-    def draw(random, hidden):
+    def draw(random):
         tables = {"GPipe's Transformer": GPIPE}
         for name, first in (
             ("over one device", (1, 1)),
@@ -66,7 +66,7 @@ class ReadABenchmark:
     fastest.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         benches = [
             (random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks)
             for ranks in (2, 8, 32)
@@ -114,7 +114,7 @@ MEGATRON = {
 class Plans:
     """16 bytes per parameter, shared by some ways or all; five reasons why a plan cannot be."""
 
-    def draw(random, hidden):
+    def draw(random):
         plans = [
             (8, 12, 16, False),
             (1, 1, 1536, True),
@@ -150,7 +150,7 @@ class Plans:
 class HeldOut:
     """Two unknowns from two rows; the error on a row that the fit did not see."""
 
-    def draw(random, hidden):
+    def draw(random):
         tables = {}
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
             computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
@@ -182,7 +182,7 @@ class HeldOut:
 class LayerUnderFsdp:
     """What a layer computes, and what of its sending shows: bound by computing, by sending, by either."""
 
-    def draw(random, hidden):
+    def draw(random):
         layers = []
         for width in (1024, 4096, 8192):
             context = random.choice((512, 2048, 16384))

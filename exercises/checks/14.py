@@ -16,13 +16,13 @@ class Compress:
     gradient.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         cases = [
             (tensors(random, 5, 40), 0.1),
             (tensors(random, 5, 25), 0.2),
             (tensors(random, 5, 19), 0.14),
         ]
-        return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
+        return {"cases": [*cases, (tensors(random, 5, 9), 0.01)]}
 
     def probe(compress, cases):
         for gradients, share in cases:
@@ -48,9 +48,9 @@ class Meet:
     velocity comes back too.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
-        more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))] * hidden
+        more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))]
         (shared, velocity), own = tensors(random, 2, 30), tensors(random, 4, 30)
         return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
 
@@ -78,7 +78,7 @@ class FindTheLossyHook:
     magnitude.
     """
 
-    def draw(random, hidden):
+    def draw(random):
         drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
         return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
 
@@ -116,7 +116,7 @@ def kept_promises(about, steps, owed, drift):
 class Winner:
     """Loss against time: who is first on a link, and from which link on the plain way wins."""
 
-    def draw(random, hidden):
+    def draw(random):
         ways = {}
         for name, rate, nbytes in (
             ("every step", 0.09, 4e6),
@@ -130,7 +130,7 @@ class Winner:
             "losses": [5 - 0.02 * step for step in range(1, 61)],
             "bytes": 1000,
         }
-        links = [1e6, 2e7, 1e8, 1e9, 1e11, *([5e6, 5e8] if hidden else [])]
+        links = [1e6, 2e7, 1e8, 1e9, 1e11, 5e6, 5e8]
         return {
             "ways": ways,
             "target": 2.6,
@@ -163,7 +163,7 @@ class Winner:
 class Int8Mean:
     """Whole numbers of one byte and a scale per rank; what rounding loses is sent later."""
 
-    def draw(random, hidden):
+    def draw(random):
         rounds = [tensors(random, 3, 30) for _ in range(4)]
         for ranks in rounds:  # The ranks' gradients have other sizes.
             ranks[1] *= 20

@@ -16,7 +16,7 @@ HOLDS = {
 }
 
 
-def nothing(random, hidden):
+def nothing(random):
     """Draw nothing: the runs are the learner's."""
     return {}
 

@@ -203,7 +203,9 @@ def test_stages_are_held_against_their_ideals(on_devices):
     p, b, single = on_devices["gradient_bytes"], 100e6 / 8, on_devices["stages"][0]["ideal_ms"]
     assert single == pytest.approx(1000 * on_devices["emulated_device"]["rate"] ** -1 * 783_834_624)
     ideal = {stage["stage"]: stage["ideal_ms"] for stage in on_devices["stages"]}
-    assert ideal["3"] == ideal["2"] == pytest.approx(single / 2 + 2000 * p / b)
+    assert ideal["3"] == pytest.approx(single / 2 + 2000 * p / b)
+    copied = 4 * 96 * (64 + 2 * 10)  # a shard's inputs, outputs, and gradients of the outputs
+    assert ideal["2"] == pytest.approx(ideal["3"] + 1000 * copied / b)
     assert ideal["4"] == ideal["7o"] == ideal["4w"] == pytest.approx(single / 2 + 1000 * p / b)
     assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
     for stage in on_devices["stages"]:
@@ -211,7 +213,7 @@ def test_stages_are_held_against_their_ideals(on_devices):
         assert stage["speed_up"] == pytest.approx(
             on_devices["stages"][0]["step_ms"] / stage["step_ms"]
         )
-        assert stage["step_ms"] > 0.95 * stage["ideal_ms"], stage["name"]
+        assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=5e-4), stage["name"]
         assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
 
 
@@ -225,7 +227,7 @@ class NotSlowed(Link):
 
 
 def test_a_link_that_is_not_slowed_is_found_out():
-    """The negative control of `step_ms > 0.95 * ideal_ms`."""
+    """The negative control of `step_ms == ideal_ms`."""
     ring = compared("1,4", NotSlowed("100Mbit"))["stages"][1]
     assert ring["step_ms"] < 0.95 * ring["ideal_ms"]
 

@@ -22,7 +22,8 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size):
     stages = [ladder.find(key) for key in ("1", "2", "3", "4", "5", "6", "torch")]
     ms = ideals.ideals(stages, job, device, link)
     assert ms["1"] > 1.1 * ms["3"] > 1.1**2 * ms["4"] > 1.1**3 * ms["5"]
-    assert ms["2"] == ms["3"] and ms["6"] == ms["torch"] == ms["5"]
+    assert ms["3"] < ms["2"] < 1.02 * ms["3"], "stage 2 copies inputs and outputs, too"
+    assert ms["6"] == ms["torch"] == ms["5"]
 
 
 @pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])

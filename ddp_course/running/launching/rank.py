@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...errors import CourseError
 from .. import clocks, flight_recorder, linux
 from ..devices.device import emulation_of
-from ..devices.placement import hide_gpus
+from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
 from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
@@ -37,13 +37,6 @@ OWN_FILES = (
     str(HERE / "cell.py"),
 )  # tracebacks leave out the frames of these files
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
-# NCCL's watchdog must not end a process before the launch has said which rank is the culprit
-QUIET_NCCL = {
-    # NCCL gives up the communicator, and leaves the process alone
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-}
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
@@ -199,12 +192,7 @@ def choose_device(setting: Setting, rank: int) -> None:
     os.environ["DDP_COURSE_DEVICE"] = device = setting.devices[rank]
     os.environ["OMP_NUM_THREADS"] = str(setting.threads)
     torch.set_num_threads(setting.threads)
-    if device.startswith("cuda"):
-        for name, value in QUIET_NCCL.items():
-            os.environ.setdefault(name, value)
-        torch.cuda.set_device(device)
-    else:
-        hide_gpus()
+    settle_on(device)
 
 
 def redirect_output(out: int, err: int) -> None:

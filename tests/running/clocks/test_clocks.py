@@ -1,7 +1,5 @@
 """Virtual time: messages, collectives and threads at exact moments, whatever the machine does."""
 
-import hashlib
-import json
 import queue
 import threading
 import time
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.virtual_time import digest
 from ddp_course import Device, Link, launch
 from ddp_course.errors import RankError
 from ddp_course.measuring import comparison
@@ -191,16 +190,6 @@ def spin(flag):
 def test_a_thread_that_holds_up_all_others_is_named(capfd):
     launch(spin, [], world_size=2, link=LINK)
     assert "rank 0 holds up all others, test_clocks.py line" in capfd.readouterr().err
-
-
-def digest(results):
-    """The SHA-256 of what a comparison must have the same on every machine."""
-    same = {key: results[key] for key in ("world_size", "emulated_device", "link")}
-    keys = ("stage", "step_ms", "communication_ms", "bytes_sent_max", "timeline")
-    same["stages"] = []
-    for stage in results["stages"]:
-        same["stages"].append({key: stage[key] for key in keys})
-    return hashlib.sha256(json.dumps(same).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("fuzz", ["", "2"])
