@@ -291,7 +291,7 @@ show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
           dash="the cable alone",
           theory={names[name]: 1000 * K / 2 * mb / 1.875 for name, mb in crossed_mb.items()},  # 15 Mbit/s are 1.875 MB/s
           colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
-          kind="virtual time; MB per rank counted; dashes derived")  # fmt: skip
+          kind="virtual time; MB counted; dashes derived")  # fmt: skip
 
 # %% check-timed
 # NBVAL_CHECK_OUTPUT
