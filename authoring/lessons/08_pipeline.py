@@ -198,23 +198,8 @@ for schedule in (stage8_pipeline.gpipe, one_forward_one_backward):
 
 # %% [markdown]
 r"""
-GPipe does all forward passes first. **1F1B**, one forward, one backward, starts backward as early as possible. To run
-any such list takes a few lines, since a rank that receives waits by itself:
+GPipe does all forward passes first. **1F1B**, one forward, one backward, starts backward as early as possible.
 """
-
-
-# %% run
-def run(schedule):
-    instructions = schedule(dist.get_world_size(), M)
-    count = 1 + max(each.stage for row in instructions for each in row)
-    mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
-    for each in instructions[dist.get_rank()]:
-        getattr(mine[each.stage], each.name)(each.microbatch)
-    for stage in mine.values():
-        for work, _ in stage.leaving:
-            work.wait()
-    return {number: gradients_of(stage.module) for number, stage in mine.items()}
-
 
 # %% [markdown]
 r"""
@@ -239,6 +224,25 @@ class SplitStage(Stage):
     def weight(self, m):
         outputs, gradient = self.kept.pop(m)
         torch.autograd.backward(outputs, gradient, inputs=list(self.module.parameters()))
+
+
+# %% [markdown]
+r"""
+To run any such list takes a few lines, since a rank that receives waits by itself:
+"""
+
+
+# %% run
+def run(schedule):
+    instructions = schedule(dist.get_world_size(), M)
+    count = 1 + max(each.stage for row in instructions for each in row)
+    mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
+    for each in instructions[dist.get_rank()]:
+        getattr(mine[each.stage], each.name)(each.microbatch)
+    for stage in mine.values():
+        for work, _ in stage.leaving:
+            work.wait()
+    return {number: gradients_of(stage.module) for number, stage in mine.items()}
 
 
 # %% [markdown]
