@@ -29,24 +29,32 @@ r"""
 
 | lesson | what you build | the idea |
 |---|---|---|
-| 01 | one device | forward, backward, update: where does the time go? |
-| 02 | DataParallel | split the batch, not the model; averages of gradients are gradients |
-| 03 | parameter server | one process per device; one of them collects and averages |
-| 04 | ring all-reduce | no server: everyone talks to a neighbour, all the time |
-| 05 | bucketed DDP | talk while you still compute |
-| 06 | complete DDP | everything that PyTorch's DDP can do, and why |
-| 07 | sharding | each rank keeps a part of the state only |
-| 08 | pipeline | split the model by layers, not the data |
-| 09 | tensor and mesh | split the layers too, and combine the ways |
-| 10 | batch size and learning rate | what more devices do to learning |
-| 11 | when things fail | killed, hung, slow: read the error, go on exactly where you were |
-| 12 | many machines | two hosts, rings inside and between them, torchrun and Slurm |
-| 13 | predict before you buy | one model of a step, held against what others measured |
-| 14 | communicate less | fewer bytes, less often, without waiting: time won, accuracy lost |
-| 15 | capstone | your own model and data, predicted, trained, measured |
+| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? |
+| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients |
+| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages |
+| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time |
+| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute |
+| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why |
+| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only |
+| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data |
+| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways |
+| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning |
+| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were |
+| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm |
+| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured |
+| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost |
+| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured |
 
 Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
-The [glossary](../docs/GLOSSARY.md) has every term.
+The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how to read on:
+
+- **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
+- **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
+  communication.
+- Everything: a lesson and its exercise at a time, some twenty hours.
+
+On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
+until its cell is run again. `ddp-course check` in a terminal says what you have solved and guessed so far.
 
 ## This machine
 

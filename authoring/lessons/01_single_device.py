@@ -96,7 +96,7 @@ def calmest_step(problem, global_batch, steps=12):
     return min(zip(spans[::3], spans[1::3], spans[2::3]), key=lambda step: step[-1].end - step[0].start)
 
 
-steps = [calmest_step(digits, 96), calmest_step(text, 32)]
+steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (text, 32)])]
 
 # %% timeline
 forward, backward, update = (span.seconds for span in steps[1])
@@ -126,8 +126,8 @@ nothing the model has seen.
 # %% train-both
 models = {"digits": digits.model(), "bytes": text.model()}
 losses = {
-    "digits": stage1_single.train(models["digits"], digits.batches(96, 80), lr=digits.learning_rate),
-    "bytes": stage1_single.train(models["bytes"], text.batches(32, 80), lr=text.learning_rate),
+    "digits": stage1_single.train(models["digits"], show.progress(digits.batches(96, 80), total=80), lr=digits.learning_rate),
+    "bytes": stage1_single.train(models["bytes"], show.progress(text.batches(32, 80), total=80), lr=text.learning_rate),
 }
 
 # %% losses
@@ -171,9 +171,10 @@ def step_seconds(batch):
 
 
 sizes = [2, 8, 32, 128, 512]
-per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in sizes]
+per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in show.progress(sizes)]
+cheapest = sizes[per_sample.index(min(per_sample))]
 show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sample (µs)",
-            "A sample is cheaper in a large batch, up to a point", log="xy")  # fmt: skip
+            f"A sample is cheapest in a batch of {cheapest}", log="xy")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -248,7 +249,7 @@ def noise(batch, draws=40):
     return float(torch.stack(errors).mean() / truth.norm())
 
 
-measured = {batch: noise(batch) for batch in [1, 4, 16, 64, 256]}
+measured = {batch: noise(batch) for batch in show.progress([1, 4, 16, 64, 256])}
 
 # %% noise-figure
 root = {batch: measured[1] / batch**0.5 for batch in measured}
@@ -286,7 +287,7 @@ def gradient_bytes(model):
 
 try:
     check("1.3", gradient_bytes, seed=7)
-except Exception as wrong:  # in the exercise it comes as it is, with a traceback
+except Exception as wrong:  # in an exercise the cell ends with it, in one line
     print(wrong)
 
 # %% [markdown]

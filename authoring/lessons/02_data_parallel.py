@@ -63,9 +63,9 @@ We compute in float64, where rounding errors are of the size $10^{-16}$, so that
 
 
 # %% shards-against-batch
-digits = problems.make("digits", dtype=torch.float64)
-model = digits.model()
-inputs, targets = next(digits.batches(global_batch=24, steps=1))
+exact = problems.make("digits", dtype=torch.float64)
+model = exact.model()
+inputs, targets = next(exact.batches(global_batch=24, steps=1))
 
 
 def gradient(inputs, targets):
@@ -110,9 +110,9 @@ twice: with the mean of the losses, which is what everyone uses, and with their 
 
 # %% rates
 def weights(shards, rate, reduction):
-    model = digits.model()
+    model = exact.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for inputs, targets in digits.batches(global_batch=24, steps=8):
+    for inputs, targets in exact.batches(global_batch=24, steps=8):
         pairs = zip(inputs.chunk(shards), targets.chunk(shards))
         losses = [torch.nn.functional.cross_entropy(model(x), y, reduction=reduction) for x, y in pairs]
         optimizer.zero_grad()
@@ -207,11 +207,11 @@ def nbytes(*tensors):
 
 
 text = problems.make("bytes", parameters=100_000)
-inputs, targets = next(text.batches(global_batch=24, steps=1))
+tokens, following = next(text.batches(global_batch=24, steps=1))
 parallel = DataParallel(text.model(), ["cpu"] * K)
-outputs = parallel(inputs)
+outputs = parallel(tokens)
 held = [nbytes(*replica.parameters(), out) for replica, out in zip(parallel.replicas, parallel.outputs)]
-held[0] += nbytes(inputs, targets, outputs)
+held[0] += nbytes(tokens, following, outputs)
 
 # %% memory-figure
 labels = ["master"] + [f"device {k}" for k in range(1, K)]
@@ -305,7 +305,7 @@ def cores(*works):
 large, tiny = partial(torch_work, 500), partial(torch_work, 4)
 pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
          "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}  # fmt: skip
-kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in pairs.items()}
+kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())}
 first, *_, tiny_kept, large_kept = kept.values()
 show.bars(kept, "processor time / wall time",
           f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")  # fmt: skip
@@ -333,7 +333,7 @@ def with_threads(count):
     return best
 
 
-threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in (1, 2, 4, 8)}
+threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in show.progress((1, 2, 4, 8))}
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
 show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",

@@ -131,7 +131,7 @@ def distances(average):
 
 
 apart = {name: launch(distances, average, world_size=K)[0] for name, average in
-         {"never averaged": False, "averaged in each step": True}.items()}  # fmt: skip
+         show.progress({"never averaged": False, "averaged in each step": True}.items())}  # fmt: skip
 show.curves({name: (range(1, 21), far) for name, far in apart.items()}, "step", "largest difference of a weight",
             "Without averaging K ranks train K models", points=False)  # fmt: skip
 
@@ -162,8 +162,8 @@ def equal(same_seed, broadcast):
 
 
 equality = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
-for (same_seed, broadcast), (weights, masks) in equality.items():
-    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {weights!s:5}  equal masks: {masks}")
+for (same_seed, broadcast), (same_weights, masks) in equality.items():
+    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {same_weights!s:5}  equal masks: {masks}")
 
 # %% claim-7
 # NBVAL_CHECK_OUTPUT
@@ -258,7 +258,7 @@ def server(tensor):
     average_on_server([tensor])
 
 
-seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in (2, 3, 4)}
+seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in show.progress((2, 3, 4))}
 
 # %% plot
 formula = {ranks: 2 * (ranks - 1) * p / (200e6 / 8) for ranks in (1, 2, 3, 4, 5)}
@@ -361,12 +361,12 @@ def one_way(gradient):
     average_on_server([gradient])
 
 
-p, cable = 2**20, theory.Costs.of_link(100e6)
+size, cable = 2**20, theory.Costs.of_link(100e6)
 servers = {"it collects everything before it sends": one_way,
            "it sends while it still collects": collectives.duplex_server_all_reduce}  # fmt: skip
 ratios = {}
-for name, server in servers.items():
-    ratios[name] = simulate.replay(server, p, 3, simulate.Network(cable)) / (2 * (3 - 1) * p * cable.beta)
+for name, way in servers.items():
+    ratios[name] = simulate.replay(way, size, 3, simulate.Network(cable)) / (2 * (3 - 1) * size * cable.beta)
     print(f"{name}: {ratios[name]:.2f} of the formula")
 
 # %% claim-4

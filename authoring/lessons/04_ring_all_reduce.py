@@ -225,17 +225,17 @@ sizes, link = (
     {"the message is large": 4 * 2**20, "the message is small": 2**10},
     theory.Costs.of_link(100e6, latency=1e-3),
 )
-ratios = {}
+growth = {}
 for name, size in sizes.items():
     four, eight = (simulate.replay(ring_all_reduce, size, ranks, simulate.Network(link)) for ranks in (4, 8))
-    ratios[name] = eight / four
+    growth[name] = eight / four
     print(f"{name}: {1000 * four:.0f} ms on 4 ranks, {1000 * eight:.0f} ms on 8")
 
 # %% claim-3
 # NBVAL_CHECK_OUTPUT
 claims.decide(
     3, "The time of ring all-reduce is independent of the number of devices.", "simulated",
-    {name: ratio < 1.25 for name, ratio in ratios.items()},
+    {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term is nearly constant, but 2(K-1) latencies remain, and a small message is all latency.",
 )  # fmt: skip
 
@@ -253,9 +253,9 @@ other. The simulator plays every message, with and without shared cables:
 """
 
 # %% contended
-p, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.of_link(100e9, 2e-6)
+size, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.of_link(100e9, 2e-6)
 cases = {"16 ranks": (16, 1), "16 ranks,\nhosts of 4": (16, 4), "12 ranks": (12, 1), "12 ranks,\nhosts of 3": (12, 3)}
-taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), p, ranks, simulate.Network(cable, inside, each))
+taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), size, ranks, simulate.Network(cable, inside, each))
                 for case, (ranks, each) in cases.items()} for name in ("ring", "halving-doubling")}  # fmt: skip
 most = {name: max(times.values()) for name, times in taken.items()}
 show.bars(taken["ring"] | taken["halving-doubling"], "time for 16 MiB (ms)", kind="simulated", form="{:.0f}", width=9.4,
@@ -281,13 +281,13 @@ each GPU will send gradients that it received from the previous GPU to the next 
 
 # %% claim-2
 # NBVAL_CHECK_OUTPUT
-sent = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
+on_each = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
                 for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}  # fmt: skip
-for ranks, (whole, chunked) in sent.items():
+for ranks, (whole, chunked) in on_each.items():
     print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
 claims.decide(
     2, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
-    {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in sent.items()},
+    {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in on_each.items()},
     "That is the whole-gradient ring, (K-1) p bytes; ring all-reduce passes chunks and sums, 2(K-1)/K p.",
 )  # fmt: skip
 

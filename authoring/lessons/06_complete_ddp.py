@@ -190,8 +190,8 @@ class FindsUnused(Core):
 search = {"find_unused_parameters": True}
 for both in (False, True):
     ours = launch(two_steps, FindsUnused, both, world_size=2)
-    torchs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
-    assert str(ours) == str(torchs) and (ours[0][-1] is not None) == both, (ours, torchs)
+    theirs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
+    assert str(ours) == str(theirs) and (ours[0][-1] is not None) == both, (ours, theirs)
 print("the same gradients as torch's DDP; that of the right branch is None only if no rank uses it")
 
 # %% [markdown]
@@ -497,10 +497,10 @@ def operations(wrapped):
     return sum(event.name.startswith("aten::") for event in profile.events())
 
 
-plain, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (False, True))
-print(f"operations of a step: {plain} without DDP, {wrapped} with it")
+bare, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (False, True))
+print(f"operations of a step: {bare} without DDP, {wrapped} with it")
 claims.decide(
-    18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= plain},
+    18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= bare},
     "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
 )  # fmt: skip
 

@@ -94,8 +94,8 @@ def out_of_memory():
     dist.barrier()
 
 
-error = failing(out_of_memory)
-assert error.rank == 1 and "SIGKILL" in str(error)
+killed = failing(out_of_memory)
+assert killed.rank == 1 and "SIGKILL" in str(killed)
 print("the culprit is rank 1, killed by SIGKILL")
 
 # %% [markdown]
@@ -115,12 +115,12 @@ def skips():
     dist.barrier()
 
 
-error = failing(skips, timeout=4)
-print("\n".join(f"rank {state.rank}: {state.status}; last collective: {state.collective}" for state in error.states))
+hang = failing(skips, timeout=4)
+print("\n".join(f"rank {state.rank}: {state.status}; last collective: {state.collective}" for state in hang.states))
 
 # %% check-hang
 # NBVAL_CHECK_OUTPUT
-assert isinstance(error, errors.LaunchTimeout) and len(error.states) == K
+assert isinstance(hang, errors.LaunchTimeout) and len(hang.states) == K
 print("a timeout, with the state of every rank")
 
 # %% [markdown]
@@ -246,12 +246,12 @@ def poisoned():
     stage5_bucketed.train(model, batches, 0.1)
 
 
-error = failing(poisoned)
-print(error.message)
+poison = failing(poisoned)
+print(poison.message)
 
 # %% check-nan
 # NBVAL_CHECK_OUTPUT
-assert error.type_name == "NotFiniteError" and "rank 1" in error.message
+assert poison.type_name == "NotFiniteError" and "rank 1" in poison.message
 print("rank 1 is named before anything was averaged")
 
 # %% [markdown]

@@ -206,18 +206,18 @@ beside it stands one that no fit saw: Llama 3.1 8B on 128 H100s, by other people
 """
 
 # %% one-run
-row = next(row for row in facts.rows("transformer_throughput") if row["model"] == "MPT-7b" and row["gpus"] == 8 and row["seq"] == 2048)
-weights, tokens = 12 * 4096**2, row["micro_batch"] * row["seq"]
-forward, backward = passes(weights, 4096, tokens, row["seq"])
-layer = fsdp_layer(forward, backward + forward * (row["recompute"] == "full"), weights, 8, 0.79 * 300e9)
-whole = predict(**row)
+run = next(run for run in facts.rows("transformer_throughput") if run["model"] == "MPT-7b" and run["gpus"] == 8 and run["seq"] == 2048)
+weights, tokens = 12 * 4096**2, run["micro_batch"] * run["seq"]
+forward, backward = passes(weights, 4096, tokens, run["seq"])
+layer = fsdp_layer(forward, backward + forward * (run["recompute"] == "full"), weights, 8, 0.79 * 300e9)
+whole = predict(**run)
 print(f"two functions {tokens / 32 / layer:,.0f} tokens/s per GPU, the whole model {whole.tokens_per_s_per_gpu:,.0f} (derived)")
 unseen = predict(model="llama-3.1-8b", gpu="H100 HBM2e", gpus=128, micro_batch=2, recompute="selective")
 print(f"Llama on 128 H100s: {unseen.tokens_per_s_per_gpu:,.0f} tokens/s per GPU (derived)")
 
 # %% one-run-published
-print(f"measured {row['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
-      f"{tokens / 32 / layer / row['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / row['tokens_per_s_per_gpu'] - 1:+.0%}")  # fmt: skip
+print(f"measured {run['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
+      f"{tokens / 32 / layer / run['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / run['tokens_per_s_per_gpu'] - 1:+.0%}")  # fmt: skip
 tokens_per_s = facts.rows("fsdp_llama3_8b_h100")[-1]["tokens_per_gpu_per_s"]
 print(f"Llama: measured {tokens_per_s:,.0f} (published, torchtitan): {unseen.tokens_per_s_per_gpu / tokens_per_s - 1:+.0%}")
 
@@ -310,8 +310,8 @@ figures.predictions_figure([row for table in tables.values() for row in table.ro
 # %% scoreboard-numbers
 for table in tables.values():
     errors = scoreboard.summary(table)
-    unseen, left_out = scoreboard.percents(errors["predicted"]), scoreboard.percents([table.left_out])
-    print(f"{table.name:29} unseen {unseen:>16}   left out {left_out:>5}")
+    new, left_out = scoreboard.percents(errors["predicted"]), scoreboard.percents([table.left_out])
+    print(f"{table.name:29} unseen {new:>16}   left out {left_out:>5}")
 
 # %% check-scoreboard
 # NBVAL_CHECK_OUTPUT

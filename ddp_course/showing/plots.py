@@ -26,10 +26,10 @@ from ..ladder import STAGES
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
 SPAN_COLOURS = {
-    "forward": "#9ECAE1",
-    "backward": "#3F78B5",
-    "communication": "#E8743B",
-    "wait": "#F7C9A9",
+    "forward": "#5B95C2",
+    "backward": "#1F4E87",
+    "communication": "#C8501B",
+    "wait": "#B98A64",
     "update": "#1A1A1A",
 }
 MESSAGE_TICKS = {2**10: "1 KiB", 2**15: "32 KiB", 2**20: "1 MiB", 2**25: "32 MiB", 2**30: "1 GiB"}

@@ -19,6 +19,7 @@ import ipywidgets
 from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
+from ..running.learners_copy import keep
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 
@@ -158,6 +159,7 @@ class Prediction(ipywidgets.VBox):
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
         guess, line = self.buttons.value, f"{kind}: {result}"
         if guess is not None:
+            keep("guesses", self.question, guess == answer)
             line = f"your guess: {guess}; {line} – {'right' if guess == answer else 'a surprise'}"
         right = {
             "right": self.answers.index(answer)
