@@ -374,8 +374,8 @@ last layer has 2.05 million of them. Before you look: into how many buckets does
 """
 
 # %% a100s
-sizes = [numbers for numbers, _ in simulate.resnets.layers("resnet50")]
-buckets = stage5_bucketed.assign_buckets([torch.empty(size, device="meta") for size in sizes])
+resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in simulate.resnets.layers("resnet50")]
+buckets = stage5_bucketed.assign_buckets(resnet50)
 ours = [sum(part.numel() for part in bucket) for bucket in buckets]
 theirs = [numbers for _, numbers in traces.read()[1].reduced]
 print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
