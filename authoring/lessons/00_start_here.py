@@ -110,11 +110,14 @@ r"""
 ## Predict
 
 Soon seven strategies train the same small network on the same handwritten digits. Each rank computes on an **emulated
-device**, an accelerator made slow enough to be timed exactly, and the ranks are joined by **emulated links**. The
-arithmetic is real, and so are losses, weights and bytes; only time runs in slow motion.
+device** with a known speed, and the ranks are joined by **emulated links**. The arithmetic is real, and so are the messages,
+losses, weights and bytes. Only the time is **virtual**: each rank has a clock, every operation moves it on by what the device
+needs for it, and every message by what the link needs. So a busy laptop shows the same times as an idle one, and a time that
+a formula predicts comes out as predicted: guess before you run, for afterwards it looks obvious. Figures say
+*measured* where a real clock ran, and *virtual time* where this one did.
 
 How much is won depends on one ratio, communication to computing. The course *chooses* it here: the links are so fast
-that a ring of four ranks needs about a third of a step, as on a cluster with ordinary network cables. Faster links would
+that a ring of four ranks spends about a third of its step on sending, as on a cluster with ordinary network cables. Faster links would
 bring all strategies closer together, slower ones would drive them apart. What will you build, and how much faster is it
 than one device?
 """
@@ -144,15 +147,14 @@ r"""
 Read the panels one by one:
 
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
-2. **Step time** (measured; the marks are derived): the hatched part is waiting for gradients that travel. This is what
+2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for gradients that travel. This is what
    the course fights, and each stage has less of it.
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
-4. **Timeline** (measured): one step of each, one row per rank. In the server's rows you see ranks that wait for their
+4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn; in lesson 05's rows communication runs *below* the backward pass, at the same time.
 
-The server's bar may be shorter than its mark and than its rows in the timeline. That is no mistake: a rank that has its
-average begins the next step while the server still answers the others. Steps of different ranks overlap, so the time *per
-step* is less than one step from its first to its last moment. The formula does not know of this head start.
+The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
+answers the others. A bar is the time from one step of a rank to its next.
 """
 
 # %% comparison-figure
@@ -161,13 +163,13 @@ show.compare_figure(results)
 # %% reveal
 speed_up = {stage["stage"]: stage["speed_up"] for stage in results["stages"]}
 best = max(speed_up.values())
-guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers))
+guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kind="virtual time")
 
 # %% what-you-will-build
 names = {stage["stage"]: stage["name"] for stage in results["stages"]}
 show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.items()}, "times as fast as one device",
           f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
-          colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
+          kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -254,7 +256,7 @@ piece. Lessons 03 and 04 turn this sentence into two formulas, and measure both.
 
 1. K ranks with a share each train the same weights as one device.
 2. What they wait for is communication: a server, a ring and buckets differ in how long.
-3. Every number here is measured, counted, simulated or derived, and says which.
+3. Every number says where it comes from: measured, in virtual time, counted, simulated or derived.
 
 When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 

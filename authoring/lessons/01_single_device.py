@@ -19,7 +19,7 @@ of, where its time goes, and what the batch size does.
 import torch
 
 from ddp_course import Device, on_your_gpus, problems, show, stage1_single, timeline
-from ddp_course.checking import check
+from ddp_course.checking import check, task
 
 # %% [markdown]
 r"""
@@ -27,13 +27,22 @@ r"""
 
 A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
 entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. You may know how to
-write it: task 1.1 of [exercise 1](../exercises/01_single_device.ipynb) asks for one step.
+write a step: the first task of [exercise 1](../exercises/01_single_device.ipynb) stands below the picture, too. Write it there and
+run the cell; as long as you have not, the lesson runs all the same.
 
 ![A batch goes forward through the model to a loss; backward makes a gradient for each parameter, the last layer's first; the update changes the weights, and the next batch meets new weights](../docs/figures/training_step.svg)
 """
 
+# %% task-1-1
+def train_step(model, optimizer, inputs, targets):
+    """Make one update on a batch; return its mean cross-entropy before the update, as a plain number."""
+    raise NotImplementedError("Exercise 1.1: A training step")
+
+
+show.source(task("1.1", train_step), click="Write it first, then open: one solution")
+
 # %% source
-show.source(stage1_single.train, click="Write task 1.1 first, then open: stage 1")
+show.source(stage1_single.train, click="Open after task 1.1: stage 1")
 
 # %% [markdown]
 r"""
@@ -93,7 +102,7 @@ steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (tex
 forward, backward, update = (span.seconds for span in steps[1])
 ratio = backward / forward
 show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
-                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward")  # fmt: skip
+                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward", kind="measured")  # fmt: skip
 
 # %% reveal
 print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")

@@ -27,6 +27,7 @@ from ddp_course import (
     DataParallel, claims, compare, launch, on_your_gpus, problems, show, stage1_single,
     stage2_dataparallel, timeline, timing,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many devices; 2 works as well
 
@@ -148,13 +149,22 @@ show.sketches.scatter_gather(K)
 # %% [markdown]
 r"""
 And in code, where each arrow is a function. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
-you to write two of them, which is worth more before you look:
+you to write two of them, which is worth more before you look. Here is the first. Sizes differ by one at most, the longer shards
+come first, and a device without samples gets no shard.
 """
+
+# %% task-2-1
+def scatter(tensor, devices):
+    """Cut `tensor` along dimension 0; return a list with one shard per device, each on its device."""
+    raise NotImplementedError("Exercise 2.1: Scatter")
+
+
+show.source(task("2.1", scatter), click="Write it first, then open: one solution")
 
 # %% source
 show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataParallel.forward,
             stage2_dataparallel.gather, stage2_dataparallel.reduce,
-            click="Write tasks 2.1 and 2.2 first, then open: scatter, replicate, forward, gather, reduce")  # fmt: skip
+            click="Open after tasks 2.1 and 2.2: scatter, replicate, forward, gather, reduce")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -346,7 +356,7 @@ now the threads do compute at the same time, on any number of cores.
 results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
 alone, many = results["stages"]
 lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master is busy copying")  # fmt: skip
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master copies")  # fmt: skip
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT
@@ -354,12 +364,13 @@ forward = [[span for span in lane if span.name == "forward"] for lane in lanes]
 assert max(lane[0].start for lane in forward) < min(lane[-1].end for lane in forward), forward
 copying = [sum(span.seconds for span in lane if span.name == "communication") for lane in lanes]
 assert copying[0] > 0 and max(copying[1:]) == 0, copying
-print("all devices compute at the same time, and only the master copies")
+print("all devices compute at the same time, and only the master copies before and after")
 
 # %% [markdown]
 r"""
-The master copies the model out before each forward pass and the gradients in after each backward pass, one device after
-the other. Meanwhile all others have nothing to do. Threads are not the limit here: one device's link is.
+(Virtual time, as in lesson 00.) The master copies the model out before each forward pass and the gradients in after each
+backward pass, one device after the other. In between it computes its own share, as all others do; while it copies, they have
+nothing to do. Threads are not the limit here: one device's link is.
 
 ## On your GPUs
 

@@ -25,6 +25,7 @@ from ddp_course import (
     Link, average_on_server, claims, launch, on_your_gpus, ring_all_reduce, show, simulate,
     stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -92,12 +93,22 @@ show.sketches.ring_step(K, step=K - 1)
 # %% [markdown]
 r"""
 And the code, in which `wire.exchange` sends to the right while it receives from the left. Tasks 4.1 to 4.4 of
-[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look.
+[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look. Here is the first. In
+step 0 of reduce-scatter, rank r sends chunk r to its right neighbour; in every later step it sends on the chunk that has just
+come in from the left.
 """
+
+# %% task-4-1
+def chunk_to_send(rank, step, world_size):
+    """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of reduce-scatter."""
+    raise NotImplementedError("Exercise 4.1: Which chunk to send")
+
+
+show.source(task("4.1", chunk_to_send), click="Write it first, then open: one solution")
 
 # %% source-ring
 show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
-            click="Write tasks 4.1 to 4.4 first, then open: the ring")  # fmt: skip
+            click="Open after tasks 4.1 to 4.4: the ring")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -160,8 +171,9 @@ guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 r"""
 ## Plot
 
-The measurement of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are measured, lines are
-the formulas.
+The experiment of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are virtual time, lines are
+the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b. Before you look: server and whole-gradient ring both *send* 3 p on four
+ranks. Do they take equally long?
 """
 
 # %% measure
@@ -174,9 +186,10 @@ ks, unit = [2, 3, 4, 5, 6], 1000 * p / (200e6 / 8)
 formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 for k in ks],
             "ring": [2 * (k - 1) / k for k in ks]}  # fmt: skip
 show.curves(
-    {f"{name}, measured": (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
+    {name: (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
     "ranks K", "time to average 1 MiB (ms)", "The ring's time levels off; the others' grow with every rank",
     theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
+    kind="virtual time",
 )  # fmt: skip
 
 # %% check-time
@@ -188,6 +201,9 @@ print("on 4 ranks the ring is the fastest, the server the slowest, and the ring'
 
 # %% [markdown]
 r"""
+They do not. The server also *receives* 3 p, and only then sends; on the ring each rank sends and receives at the same
+time.
+
 ## The other half of the truth: latency
 
 Each message also has a fixed cost, the **latency** α: the time before its first byte arrives. The ring sends
@@ -339,6 +355,20 @@ r"""
 among ring, tree and others by message size and topology; on one machine with NVLink its rings run over all links
 at once. Where this is in PyTorch: `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp` and `ProcessGroupNCCL.cpp`, which hand
 the call on to these libraries.
+
+The all-reduce is one of eight *collectives*; the later lessons use the others.
+
+![Broadcast, scatter, gather, allgather, reduce, reduce-scatter, all-reduce and all-to-all on four ranks: which chunks each rank has before and after](../docs/figures/collectives.svg)
+
+| `torch.distributed` | a rank sends, on a ring (p = all chunks of a tensor) | used for |
+|---|---|---|
+| `broadcast` | p, but for the last | equal weights at the start (lesson 03), buffers (06) |
+| `scatter`, `gather` | rank 0: (K-1)/K p; each other: p/K | handing out and collecting |
+| `all_gather` | (K-1)/K p | weights of a sharded layer (07), activations (09) |
+| `reduce` | p, but for the last | a loss to print |
+| `reduce_scatter` | (K-1)/K p | gradients of a sharded layer (07) |
+| `all_reduce` | 2(K-1)/K p | gradients (04 to 06), activations (09) |
+| `all_to_all` | (K-1)/K p | another axis to split by: experts, sequences and heads |
 
 ## Check yourself
 

@@ -20,7 +20,7 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 from statistics import median
 
 from ddp_course import claims, facts, show, simulate, theory
-from ddp_course.checking import check
+from ddp_course.checking import check, task
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.plans import decide, score
@@ -170,6 +170,8 @@ print(f"ZeRO-1       {1000 * values['shard']:.1f} ms per shard")
 
 # %% [markdown]
 r"""
+(b is no physics: no layer moves two thousand bytes per value. The fit puts into it all that no other term names.)
+
 Write the first two terms and the sending yourself before you read on: task 13.5 of the exercise has an empty cell for them. Here is
 one answer, for a layer on A100s.
 """
@@ -243,8 +245,13 @@ predict(**llama).figure()
 
 # %% [markdown]
 r"""
-**MFU** is the share of the datasheet's flops that a training step needs by PaLM's count, 6 N + 12 L s h per token; recomputing
-does not count. Thin bars are sending that hides under computing: it costs nothing.
+Three numbers describe how well a run uses its GPUs. **Tokens per second and GPU** compares runs of one model. **MFU** (model flops
+utilisation) compares models and GPUs: the share of the datasheet's flops that the step needs by PaLM's count, 6 N + 12 L s h
+per token; recomputing does not count. Both describe a step. **Goodput** describes the weeks: the share of the time that went into
+steps which were kept, so not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 % goodput
+trains as if it had 36 % all the time.
+
+Thin bars in the figure are sending that hides under computing: it costs nothing.
 
 ## 1,536 GPUs
 
@@ -325,7 +332,23 @@ table does not say.
 ## Judge a table
 
 A pipeline of P stages and M micro-batches should be P M/(M + P - 1) times as fast as one device. GPipe's authors published
-throughput over that of P = 2, M = 1. Does it fit?
+throughput over that of P = 2, M = 1. Does it fit? Write the test (task 13.1 of
+[exercise 13](../exercises/13_predict_before_you_buy.ipynb)): each row is (stages, micro-batches, times), `times` as fast as the
+*first* row; a tenth above the formula may pass, since numbers are rounded.
+"""
+
+# %% task-13-1
+def too_good(rows):
+    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the formula allows."""
+
+    raise NotImplementedError("Exercise 13.1: Judge a table")
+
+
+show.source(task("13.1", too_good), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+And the whole table:
 """
 
 # %% gpipe
