@@ -49,7 +49,17 @@ _TOP = (
 )
 _ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
     "running": ("checkpoint", "devices", "links", "wire"),
-    "measuring": ("audit", "claims", "facts", "finite", "simulate", "theory", "timeline", "timing"),
+    "measuring": (
+        "audit",
+        "claims",
+        "facts",
+        "finite",
+        "simulate",
+        "theory",
+        "timeline",
+        "timing",
+        "traces",
+    ),
     "commands": ("compare", "doctor"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
+from . import as_typed
+
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5
-PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
+PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "scikit-learn")
 
 
 def main(args: argparse.Namespace | None = None) -> int:
@@ -37,6 +39,9 @@ def main(args: argparse.Namespace | None = None) -> int:
         else "runs on this machine."
     )
     print(f"\nThe course {verdict}")
+    if args and not problems:  # In a notebook the next step is the next cell.
+        print('How to read it: "!" says what to set, and the last part what each lesson will use.')
+        print(f"Next: {as_typed('lab')} opens the course at lesson 00.")
     return 1 if problems else 0
 
 

@@ -50,6 +50,11 @@ backward_pass = (
 )  # Backward passes have numbers from 0; -1 means no pass.
 
 
+def wrapper_around() -> torch.nn.Module | None:
+    """Return torch's own DistributedDataParallel whose forward pass is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
 @contextmanager
 def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
     """Within this block `owner.name(…)` is `hook(run, …)`, where `run` is the original function.

@@ -26,10 +26,10 @@ from ..ladder import STAGES
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
 SPAN_COLOURS = {
-    "forward": "#9ECAE1",
-    "backward": "#3F78B5",
-    "communication": "#E8743B",
-    "wait": "#F7C9A9",
+    "forward": "#5B95C2",
+    "backward": "#1F4E87",
+    "communication": "#C8501B",
+    "wait": "#B98A64",
     "update": "#1A1A1A",
 }
 MESSAGE_TICKS = {2**10: "1 KiB", 2**15: "32 KiB", 2**20: "1 MiB", 2**25: "32 MiB", 2**30: "1 GiB"}
@@ -43,8 +43,8 @@ class Picture(Figure):
     """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those
     who cannot see it.
 
-    `kind` says where its numbers come from: measured, counted, simulated, derived. It is at the
-    right edge.
+    `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
+    is at the right edge.
     """
 
     def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
@@ -323,17 +323,26 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
     for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
         place = row if two and lane == "network" else row - 0.42, 0.42 if two else 0.84
         axes.broken_barh(
-            [(1000 * start, 1000 * (end - start))], place, facecolors=SPAN_COLOURS[name]
+            [(1000 * start, 1000 * (end - start))],
+            place,
+            facecolors=SPAN_COLOURS[name],
+            edgecolor="white",
+            linewidth=0.8 if lane == "network" else 0,  # Messages that follow at once stay apart.
         )
 
 
 def timeline_figure(
-    lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False
+    lanes: Sequence[Any],
+    title: str,
+    labels: Sequence[str] = (),
+    align: bool = False,
+    kind: str = "virtual time",
 ) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
     the earliest start.
 
-    With `align` each lane begins at 0: for lanes that did not run at the same time.
+    With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
+    "measured" for real time.
     """
     lanes = [
         [
@@ -345,7 +354,7 @@ def timeline_figure(
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
     height, seen = 1.7 + 0.45 * len(lanes), f"Timeline with {len(lanes)} lanes"
-    with panels(1, 1, 8.4, height, title, seen, "measured", title) as (picture, axes):
+    with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(
                 axes,
@@ -447,9 +456,10 @@ def bars(
     width: float = 7.2,
     form: str = "{:.3g}",
     kind: str = "measured",
+    dash: str = "formula",
 ) -> Picture:
     """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes
-    across the bars.
+    across the bars, and `dash` says what they are.
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
@@ -467,8 +477,8 @@ def bars(
                 fontsize=9,
             )
             if theory and label in theory:
-                [dash] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
-                axes.legend([dash], ["theory"])
+                [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
+                axes.legend([line], [dash])
         axes.set_xticks(places, list(heights))
         top = max([*heights.values(), *(theory or {}).values(), 0])
         axes.set_ylim(top=top * 1.2 if top else 1)

@@ -32,14 +32,16 @@ def test_the_report_names_what_is_here(capsys):
 
 
 def test_a_missing_package_is_fatal_and_says_what_to_do(capsys, monkeypatch):
-    def without_nbval(package):
-        if package == "nbval":
+    def without_widgets(package):
+        if package == "ipywidgets":
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr(doctor, "version", without_nbval)
+    monkeypatch.setattr(doctor, "version", without_widgets)
     assert doctor.main() == 1
-    assert "No package metadata was found for nbval; run: make setup" in capsys.readouterr().out
+    assert (
+        "No package metadata was found for ipywidgets; run: make setup" in capsys.readouterr().out
+    )
 
 
 def test_a_hub_of_one_core_and_little_memory_says_what_to_set(capsys, monkeypatch):

@@ -41,10 +41,6 @@ MUTANTS = {  # in a file of the course, a line, what stands there instead, and h
     "nobody waits for the backend": (
         "stage6_ddp/communication.py", "            work.wait()", "            pass", "race",
     ),
-    "a pipeline connects its ranks when a message is due": (
-        "stage8_pipeline/transfers.py", "            self.connect(schedule)", "            pass",
-        "communicator",
-    ),
 }  # fmt: skip
 EVERY_DAY = {"missing_wait", "nobody waits for the backend"}  # the others run in make test-rest
 
