@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TooSlow, Wrong
-from ..running.torch_inside import TorchDispatchMode
+from ..running.clocks.group import Group
+from ..running.torch_inside import around
 from .checks import Task, find
 from .plain import pack, unpack
 
@@ -137,7 +138,9 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     must send all.
     """
     evidence: dict = {}
-    past = PastTheWire() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext()
+    past: AbstractContextManager = nullcontext()
+    if set(COLLECTIVES) <= set(task.forbidden):
+        past = around(Group, "timed", refuse_collective)
     refuse_the_courses_own(answers)
     with past, refusing(task.forbidden):
         for part, case, value in task.probe(*answers, **inputs):
@@ -223,19 +226,12 @@ def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
     return forbidden.original(*args, **kwargs)
 
 
-class PastTheWire(TorchDispatchMode):
-    """Raises Wrong if this thread calls torch's collectives; it may call sends and receives, as the
-    wire does.
+def refuse_collective(run: Callable, group: Group, name: str, *args: Any) -> Any:
+    """Raise Wrong if anybody calls torch's collectives past their names; waiting for all is free,
+    and so are sends and receives.
     """
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Refuse collectives."""
-        name = function._schema.name
-        free = ("send", "recv_", "barrier", "wait_tensor")
-        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(free):
-            raise Wrong(
-                f"your code calls torch's own {name}: send and receive with the wire's functions"
-            )
-        return function(*args, **(kwargs or {}))
+    if name != "barrier":
+        raise Wrong(
+            f"your code calls torch's own {name}: send and receive with the wire's functions"
+        )
+    return run(group, name, *args)

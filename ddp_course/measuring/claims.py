@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..running.files import course_folder
 
-KINDS = ("measured", "counted", "simulated", "derived")
+KINDS = ("measured", "virtual time", "counted", "simulated", "derived")
 PRINTED = re.compile(rf"“(.*)”\nClaim (\d+) \(({'|'.join(KINDS)})\): (.*)\n(.*)")
 
 

@@ -43,8 +43,8 @@ class Picture(Figure):
     """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those
     who cannot see it.
 
-    `kind` says where its numbers come from: measured, counted, simulated, derived. It is at the
-    right edge.
+    `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
+    is at the right edge.
     """
 
     def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
@@ -325,12 +325,17 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
 
 
 def timeline_figure(
-    lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False
+    lanes: Sequence[Any],
+    title: str,
+    labels: Sequence[str] = (),
+    align: bool = False,
+    kind: str = "measured",
 ) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
     the earliest start.
 
-    With `align` each lane begins at 0: for lanes that did not run at the same time.
+    With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` says
+    what the times are: measured, or virtual time.
     """
     lanes = [
         [
@@ -342,7 +347,7 @@ def timeline_figure(
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
     height, seen = 1.7 + 0.45 * len(lanes), f"Timeline with {len(lanes)} lanes"
-    with panels(1, 1, 8.4, height, title, seen, "measured", title) as (picture, axes):
+    with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(
                 axes,
@@ -381,7 +386,7 @@ def curves(
 ) -> Picture:
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
-    `series` are measurements: points, or without `points` lines, each wider than the next if they
+    `series` are points, or without `points` lines, each wider than the next if they
     are `nested`; `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands`
     are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` the places on the
     x axis that get a number. `kind` says what `series` are.
