@@ -2,41 +2,57 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# On a terminal pip shows its progress; elsewhere it says only what went wrong.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 1 ] || echo --quiet)
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup compare test test-rest test-all test-quick lab gpu bench notebooks site lint clean
+.PHONY: help setup tools compare test test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
 
-setup: $(VENV)/installed  ## install into .venv
+setup: $(VENV)/installed  ## install into .venv what learners need
+tools: $(VENV)/tools  ## and the tools of those who change the course
 
-# From the lock; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
+# From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
+define install
+	@echo "Installing $$(grep -c == $(1)) packages into $(VENV): $(2), some minutes (once)."
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then $(PIP) -r $(1) && $(PIP) --no-deps --editable .; \
+	else $(PIP) --editable ".[$(3)]"; fi
+	@touch $@
+endef
+
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
-	then $(PIP) -r requirements.lock && $(PIP) --no-deps --editable .; \
-	else $(PIP) --editable ".[dev]"; fi
-	@touch $@
+	@test -x $(BIN)/python || echo "Making $(VENV), an environment for the course alone."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call install,requirements.lock,1.5 GB of disk or 6 GB if torch brings CUDA,clinic)
+
+$(VENV)/tools: requirements-dev.lock $(VENV)/installed
+	$(call install,requirements-dev.lock,0.3 GB of disk,dev)
 
 compare: setup  ## train with every strategy, print the table, write results/compare.png
-	$(BIN)/ddp-course compare $(ARGS)
+	@$(BIN)/ddp-course compare $(ARGS)
 
 # Three files at a time: no test needs the machine for itself, and none is tried twice.
 RUN = $(BIN)/python -m pytest --durations=20 $(BESIDE)
 
-test: setup  ## whether a change holds, in ten minutes; or make test ARGS=FILE
+test: tools  ## whether a change holds, in ten minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
 	$(RUN) -m "not slow and not weekly" tests
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
+<<<<<<< HEAD
 test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
 	$(RUN) -m "slow and not weekly" tests
+=======
+test-rest: tools  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
+	$(call run_tests,slow)
+>>>>>>> main
 
 test-all: setup  ## make test, then make test-rest
 	$(MAKE) test
@@ -46,16 +62,19 @@ test-all: setup  ## make test, then make test-rest
 QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \
 	tests/test_stage2_dataparallel.py tests/test_stage3_paramserver.py tests/test_stage4_ring.py \
 	tests/test_stage5_bucketed.py tests/running/test_wire.py tests/running/test_units.py tests/running/devices
-test-quick: setup  ## in a minute and a half what a contributor needs
+test-quick: tools  ## in a minute and a half what a contributor needs
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
 
 lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and open them in JupyterLab
-	$(BIN)/ddp-course lab work $(ARGS)
+	@$(BIN)/ddp-course lab work $(ARGS)
 
-gpu: setup  ## what can only be seen on GPUs: right, safe, fast?
+gpu: tools  ## what can only be seen on GPUs: right, safe, fast?
 	$(BIN)/python -m benchmarks gpu $(ARGS)
 
-bench: setup  ## measure speed ratios side by side: make bench ring
+gpu-rehearsal: tools  ## every lesson and solution on 1, 2, 4 and 8 pretended GPUs
+	PYTHONPATH=tests $(BIN)/python -m pretend_gpu.rehearsal $(ARGS)
+
+bench: tools  ## measure speed ratios side by side: make bench ring
 	$(BIN)/python -m benchmarks $(BENCHMARK) $(ARGS)
 
 BENCHMARK := $(and $(filter bench,$(firstword $(MAKECMDGOALS))),$(word 2,$(MAKECMDGOALS)))
@@ -63,13 +82,13 @@ ifneq ($(BENCHMARK),)
 $(BENCHMARK):;@:  # the word after bench is a benchmark and no target
 endif
 
-notebooks: setup  ## build and run the notebooks from authoring/lessons
+notebooks: tools  ## build and run the notebooks from authoring/lessons
 	$(BIN)/python authoring/build.py --execute $(ARGS)
 
-site: setup  ## the course as a web page, in site/
+site: tools  ## the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
 
-lint: setup  ## style, types, imports, notebooks in step with their sources, weights of rooms
+lint: tools  ## style, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -77,6 +96,7 @@ lint: setup  ## style, types, imports, notebooks in step with their sources, wei
 	$(BIN)/python authoring/build.py --check
 	$(BIN)/python authoring/weights.py
 	$(BIN)/python authoring/plainness.py
+	$(BIN)/python authoring/rebound.py
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

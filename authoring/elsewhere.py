@@ -1,7 +1,8 @@
 """Badges that open a notebook on somebody else's machine, and the cell that installs the course
 there.
 
-The repository's address is in pyproject.toml, under [project.urls], and nowhere else.
+The repository's address is in pyproject.toml, under [project.urls], and nowhere else. Where it is
+not set, no notebook has a badge, and the cell installs from a wheel beside it or from PyPI.
 """
 
 import re
@@ -11,38 +12,42 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
+FIRST = "00_start_here"
 NEEDED = (
     "cloudpickle",
-    "nbval",
     "pyroute2",
     "simpy",
 )  # Colab and Kaggle lack these packages and have the rest.
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.
 # Anywhere else it does nothing.
-import importlib.util, os, subprocess, sys
+import glob, importlib.util, os, subprocess, sys
 
 hosted = {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys()
 if hosted and not importlib.util.find_spec("ddp_course"):
-    for wanted in (["--no-deps", "ddp-course @ git+{repository}"], {needed}):
+    course = glob.glob("ddp_course-*.whl") or [{course!r}]
+    for wanted in (["--no-deps", *course], {needed}):
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)"""
 
 
 def repository() -> str:
-    """The address of the course's repository on GitHub, such as https://github.com/owner/name."""
+    """The address of the course's repository on GitHub, such as https://github.com/owner/name; ""
+    where it has none.
+    """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return re.search(r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$', text, re.MULTILINE)[
-        1
-    ]
+    pattern = r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$'
+    return next(iter(re.findall(pattern, text, re.MULTILINE)), "")
 
 
 def addresses(path: str) -> dict[str, str]:
     """{place: address that opens the notebook at `path`, a path in the repository}; solutions are
-    refused.
+    refused. None where the course has no address.
     """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")
     home = repository()
+    if not home:
+        return {}
     name = home.removeprefix("https://github.com/")
     return {
         "Colab": f"https://colab.research.google.com/github/{name}/blob/main/{path}",
@@ -64,7 +69,11 @@ def cells(folder: str, topic: str, other: str | None) -> list:
     if other:
         back = "Lesson" if folder == "exercises" else "Exercise"
         row.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
-    install = INSTALLING.format(repository=repository(), needed=list(NEEDED))
+    if topic != FIRST:
+        row.append(f"[Map of the course](../notebooks/{FIRST}.ipynb)")
+    home = repository()
+    course = f"ddp-course @ git+{home}" if home else "ddp-course"
+    install = INSTALLING.format(course=course, needed=list(NEEDED))
     folded = {
         "jupyter": {"source_hidden": True},
         "cellView": "form",

@@ -1,15 +1,17 @@
-"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most eight
-minutes on one of them.
+"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most ten
+minutes.
 
 Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do
 failures name the culprit, does nothing stay on the device? How long is a step of stage 6 beside
-torch's, and how much memory does it take? With `--device cpu` the same runs without a GPU, as far
-as that is possible. It needs torch (2.10 or newer) and numpy, nothing else: `python -m benchmarks
-gpu` in the checkout.
+torch's, and how much memory does it take? With `--device cpu` the same runs without a GPU, as
+far as that is possible. At the end stands one table: right, safe, fast, each row "yes", "no" or
+"not checked here, because …"; it is `answers` in results/gpu.json. It needs torch (2.10 or newer)
+and numpy, nothing else: `python -m benchmarks gpu` in the checkout.
 """
 
 import argparse
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -30,20 +32,33 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp_course import ladder, problems
 from ddp_course.errors import CourseError, LaunchTimeout, RankError
 from ddp_course.measuring import comparison
+from ddp_course.measuring.on_your_gpus import on_your_gpus
 from ddp_course.running.devices import rank_device
 from ddp_course.running.devices.placement import nccl_can_share, placement, usable_gpus
+from ddp_course.running.files import replace_file, writable_folder
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.torch_inside import busy_gpu
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-from .harness import Benchmark, Part, Promise, Row, promises_of_ratios, take_turns, timed
+from .harness import (
+    Benchmark,
+    Part,
+    Promise,
+    Row,
+    promises_of_ratios,
+    table,
+    take_turns,
+    timed,
+)
 from .training import model_and_batch, step
 
+ONE_GPU = "NCCL wants a GPU for each of two ranks"
+UNDER_NCCL = ("a rank killed in mid-collective", "a rank that never comes")
 EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = ("bytes", {"parameters": 100_000_000}, 8)
 SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # This model is for trying the command on a CPU.
 VECTORS = {
-    "parameters": 6 * 64**2,
+    "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,
     "samples": 256,
 }  # This problem needs no file of data.
@@ -58,6 +73,7 @@ NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "steps": "Not looked at without a GPU: a GPU's step times and memory; these are a processor's.",
     "own_tests": "Not looked at without a GPU: what these tests test; they are skipped.",
 }
+NOTHING_LEFT = "no process is left on a GPU"
 CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
 
@@ -114,7 +130,7 @@ def distances() -> dict[str, float]:
     single, distance = problem.model(0), {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
-        if stage.one_process or key == "torch" or (key == "8" and world_size > 4):
+        if stage.one_process or key == "torch":
             continue  # torch's DDP waits for gloo by a future, which knows only the default stream.
         model, mine = (
             problem.model(0),
@@ -148,7 +164,12 @@ def safety(args: argparse.Namespace) -> Part:
     """Failures and what they leave: seconds until each was reported, and whether the report was as
     it should be.
     """
-    device = "cpu" if args.device == "cpu" else "cuda:0"
+    device = args.device
+    if device == "cuda" and usable_gpus() == 1:
+        device = "cuda:0"
+    backend = "gloo"
+    if "nccl" in placement(device, 2)[0]:
+        backend = "NCCL"
     torch.ones(1, device=device)  # This process must be on the GPU, too, when `mine` is listed.
     mine = processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
@@ -165,16 +186,24 @@ def safety(args: argparse.Namespace) -> Part:
     for name, check in checks.items():
         began = time.perf_counter()
         right = check()
+        seconds = time.perf_counter() - began
         rows.append(
-            {"check": name, "as it should be": right, "seconds": time.perf_counter() - began}
+            {"check": name, "backend": backend, "as it should be": right, "seconds": seconds}
         )
     if device != "cpu":
         time.sleep(1.0)  # The driver lists a process for a moment after its end.
-        left = processes_on_gpus() - mine
+        left: bool | None = not processes_on_gpus() - mine
+        if not mine:
+            left = None  # nvidia-smi does not even list this process.
         rows.append(
-            {"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0}
+            {
+                "check": NOTHING_LEFT,
+                "backend": backend,
+                "as it should be": left,
+                "seconds": 0.0,
+            }
         )
-    wrong = sum(not row["as it should be"] for row in rows)
+    wrong = sum(row["as it should be"] is False for row in rows)
     return Part(rows, [Promise("checks that failed", wrong, at_most=0)])
 
 
@@ -339,10 +368,10 @@ def compared(args: argparse.Namespace) -> Part:
         "synthetic",
         ranks,
         24,
-        "1,2,3,4,5,6,torch",
+        "1,2,3,4,5,6,7,8,9,torch",
         args.device,
         link=None,
-        parameters=200_000,
+        parameters=12 * 256**2,
         lr=rate,
         timeout=180,
     )
@@ -416,6 +445,82 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
     return measured
 
 
+def lessons(args: argparse.Namespace) -> Part:
+    """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
+    results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
+    rows = [
+        {name: stage[name] for name in ("stage", "name", "step_ms", "max_abs_diff_vs_single")}
+        for stage in results["stages"]
+    ]
+    also = {"measured_on": results["measured_on"], "message": results["message"]}
+    if importlib.util.find_spec("matplotlib") is not None:
+        from ddp_course.showing.plots import compare_figure
+
+        path = writable_folder(args.out) / "gpu_lessons.png"
+        replace_file(path, compare_figure(results).png(dpi=120))
+    promise = Promise("distance to one device's weights, largest", results["max_abs_diff"], 1e-4)
+    return Part(rows, [promise], also=also)
+
+
+def answers(report: Row) -> list[Row]:
+    """The table at the end: a row for each question, from the parts of the report."""
+    parts = report["parts"]
+    rows = []
+
+    def answer(question: str, what: str, right: bool | None, because: str) -> None:
+        words = {True: "yes", False: "no", None: f"not checked here, because {because}"}[right]
+        rows.append({"is it": question, "what": what, "answer": words})
+
+    exact = parts.get("exactness", {}).get("rows", [])
+    for name, chosen in {
+        "ranks on one device": [r for r in exact if r.get("backend") == "gloo"],
+        "a GPU for each rank, NCCL": [
+            r for r in exact if "nccl" in r.get("backend", "") and r["world_size"] > 1
+        ],
+    }.items():
+        distances = [row["distance"] for row in chosen]
+        right = None
+        if distances or any("ended by" in row for row in exact):
+            right = kept(parts["exactness"])
+        answer("right", f"all stages end like one device: {name}", right, ONE_GPU)
+    for part, what in {
+        "compare": "the comparison, stages 1 to 9",
+        "lessons": 'the lessons\' cells "On your GPUs"',
+        "tests": "the tests that are marked cuda",
+    }.items():
+        answer(
+            "right", what, kept(parts.get(part)), "it was not asked for, or a package is missing"
+        )
+    for row in parts.get("safety", {}).get("rows", []):
+        if "check" in row:
+            what = f"{row['check']} ({row['backend']})"
+            answer("safe", what, row["as it should be"], "nvidia-smi lists no processes")
+            if row["backend"] == "gloo" and row["check"] in UNDER_NCCL:
+                answer("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
+    steps_part = parts.get("steps", {})
+    timed_rows = steps_part.get("rows") if steps_part.get("GPUs") else None
+    fast = kept(steps_part) if timed_rows else None
+    answer(
+        "fast", "stage 6 takes as long and as much memory as torch's class", fast, "no GPU is here"
+    )
+    return rows
+
+
+def kept(part: Row | None) -> bool | None:
+    """Whether all promises of a part are kept; None if nothing was promised."""
+    if part is None or not part["promises"]:
+        return None
+    return all(promise["kept"] for promise in part["promises"])
+
+
+def finish(report: Row, folder: Path) -> list[Path]:
+    """Print the table at the end, and add it to the report."""
+    report["answers"] = answers(report)
+    print(table(report["answers"]))
+    replace_file(folder / "gpu.json", (json.dumps(report, indent=1) + "\n").encode())
+    return [path for path in [folder / "gpu_lessons.png"] if path.exists()]
+
+
 BENCHMARK = Benchmark(
     "gpu",
     "what can only be seen on GPUs: right, safe, fast?",
@@ -424,9 +529,11 @@ BENCHMARK = Benchmark(
         "safety": on_device(safety),
         "steps": on_device(steps),
         "compare": on_device(compared),
+        "lessons": on_device(lessons),
         "tests": on_device(own_tests),
     },
     repeats=20,
     file="gpu.json",
     add_options=add_options,
+    finish=finish,
 )

@@ -22,6 +22,7 @@ _NAMES = {
     "running.launching.magic": ("load_ipython_extension",),
     "running.devices": ("Device", "rank_device"),
     "running.links": ("Link",),
+    "measuring.on_your_gpus": ("on_your_gpus",),
     "orders.every": ("every_order",),
     "stage2_dataparallel": ("DataParallel",),
     "stage3_paramserver": ("average_on_server", "broadcast_parameters"),
@@ -48,7 +49,17 @@ _TOP = (
 )
 _ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
     "running": ("checkpoint", "devices", "links", "wire"),
-    "measuring": ("audit", "claims", "facts", "finite", "simulate", "theory", "timeline", "timing"),
+    "measuring": (
+        "audit",
+        "claims",
+        "facts",
+        "finite",
+        "simulate",
+        "theory",
+        "timeline",
+        "timing",
+        "traces",
+    ),
     "commands": ("compare", "doctor"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -5,9 +5,11 @@ A bad setting ends with one line that says what to do and exit code 2; a failed 
 """
 
 import argparse
+import difflib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
 from .errors import CourseError
@@ -45,17 +47,38 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"ddp-course {version()}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    wanted = next((word for word in arguments if word in COMMANDS), None)
-    for name, help_text in COMMANDS.items():
-        command = subparsers.add_parser(name, help=help_text, description=help_text)
-        if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
-            chosen = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
-            command.set_defaults(main=chosen.main)
-            if hasattr(chosen, "add_options"):
-                chosen.add_options(command)
-    args = parser.parse_args(arguments)
-    return exit_code(lambda: args.main(args))
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    wanted = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    commands = {
+        name: subparsers.add_parser(name, help=help_text, description=help_text)
+        for name, help_text in COMMANDS.items()
+    }
+    if wanted in commands:  # Only its module is loaded: the other commands' libraries take seconds.
+        return exit_code(lambda: run(wanted, commands[wanted], arguments[1:]))
+    if wanted:
+        parser.error(f"there is no command {wanted!r}{did_you_mean(wanted, COMMANDS)}")
+    parser.parse_args(arguments)
+    parser.print_help()
+    print("\nstart with: ddp-course lab")
+    return 0
+
+
+def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int | None:
+    """Run the command `name` with its own arguments."""
+    module = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = re.findall(r"--[\w-]+", parser.format_help())
+        parser.error(f"no such option: {unknown[0]}{did_you_mean(unknown[0], options)}")
+    return module.main(args)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a word that is not `known`: the one that is most like it."""
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

@@ -1,6 +1,7 @@
 """A mesh: the ranks of a job arranged along several axes, one for each way of training."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,3 +29,21 @@ def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
         lines = ranks.movedim(position, -1).reshape(-1, size)
         groups[axis] = wire.group_among(dist.group.WORLD, tuple(map(tuple, lines.tolist())))
     return groups
+
+
+def refuse_slices(parameters: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
+    different slices, of which there is no average.
+    """
+    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "cut"):
+            sharing = dist.get_process_group_ranks(
+                parameter.cut.all_reduce.group or dist.group.WORLD
+            )
+            if len(members.intersection(sharing)) > 1:
+                raise ValueError(
+                    f"parameter {name} is split over ranks of this process group: average over the"
+                    " mesh's data axis, as in DistributedDataParallel(model,"
+                    ' process_group=mesh(data=…, tensor=…)["data"])'
+                )

@@ -27,10 +27,11 @@ from ddp_course import problems, stage6_ddp
 
 
 def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> torch.nn.Module:
-    """Train on this rank's share, on its own GPU if there are any; rank 0 leaves a checkpoint in
-    `folder`.
+    """Train on this rank's share, on its own GPU if there is one for each rank of this machine;
+    rank 0 leaves a checkpoint in `folder`.
     """
-    cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(

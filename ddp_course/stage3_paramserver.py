@@ -33,18 +33,23 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks
-    send equal sizes.
+    """Return the gradients of all trainable parameters: all ranks send equal sizes.
+
+    Raises ValueError if there is no such parameter, RuntimeError if backward left one without a
+    gradient: zeros in its place would let weight decay and momentum change it.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError(
             "the model has no trainable parameters: nothing to average, nothing to train"
         )
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in parameters]
+    missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)} got no gradient in this backward pass; freeze what is not used,"
+            " by requires_grad_(False), or take stage 6 with find_unused_parameters"
+        )
+    return [parameter.grad for parameter in parameters.values()]
 
 
 @wire.collective

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from .mesh import refuse_slices
 from .running import wire
 from .running.communication import communication_thread, keep_for_backward
+from .running.torch_inside import uncompiled
 from .stage3_paramserver import broadcast_parameters
 from .stage4_ring import ring_all_reduce
 
@@ -44,21 +46,7 @@ class Bucket:
 
     def take(self, parameter):
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
-        if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
-            raise RuntimeError(
-                "stage 5 averages no sparse gradient, none with a graph, and none that a hook"
-                " dropped"
-            )
-        if vars(parameter).setdefault("bucket", id(self)) != id(self):
-            raise RuntimeError(
-                "two wrappers average the same parameter: wrap it once, and let go of older"
-                " wrappers"
-            )
-        if parameter not in self.missing:
-            raise RuntimeError(
-                "a gradient was computed twice in one backward pass; stage 6 has static_graph for"
-                " that"
-            )
+        check_gradient(parameter, self)
         parameter.grad = self.views[parameter].copy_(parameter.grad)
         self.missing.remove(parameter)
 
@@ -98,26 +86,18 @@ class BucketedDDP(torch.nn.Module):
         self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce
     ):
         super().__init__()
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not parameters:
-            raise ValueError(
-                "the model has no trainable parameters: nothing to average, nothing to train"
-            )
-        shapes = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(
-            shapes, [parameter.shape for parameter in parameters], group=process_group
-        )
-        if any(others != shapes[0] for others in shapes):
-            raise ValueError("the ranks' models have parameters of different shapes")
+        check_model(module, process_group)
         broadcast_parameters(module, group=process_group)
-        self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
+        self.module = module
+        self.process_group = process_group
+        self.all_reduce = all_reduce
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
         self.bucket_of = {
             parameter: bucket for bucket in self.buckets for parameter in bucket.views
         }
-        self.communication = communication_thread(
-            process_group
-        )  # it sends buckets in the order of their arrival
+        # The thread sends buckets in the order of their arrival.
+        self.communication = communication_thread(process_group)
         self.start_over()
         this = weakref.ref(self)  # a wrapper that is gone must not listen any more
         for parameter in parameters:
@@ -129,40 +109,31 @@ class BucketedDDP(torch.nn.Module):
         """Run the module. RuntimeError after an exception in backward, and when parameters were
         frozen or unfrozen.
         """
-        if self.waits:
-            raise RuntimeError(
-                "the last backward pass was cut short by an exception: other ranks may wait for it."
-                " Start all again"
-            )
-        if {p for p in self.module.parameters() if p.requires_grad} != self.bucket_of.keys():
-            raise RuntimeError(
-                "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew"
-            )
+        check_pass(self)
         self.start_over()
         return keep_for_backward(self, self.module(*args, **kwargs))
 
+    @uncompiled
     def start_over(self):
         """Expect every gradient: before each forward pass, so that nothing is left of a backward
         pass that failed.
         """
-        self.in_backward, self.waits = (
-            False,
-            [],
-        )  # `waits` has a function for each bucket that has left
+        self.in_backward = False
+        self.waits = []  # This has a function for each bucket that has left.
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
             for parameter in bucket.views:
                 vars(parameter).pop("bucket", None)
 
+    @uncompiled
     def gradient_ready(self, parameter):
         """The hook: runs in the middle of backward, right after the gradient of `parameter` is
         complete.
         """
         if not self.in_backward:
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(
-                self.finish
-            )  # when this pass ends
+            # This will be called when the pass ends.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self.bucket_of[parameter].take(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             flat = self.buckets[len(self.waits)].flat
@@ -173,6 +144,7 @@ class BucketedDDP(torch.nn.Module):
         flat.mul_(1 / dist.get_world_size(group))
         self.all_reduce(flat, group=group)
 
+    @uncompiled
     def finish(self):
         """Before `backward()` returns: wait for all buckets, then get ready for the next backward
         pass.
@@ -181,10 +153,7 @@ class BucketedDDP(torch.nn.Module):
             for wait in self.waits:
                 wait()
         unused = sum(len(bucket.missing) for bucket in self.buckets)
-        if unused:
-            raise RuntimeError(
-                f"{unused} parameters got no gradient in this backward pass; stage 6 allows that"
-            )
+        refuse(unused, f"{unused} parameters got no gradient in this pass; stage 6 allows that")
         self.start_over()
 
     def __reduce_ex__(self, protocol):
@@ -208,3 +177,56 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+# Guards: other ranks would wait for ever, or train something else.
+
+
+def check_model(module, group):
+    """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError(
+            "the model has no trainable parameters: nothing to average, nothing to train"
+        )
+    refuse_slices(parameters, group)
+    shapes = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, [p.shape for p in parameters.values()], group=group)
+    if any(others != shapes[0] for others in shapes):
+        raise ValueError("the ranks' models have parameters of different shapes")
+
+
+def refuse(wrong, words):
+    """Raise RuntimeError with these `words` if something is `wrong`."""
+    if wrong:
+        raise RuntimeError(words)
+
+
+@uncompiled
+def check_pass(wrapper):
+    """Raise RuntimeError after an exception in backward, and if there are other parameters now."""
+    refuse(
+        wrapper.waits,
+        "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
+        " all again",
+    )
+    refuse(
+        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
+        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
+    )
+
+
+def check_gradient(parameter, bucket):
+    """Raise RuntimeError unless this is the parameter's first gradient in this pass, and dense."""
+    refuse(
+        parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
+        "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
+    )
+    refuse(
+        vars(parameter).setdefault("bucket", id(bucket)) != id(bucket),
+        "two wrappers average the same parameter: wrap it once, and let go of older wrappers",
+    )
+    refuse(
+        parameter not in bucket.missing,
+        "a gradient was computed twice in one backward pass; stage 6 has static_graph for that",
+    )

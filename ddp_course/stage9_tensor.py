@@ -42,10 +42,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD
 
-from .mesh import mesh
+from .mesh import mesh, refuse_slices
 from .problems import TransformerBlock
 from .running import checkpoint, wire
-from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled
+from .running.torch_inside import (
+    allow_foreach,
+    as_plain_tensors,
+    uncompiled,
+    wrapper_around,
+)
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
@@ -151,7 +156,12 @@ class SplitLinear(nn.Module):
 
     @uncompiled
     def forward(self, x):
-        """The outputs of this layer; here the slices are tensors like all others."""
+        """The outputs of this layer; here the slices are tensors like all others.
+
+        Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer.
+        """
+        if wrapper := wrapper_around():
+            refuse_slices(dict(self.named_parameters()), wrapper.process_group)
         with as_plain_tensors():
             return self.outputs(x)
 

@@ -266,6 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"the run in {options.checkpoint} is finished: {options.steps} steps")
         say("  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items()))
         dist.barrier()
+        if rank_device().type == "cuda":
+            dist.destroy_process_group()  # NCCL is told that nobody fails; gloo needs no farewell
         code = 0
     except (ValueError, CourseError) as error:
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""

@@ -15,11 +15,11 @@ from typing import Any
 
 import jinja2
 
+from ddp_course.checking import UNSOLVED
 from ddp_course.running.files import replace_file
 
 from .remarks import likeness
 from .results import Result, TaskResult
-from .submissions import UNTOUCHED
 
 SORT = """
 for (const title of document.querySelectorAll("th")) title.onclick = () => {
@@ -96,9 +96,9 @@ def summary(results: Sequence[Result]) -> list[str]:
     lines = []
     for number, tasks in by_task(results).items():
         solved = sum(task.earned >= task.possible for task in tasks)
-        untouched = sum(task.message.startswith(UNTOUCHED) for task in tasks)
+        untouched = sum(task.message.startswith(UNSOLVED) for task in tasks)
         wrong = [first_line(task.message) for task in tasks if task.message]
-        wrong = [message for message in wrong if not message.startswith(UNTOUCHED)]
+        wrong = [message for message in wrong if not message.startswith(UNSOLVED)]
         often = f", most often: {max(set(wrong), key=wrong.count)[:90]}" if wrong else ""
         lines.append(
             f"task {number:<5} {solved} of {len(tasks)} solved, {untouched} not begun{often}"

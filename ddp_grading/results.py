@@ -131,7 +131,9 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    """Earlier results, of which those are left out that `new` ones replace, and the new ones."""
+    """Earlier results, of which those are left out that `new` ones replace, and the new ones, in
+    the order of learners.
+    """
     graded = {(result.learner, result.exercise) for result in new}
     files = {(result.learner, file) for result in new for file in result.files}
     learners = {result.learner for result in new}
@@ -141,7 +143,8 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
         nothing_then = not result.files and result.learner in learners
         if (result.learner, result.exercise) not in graded and not same_file and not nothing_then:
             kept.append(result)
-    return best_of([*kept, *new])
+    in_order = sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0))
+    return best_of(in_order)
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import nbformat
 import yaml
 
+from ddp_course.checking import UNSOLVED
 from ddp_course.checking.checks import cell_of, solution
 from ddp_course.errors import GradingError
 from ddp_course.running.files import course_folder
@@ -25,7 +26,6 @@ from .results import clean
 MOST_BYTES = 256 << 20
 TOO_LARGE = f"has more than {MOST_BYTES >> 20} MiB: clear its outputs"
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
-UNTOUCHED = "not solved yet"
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
 NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
 ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
@@ -403,5 +403,5 @@ def lay(pristine: Pristine, cells: Sequence[Cell]) -> Laid:
     troubles = {}
     for task, source in answers.items():
         if sources.get(task, source).strip() == source.strip():
-            troubles[task] = UNTOUCHED if task in sources else MISSING
+            troubles[task] = UNSOLVED if task in sources else MISSING
     return Laid(laid, sources, troubles)

@@ -122,7 +122,7 @@ class Score(NamedTuple):
     blind_kept: float
 
 
-def score(numbers: Any = None) -> Score:
+def score() -> Score:
     """How well the model chooses among published runs with equal model, GPUs and tokens per step.
 
     A blind choice takes any run of a group. What nobody published is not scored.
@@ -130,10 +130,9 @@ def score(numbers: Any = None) -> Score:
     groups: dict[tuple, dict[tuple, list[tuple[float, float]]]] = {}
     for row in facts.rows("transformer_throughput"):
         run, _ = read_run(row)
-        predicted = tokens_per_s(run, step(run, None, numbers).seconds)
+        predicted = tokens_per_s(run, step(run).seconds)
         tokens = run.tokens * run.accumulate * run.data
-        name = run.model.split(" ")[0]
-        work = (name, run.gpu, run.gpus, tokens)
+        work = (run.model.split(" ")[0], run.gpu, run.gpus, tokens)
         way = (run.way, run.tensor, run.recompute, run.micro_batch, run.seq)
         pair = (predicted, row["tokens_per_s_per_gpu"])
         groups.setdefault(work, {}).setdefault(way, []).append(pair)
@@ -143,8 +142,7 @@ def score(numbers: Any = None) -> Score:
     for group in groups.values():
         ways = []
         for pairs in group.values():
-            measured = [pair[1] for pair in pairs]
-            ways.append((pairs[0][0], fmean(measured)))
+            ways.append((pairs[0][0], fmean(pair[1] for pair in pairs)))
         if len(ways) < 2:
             continue
         speeds = [measured for _, measured in ways]

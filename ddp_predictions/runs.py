@@ -57,7 +57,7 @@ WAY_NAMES = {
     "zero-2": "zero2",
     "zero-3": "fsdp",
 }
-RECOMPUTE = {"none": 0.0, "no": 0.0, "selective": 0.5, "full": 1.0, "yes": 1.0}
+RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}
 SHAPE = ("layers", "hidden", "heads")
 GPT_TABLE = {
     "gpu": "A100",

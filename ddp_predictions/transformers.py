@@ -305,8 +305,7 @@ def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
 
 def tokens_per_s(run: Run, seconds: float) -> float:
     """Tokens per second and GPU."""
-    tokens = run.tokens * run.accumulate * run.data
-    return tokens / run.gpus / seconds
+    return run.tokens * run.accumulate * run.data / run.gpus / seconds
 
 
 def mfu(run: Run, seconds: float) -> float:
@@ -317,8 +316,7 @@ def mfu(run: Run, seconds: float) -> float:
     weights = run.parameters - run.vocab * run.hidden
     scores = run.layers * run.seq * run.hidden
     flops = 6 * weights + 12 * scores
-    reached = flops * tokens_per_s(run, seconds)
-    return reached / run.machine.peak
+    return flops * tokens_per_s(run, seconds) / run.machine.peak
 
 
 def memory_gb(run: Run) -> dict[str, float]:

@@ -5,7 +5,10 @@ writes what it did.
 
 Lesson 15 copies it to `my_capstone.py`. Change `make_model` and `make_batch` there; all else can
 stay. It goes on from the checkpoint in the folder, and leaves `run.json` there: wrap, world size,
-parameters, last loss, median step time, the step it resumed from.
+parameters, last loss, median step time, the step it resumed from, the devices.
+
+With a GPU for each rank of this machine the ranks train there and talk through NCCL, else on the
+processor.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_course import problems
+from ddp_course import problems, rank_device
 from ddp_course.running.join import join
 
 WHOLE = StateDictOptions(
@@ -91,25 +94,41 @@ def resume(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     return saved["step"]
 
 
+def device_kind() -> str:
+    """Where all ranks of this machine can train: on a GPU each, or on the processor."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
+def device_name() -> str:
+    """What this rank trains on."""
+    if rank_device().type == "cuda":
+        return torch.cuda.get_device_name(rank_device())
+    return "a process on this machine's processor"
+
+
 def train(options: argparse.Namespace) -> None:
     """Train to the last step; rank 0 writes `run.json`."""
-    model = wrapped(make_model(), options.wrap)
+    model = wrapped(make_model().to(rank_device()), options.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     resumed, seconds = resume(options.folder, model, optimizer), []
     for step in range(resumed, options.steps):
         inputs, targets = make_batch(step, dist.get_rank())
         start = time.perf_counter()
+        inputs = inputs.to(rank_device())
+        targets = targets.to(rank_device())
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
+        last_loss = loss.item()  # on a GPU this waits until the step is over
         seconds.append(time.perf_counter() - start)
         if (step + 1) % 10 == 0:
             save(options.folder, step + 1, model, optimizer)
         if step + 1 == options.kill_after and dist.get_rank() == 1 and resumed == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     slowest = [None] * dist.get_world_size()
-    dist.all_gather_object(slowest, (statistics.median(seconds), loss.item()))
+    dist.all_gather_object(slowest, (statistics.median(seconds), last_loss))
     if dist.get_rank() == 0:
         times, losses = zip(*slowest, strict=True)
         run = {
@@ -120,6 +139,7 @@ def train(options: argparse.Namespace) -> None:
             "parameters": sum(p.numel() for p in model.parameters()),
             "loss": statistics.fmean(losses),
             "step_s": max(times),
+            "devices": f"{len(times)} × {device_name()}",
         }
         with open(f"{options.folder}/run.json", "w") as file:
             json.dump(run, file)
@@ -134,8 +154,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--kill-after", type=int, help="rank 1 kills itself after this step, once: to try a resume"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: a GPU for each rank, else the processor"
+    )
     arguments = parser.parse_args()
     os.makedirs(arguments.folder, exist_ok=True)
-    join("cpu")
+    join(arguments.device or device_kind())
     train(arguments)
     dist.destroy_process_group()

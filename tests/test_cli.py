@@ -109,3 +109,20 @@ def test_the_version_is_that_of_the_installed_package(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"ddp-course {metadata.version('ddp-course')}\n"
+
+
+def test_no_command_shows_all_and_the_first(capsys):
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert shown.splitlines()[-1] == "start with: ddp-course lab"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [("comprae", "compare"), ("compare --word-size 2", "--world-size")]
+)
+def test_what_is_misspelt_is_suggested(words, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")

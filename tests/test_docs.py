@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import build
+import elsewhere
 import pytest
 from PIL import Image
 
@@ -19,7 +20,7 @@ README = PAGES[0].read_text()
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 150
     pages = {path.name for path in PAGES[1:]}
     assert pages - {"RELEASING.md"} == set(re.findall(r"\]\(docs/([A-Z0-9_]+\.md)\)", README))
 
@@ -96,3 +97,20 @@ def test_the_tests_that_find_what_others_get_wrong_exist():
     assert len(named) >= 9
     for path, name in named:
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_the_readme_clones_from_the_address_of_the_project():
+    [address] = re.findall(r"^git clone (\S+)", README, re.M)
+    assert address == elsewhere.repository()
+
+
+def test_twenty_minutes_end_with_a_ring_that_beats_the_server(capsys):
+    """The page's own cell, with its two lines filled in."""
+    page = (ROOT / "docs" / "TWENTY_MINUTES.md").read_text()
+    cell, answer = re.findall(r"```python\n(.*?)```", page, re.S)
+    gap = "        ...  # your turn: two lines\n"
+    assert gap in cell
+    names = {}
+    exec(cell.replace(gap, answer), names)
+    assert capsys.readouterr().out == f"{[[1111.0] * 3] * 4}\n"
+    assert names["ms"]["my ring"] < 0.6 * names["ms"]["server"]

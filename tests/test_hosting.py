@@ -33,29 +33,37 @@ def test_workflows_run_what_is_there():
     assert any(command.startswith("make test-quick") for command in quick)
 
 
+LOCKED = ["-r requirements.lock", "--no-deps --editable ."]
+
+
 @pytest.mark.parametrize(
-    ("minor", "system", "installed"),
+    ("minor", "system", "learners", "tools"),
     [
-        (10, "Linux", ["--editable .[dev]"]),
-        (11, "Linux", ["-r requirements.lock", "--no-deps --editable ."]),
-        (11, "Windows_NT", ["-r requirements.lock", "--no-deps --editable ."]),
+        (10, "Linux", ["--editable .[clinic]"], ["--editable .[dev]"]),
+        (11, "Linux", [*LOCKED], ["-r requirements-dev.lock", LOCKED[1]]),
+        (11, "Windows_NT", [*LOCKED], ["-r requirements-dev.lock", LOCKED[1]]),
     ],
 )
-def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, installed):
-    """`make setup` with a Python that only writes down what it is to install."""
+def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, learners, tools):
+    """`make setup` and `make tools` with a Python that only writes down what it is to install."""
     python = tmp_path / "venv" / ("Scripts" if system == "Windows_NT" else "bin") / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"""#!/bin/sh
 case "$*" in
 *"(3, 11)"*) exit {int(minor < 11)};;
-*pip*) echo "${{*##*version-check }}" >>{tmp_path}/asked;;
+*pip*) echo "${{*##*--quiet }}" >>{tmp_path}/asked;;
 esac
 """)
     python.chmod(0o755)
-    make = ["make", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"OS={system}"]
-    subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    assert (tmp_path / "asked").read_text().splitlines() == installed
-    assert (tmp_path / "venv" / "installed").exists()
+    settings = [f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"OS={system}"]
+    options = {"cwd": ROOT, "check": True, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(["make", "setup", *settings], **options)
+    assert (tmp_path / "asked").read_text().splitlines() == learners
+    packages = (ROOT / "requirements.lock").read_text().count("==")
+    [sentence] = done.stdout.splitlines()  # No recipe is shown.
+    assert sentence.startswith(f"Installing {packages} packages") and "GB of disk" in sentence
+    subprocess.run(["make", "tools", *settings], **options)
+    assert (tmp_path / "asked").read_text().splitlines() == learners + tools
 
 
 def test_citation_and_changelog_know_the_version_and_the_address():

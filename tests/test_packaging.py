@@ -18,11 +18,16 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-LOCKED = dict(
-    line.split("==")
-    for line in (ROOT / "requirements.lock").read_text().splitlines()
-    if line and line[0] != "#"
-)
+
+
+def locked_in(name):
+    """{package: version} of a lock."""
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+LEARNERS = locked_in("requirements.lock")
+TOOLS = locked_in("requirements-dev.lock")
 
 
 def project():
@@ -38,11 +43,22 @@ def requirements():
 
 
 def test_torch_is_pinned_and_everything_required_is_locked_in_range():
-    locked = {normal(name): version for name, version in LOCKED.items()}
-    assert locked["torch"] == "2.13.0"
+    learners = {normal(name): version for name, version in LEARNERS.items()}
+    everyone = learners | {normal(name): version for name, version in TOOLS.items()}
+    assert learners["torch"] == "2.13.0"
     for requirement in requirements():
-        if requirement.marker is None or requirement.marker.evaluate({"extra": "dev"}):
-            assert requirement.specifier.contains(locked[normal(requirement.name)]), requirement
+        name = normal(requirement.name)
+        if name == "ddp-course":
+            continue
+        for extra, locked in {"": learners, "clinic": learners, "dev": everyone}.items():
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                assert requirement.specifier.contains(locked[name]), requirement
+
+
+def test_learners_install_no_linters_browsers_and_site_tools():
+    tools = {"ruff", "mypy", "playwright", "mkdocs", "pytest", "jupytext", "hypothesis"}
+    assert tools <= TOOLS.keys() and not TOOLS.keys() & LEARNERS.keys()
+    assert (ROOT / "requirements-dev.lock").read_text().startswith("-r requirements.lock\n")
 
 
 def environment():

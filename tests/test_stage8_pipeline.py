@@ -487,7 +487,10 @@ def test_models_that_cannot_be_split_are_refused():
 LAYER = torch.nn.Linear(2, 2)
 BATCH = torch.ones(3, 2), torch.zeros(3).long()
 REFUSALS = {
-    "microbatches is 0; it must be 1 or more": lambda: Pipeline(LAYER, 0),
+    "microbatches is 0; it must be a whole number, 1 or more": lambda: Pipeline(LAYER, 0),
+    "microbatches is '4'; it must be a whole number": lambda: Pipeline(LAYER, "4"),
+    "microbatches is None; it must be a whole number": lambda: Pipeline(LAYER, None),
+    "microbatches is 2.5; it must be a whole number": lambda: Pipeline(LAYER, 2.5),
     "3 inputs and 3 targets cannot be cut into 4 micro-batches": (
         lambda: Pipeline(LAYER, 4).step(*BATCH)
     ),
@@ -519,6 +522,16 @@ def test_bad_settings_are_refused():
         assert all(words in message for words, message in zip(REFUSALS, messages, strict=True)), (
             messages
         )
+
+
+def loss_of_each_sample():
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    Pipeline(LAYER, 2, loss=loss).step(torch.ones(4, 2), torch.zeros(4).long())
+
+
+def test_a_loss_of_each_sample_is_refused():
+    with pytest.raises(RankError, match=r"shape \(2,\); a pipeline needs one number, the mean"):
+        launch(loss_of_each_sample, world_size=2)
 
 
 class Returns(torch.nn.Module):

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, stage9_tensor
 from ddp_course.mesh import mesh
+from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 
@@ -170,6 +171,7 @@ def averaged(kind, arguments):
         (DistributedDataParallel, {}),
         (DistributedDataParallel, {"gradient_as_bucket_view": True}),
         (TORCHS, {}),
+        (BucketedDDP, {}),
         (ShardedOptimizer, {}),
     ],
 )
@@ -267,6 +269,12 @@ def tensor_axis(wrap):
     wrap(split())
 
 
+def torchs_over_the_tensor_axis():
+    """Its constructor finds slices of equal shapes, and nothing amiss."""
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    TORCHS(stage9_tensor.parallelize(model))(data()[0])
+
+
 def clip_of_zero_1():
     model = split()
     group = mesh(data=2, tensor=1)["tensor"]
@@ -289,6 +297,8 @@ REFUSED = {
     "one of the weights": ("differentiate twice", lambda: penalty(lambda m, x: m[0].weight)),
     "one of a last bias": ("differentiate twice", lambda: penalty(lambda m, x: m[0].bias)),
     "DDP over the tensor axis": (AXIS, lambda: DistributedDataParallel(split())),
+    "torch's DDP over it": (AXIS, torchs_over_the_tensor_axis),
+    "stage 5 over it": (AXIS, lambda: BucketedDDP(split())),
     "ZeRO-1 over it": (AXIS, lambda: ShardedOptimizer(split().parameters(), torch.optim.SGD)),
     "FSDP around it": ("sharded already, or split", lambda: FullyShardedDataParallel(split())),
     "split twice": ("sharded already, or split", lambda: stage9_tensor.parallelize(split())),

@@ -19,7 +19,7 @@ run: a wrong guess that you wrote down teaches more than a right answer that you
 # %% imports
 import torch.distributed as dist
 
-from ddp_course import compare, doctor, launch, show
+from ddp_course import compare, doctor, launch, on_your_gpus, show
 
 K = 4  # how many ranks to train on; 2 works as well
 
@@ -29,24 +29,32 @@ r"""
 
 | lesson | what you build | the idea |
 |---|---|---|
-| 01 | one device | forward, backward, update: where does the time go? |
-| 02 | DataParallel | split the batch, not the model; averages of gradients are gradients |
-| 03 | parameter server | one process per device; one of them collects and averages |
-| 04 | ring all-reduce | no server: everyone talks to a neighbour, all the time |
-| 05 | bucketed DDP | talk while you still compute |
-| 06 | complete DDP | everything that PyTorch's DDP can do, and why |
-| 07 | sharding | each rank keeps a part of the state only |
-| 08 | pipeline | split the model by layers, not the data |
-| 09 | tensor and mesh | split the layers too, and combine the ways |
-| 10 | batch size and learning rate | what more devices do to learning |
-| 11 | when things fail | killed, hung, slow: read the error, go on exactly where you were |
-| 12 | many machines | two hosts, rings inside and between them, torchrun and Slurm |
-| 13 | predict before you buy | one model of a step, held against what others measured |
-| 14 | communicate less | fewer bytes, less often, without waiting: time won, accuracy lost |
-| 15 | capstone | your own model and data, predicted, trained, measured |
+| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? |
+| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients |
+| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages |
+| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time |
+| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute |
+| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why |
+| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only |
+| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data |
+| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways |
+| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning |
+| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were |
+| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm |
+| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured |
+| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost |
+| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured |
 
 Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
-The [glossary](../docs/GLOSSARY.md) has every term.
+The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how to read on:
+
+- **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
+- **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
+  communication.
+- Everything: a lesson and its exercise at a time, some twenty hours.
+
+On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
+until its cell is run again. `ddp-course check` in a terminal says what you have solved and guessed so far.
 
 ## This machine
 
@@ -102,11 +110,14 @@ r"""
 ## Predict
 
 Soon seven strategies train the same small network on the same handwritten digits. Each rank computes on an **emulated
-device**, an accelerator made slow enough to be timed exactly, and the ranks are joined by **emulated links**. The
-arithmetic is real, and so are losses, weights and bytes; only time runs in slow motion.
+device** with a known speed, and the ranks are joined by **emulated links**. The arithmetic is real, and so are the messages,
+losses, weights and bytes. Only the time is **virtual**: each rank has a clock, every operation moves it on by what the device
+needs for it, and every message by what the link needs. So a busy laptop shows the same times as an idle one, and a time that
+a formula predicts comes out as predicted: guess before you run, for afterwards it looks obvious. Figures say
+*measured* where a real clock ran, and *virtual time* where this one did.
 
 How much is won depends on one ratio, communication to computing. The course *chooses* it here: the links are so fast
-that a ring of four ranks needs about a third of a step, as on a cluster with ordinary network cables. Faster links would
+that a ring of four ranks spends about a third of its step on sending, as on a cluster with ordinary network cables. Faster links would
 bring all strategies closer together, slower ones would drive them apart. What will you build, and how much faster is it
 than one device?
 """
@@ -126,7 +137,7 @@ command `ddp-course compare` does the same, and `--device-speed none` shows your
 """
 
 # %% compare
-results = compare.run("digits", world_size=K, progress=True)
+results = compare.run("digits", world_size=K, device="cpu", progress=True)
 compare.table(results)
 
 # %% [markdown]
@@ -136,15 +147,14 @@ r"""
 Read the panels one by one:
 
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
-2. **Step time** (measured; the marks are derived): the hatched part is waiting for gradients that travel. This is what
+2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for gradients that travel. This is what
    the course fights, and each stage has less of it.
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
-4. **Timeline** (measured): one step of each, one row per rank. In the server's rows you see ranks that wait for their
+4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn; in lesson 05's rows communication runs *below* the backward pass, at the same time.
 
-The server's bar may be shorter than its mark and than its rows in the timeline. That is no mistake: a rank that has its
-average begins the next step while the server still answers the others. Steps of different ranks overlap, so the time *per
-step* is less than one step from its first to its last moment. The formula does not know of this head start.
+The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
+answers the others. A bar is the time from one step of a rank to its next.
 """
 
 # %% comparison-figure
@@ -153,13 +163,13 @@ show.compare_figure(results)
 # %% reveal
 speed_up = {stage["stage"]: stage["speed_up"] for stage in results["stages"]}
 best = max(speed_up.values())
-guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers))
+guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kind="virtual time")
 
 # %% what-you-will-build
 names = {stage["stage"]: stage["name"] for stage in results["stages"]}
 show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.items()}, "times as fast as one device",
           f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
-          colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
+          kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -207,6 +217,21 @@ print("the bytes counted are the bytes of the formulas")
 
 # %% [markdown]
 r"""
+## On your GPUs
+
+The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on what this
+machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
+50 ms or more for a step. Without, two processes share the processor, with a small one, and speed is not to be expected.
+Each lesson has such a cell near its end.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("3,4,5,torch")
+assert yours["max_abs_diff"] < 1e-4, "some strategy's weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## Check yourself
 
 **1.** All ranks trained on different shares of each batch. Why do they not end with different weights?
@@ -231,7 +256,7 @@ piece. Lessons 03 and 04 turn this sentence into two formulas, and measure both.
 
 1. K ranks with a share each train the same weights as one device.
 2. What they wait for is communication: a server, a ring and buckets differ in how long.
-3. Every number here is measured, counted, simulated or derived, and says which.
+3. Every number says where it comes from: measured, in virtual time, counted, simulated or derived.
 
 When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 

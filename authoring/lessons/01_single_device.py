@@ -18,8 +18,8 @@ of, where its time goes, and what the batch size does.
 # %% imports
 import torch
 
-from ddp_course import Device, problems, show, stage1_single, timeline
-from ddp_course.checking import check
+from ddp_course import Device, on_your_gpus, problems, show, stage1_single, timeline
+from ddp_course.checking import check, task
 
 # %% [markdown]
 r"""
@@ -27,13 +27,22 @@ r"""
 
 A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
 entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. You may know how to
-write it: task 1.1 of [exercise 1](../exercises/01_single_device.ipynb) asks for one step.
+write a step: the first task of [exercise 1](../exercises/01_single_device.ipynb) stands below the picture, too. Write it there and
+run the cell; as long as you have not, the lesson runs all the same.
 
 ![A batch goes forward through the model to a loss; backward makes a gradient for each parameter, the last layer's first; the update changes the weights, and the next batch meets new weights](../docs/figures/training_step.svg)
 """
 
+# %% task-1-1
+def train_step(model, optimizer, inputs, targets):
+    """Make one update on a batch; return its mean cross-entropy before the update, as a plain number."""
+    raise NotImplementedError("Exercise 1.1: A training step")
+
+
+show.source(task("1.1", train_step), click="Write it first, then open: one solution")
+
 # %% source
-show.source(stage1_single.train, click="Write task 1.1 first, then open: stage 1")
+show.source(stage1_single.train, click="Open after task 1.1: stage 1")
 
 # %% [markdown]
 r"""
@@ -87,13 +96,13 @@ def calmest_step(problem, global_batch, steps=12):
     return min(zip(spans[::3], spans[1::3], spans[2::3]), key=lambda step: step[-1].end - step[0].start)
 
 
-steps = [calmest_step(digits, 96), calmest_step(text, 32)]
+steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (text, 32)])]
 
 # %% timeline
 forward, backward, update = (span.seconds for span in steps[1])
 ratio = backward / forward
 show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
-                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward")  # fmt: skip
+                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward", kind="measured")  # fmt: skip
 
 # %% reveal
 print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")
@@ -117,8 +126,8 @@ nothing the model has seen.
 # %% train-both
 models = {"digits": digits.model(), "bytes": text.model()}
 losses = {
-    "digits": stage1_single.train(models["digits"], digits.batches(96, 80), lr=digits.learning_rate),
-    "bytes": stage1_single.train(models["bytes"], text.batches(32, 80), lr=text.learning_rate),
+    "digits": stage1_single.train(models["digits"], show.progress(digits.batches(96, 80), total=80), lr=digits.learning_rate),
+    "bytes": stage1_single.train(models["bytes"], show.progress(text.batches(32, 80), total=80), lr=text.learning_rate),
 }
 
 # %% losses
@@ -162,9 +171,10 @@ def step_seconds(batch):
 
 
 sizes = [2, 8, 32, 128, 512]
-per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in sizes]
+per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in show.progress(sizes)]
+cheapest = sizes[per_sample.index(min(per_sample))]
 show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sample (µs)",
-            "A sample is cheaper in a large batch, up to a point", log="xy")  # fmt: skip
+            f"A sample is cheapest in a batch of {cheapest}", log="xy")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -239,7 +249,7 @@ def noise(batch, draws=40):
     return float(torch.stack(errors).mean() / truth.norm())
 
 
-measured = {batch: noise(batch) for batch in [1, 4, 16, 64, 256]}
+measured = {batch: noise(batch) for batch in show.progress([1, 4, 16, 64, 256])}
 
 # %% noise-figure
 root = {batch: measured[1] / batch**0.5 for batch in measured}
@@ -277,7 +287,7 @@ def gradient_bytes(model):
 
 try:
     check("1.3", gradient_bytes, seed=7)
-except Exception as wrong:  # in the exercise it comes as it is, with a traceback
+except Exception as wrong:  # in an exercise the cell ends with it, in one line
     print(wrong)
 
 # %% [markdown]
@@ -286,6 +296,20 @@ How to read it, from left to right: *where* the answer first differs from a righ
 returned this number), *what* the fault probably is, and how to get the same numbers again: with `seed=7` in the call. Without
 a seed each check draws new numbers. If a fault is none of the known ones, the check names the first number that differs.
 
+## On your GPUs
+
+So far a device was emulated, so that its times are the same everywhere. Here is a step on this machine's own GPU, or on
+its processor if it has none. On a GPU the model is so large that a step takes 50 ms or more: of a small one Python and the
+starting of kernels would take most of the time.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("1")
+assert yours["max_abs_diff"] < 1e-4, "the weights differ"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 Exactly this. `loss.backward()` walks the graph that forward recorded, from the loss to the inputs, and adds each

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel,
-    timeline, timing,
+    DataParallel, claims, compare, launch, on_your_gpus, problems, show, stage1_single,
+    stage2_dataparallel, timeline, timing,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many devices; 2 works as well
 
@@ -62,9 +63,9 @@ We compute in float64, where rounding errors are of the size $10^{-16}$, so that
 
 
 # %% shards-against-batch
-digits = problems.make("digits", dtype=torch.float64)
-model = digits.model()
-inputs, targets = next(digits.batches(global_batch=24, steps=1))
+exact = problems.make("digits", dtype=torch.float64)
+model = exact.model()
+inputs, targets = next(exact.batches(global_batch=24, steps=1))
 
 
 def gradient(inputs, targets):
@@ -109,9 +110,9 @@ twice: with the mean of the losses, which is what everyone uses, and with their 
 
 # %% rates
 def weights(shards, rate, reduction):
-    model = digits.model()
+    model = exact.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for inputs, targets in digits.batches(global_batch=24, steps=8):
+    for inputs, targets in exact.batches(global_batch=24, steps=8):
         pairs = zip(inputs.chunk(shards), targets.chunk(shards))
         losses = [torch.nn.functional.cross_entropy(model(x), y, reduction=reduction) for x, y in pairs]
         optimizer.zero_grad()
@@ -148,13 +149,22 @@ show.sketches.scatter_gather(K)
 # %% [markdown]
 r"""
 And in code, where each arrow is a function. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
-you to write two of them, which is worth more before you look:
+you to write two of them, which is worth more before you look. Here is the first. Sizes differ by one at most, the longer shards
+come first, and a device without samples gets no shard.
 """
+
+# %% task-2-1
+def scatter(tensor, devices):
+    """Cut `tensor` along dimension 0; return a list with one shard per device, each on its device."""
+    raise NotImplementedError("Exercise 2.1: Scatter")
+
+
+show.source(task("2.1", scatter), click="Write it first, then open: one solution")
 
 # %% source
 show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataParallel.forward,
             stage2_dataparallel.gather, stage2_dataparallel.reduce,
-            click="Write tasks 2.1 and 2.2 first, then open: scatter, replicate, forward, gather, reduce")  # fmt: skip
+            click="Open after tasks 2.1 and 2.2: scatter, replicate, forward, gather, reduce")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -197,11 +207,11 @@ def nbytes(*tensors):
 
 
 text = problems.make("bytes", parameters=100_000)
-inputs, targets = next(text.batches(global_batch=24, steps=1))
+tokens, following = next(text.batches(global_batch=24, steps=1))
 parallel = DataParallel(text.model(), ["cpu"] * K)
-outputs = parallel(inputs)
+outputs = parallel(tokens)
 held = [nbytes(*replica.parameters(), out) for replica, out in zip(parallel.replicas, parallel.outputs)]
-held[0] += nbytes(inputs, targets, outputs)
+held[0] += nbytes(tokens, following, outputs)
 
 # %% memory-figure
 labels = ["master"] + [f"device {k}" for k in range(1, K)]
@@ -295,7 +305,7 @@ def cores(*works):
 large, tiny = partial(torch_work, 500), partial(torch_work, 4)
 pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
          "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}  # fmt: skip
-kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in pairs.items()}
+kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())}
 first, *_, tiny_kept, large_kept = kept.values()
 show.bars(kept, "processor time / wall time",
           f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")  # fmt: skip
@@ -323,7 +333,7 @@ def with_threads(count):
     return best
 
 
-threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in (1, 2, 4, 8)}
+threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in show.progress((1, 2, 4, 8))}
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
 show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
@@ -343,10 +353,10 @@ now the threads do compute at the same time, on any number of cores.
 """
 
 # %% on-devices
-results = compare.run("digits", world_size=K, steps=6, stages="1,2", progress=True)
+results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
 alone, many = results["stages"]
 lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master is busy copying")  # fmt: skip
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master copies")  # fmt: skip
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT
@@ -354,13 +364,27 @@ forward = [[span for span in lane if span.name == "forward"] for lane in lanes]
 assert max(lane[0].start for lane in forward) < min(lane[-1].end for lane in forward), forward
 copying = [sum(span.seconds for span in lane if span.name == "communication") for lane in lanes]
 assert copying[0] > 0 and max(copying[1:]) == 0, copying
-print("all devices compute at the same time, and only the master copies")
+print("all devices compute at the same time, and only the master copies before and after")
 
 # %% [markdown]
 r"""
-The master copies the model out before each forward pass and the gradients in after each backward pass, one device after
-the other. Meanwhile all others have nothing to do. Threads are not the limit here: one device's link is.
+(Virtual time, as in lesson 00.) The master copies the model out before each forward pass and the gradients in after each
+backward pass, one device after the other. In between it computes its own share, as all others do; while it copies, they have
+nothing to do. Threads are not the limit here: one device's link is.
 
+## On your GPUs
+
+The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
+Without GPUs two threads share the processor.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("2")
+assert yours["max_abs_diff"] < 1e-4, "DataParallel's weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `torch.nn.DataParallel` is this algorithm, on GPUs. Its documentation recommends `DistributedDataParallel` instead,

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Link, average_on_server, broadcast_parameters, claims, collectives, launch, problems, show,
-    simulate, stage2_dataparallel, stage3_paramserver, theory, timing, wire,
+    Link, average_on_server, broadcast_parameters, claims, collectives, launch, on_your_gpus,
+    problems, show, simulate, stage2_dataparallel, stage3_paramserver, theory, timing, wire,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -130,7 +131,7 @@ def distances(average):
 
 
 apart = {name: launch(distances, average, world_size=K)[0] for name, average in
-         {"never averaged": False, "averaged in each step": True}.items()}  # fmt: skip
+         show.progress({"never averaged": False, "averaged in each step": True}.items())}  # fmt: skip
 show.curves({name: (range(1, 21), far) for name, far in apart.items()}, "step", "largest difference of a weight",
             "Without averaging K ranks train K models", points=False)  # fmt: skip
 
@@ -161,8 +162,8 @@ def equal(same_seed, broadcast):
 
 
 equality = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
-for (same_seed, broadcast), (weights, masks) in equality.items():
-    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {weights!s:5}  equal masks: {masks}")
+for (same_seed, broadcast), (same_weights, masks) in equality.items():
+    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {same_weights!s:5}  equal masks: {masks}")
 
 # %% claim-7
 # NBVAL_CHECK_OUTPUT
@@ -216,12 +217,22 @@ guess
 # %% [markdown]
 r"""
 And the code: tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write it, which is worth
-more before you look.
+more before you look. Here is the first, the server's first loop. Everyone else sends its tensor to rank `server`; the server adds
+what it receives to its own. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done, and
+`wire.others(server, group)` lists all ranks but the server.
 """
+
+# %% task-3-1
+def collect(tensor, server=0, group=None):
+    """Add the tensors of all ranks up in the server's `tensor`, in place; the others keep theirs."""
+    raise NotImplementedError("Exercise 3.1: Collect")
+
+
+show.source(task("3.1", collect), click="Write it first, then open: one solution")
 
 # %% source
 show.source(average_on_server, stage3_paramserver.collect_and_return,
-            click="Write tasks 3.1 to 3.3 first, then open: the server")  # fmt: skip
+            click="Open after tasks 3.1 to 3.3: the server")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -234,8 +245,8 @@ $$T = 2\,(K-1)\,\frac{p}{b}$$
 
 Inside one machine messages travel at the speed of memory, and the difference would be too small to see. So we **emulate
 links** of 200 Mbit/s: each rank gets its own network cable with a speed limit, at the sending and at the receiving end.
-Then a gradient of 1 MiB is averaged on 2, 3 and 4 ranks. The slowest rank's time counts, because everyone waits for it; and
-the best of five tries, because it was disturbed least.
+Then a gradient of 1 MiB is averaged on 2, 3 and 4 ranks, in virtual time. The slowest rank's time counts, because everyone
+waits for it. Work out the three times from the formula before you run the cells.
 """
 
 # %% measure
@@ -247,19 +258,19 @@ def server(tensor):
     average_on_server([tensor])
 
 
-seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in (2, 3, 4)}
+seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in show.progress((2, 3, 4))}
 
 # %% plot
 formula = {ranks: 2 * (ranks - 1) * p / (200e6 / 8) for ranks in (1, 2, 3, 4, 5)}
 show.curves(
-    {"measured": (list(seconds), [1000 * s for s in seconds.values()], show.STAGE_COLOURS["3"])},
+    {"virtual time": (list(seconds), [1000 * s for s in seconds.values()], show.STAGE_COLOURS["3"])},
     "ranks K", "time to average 1 MiB (ms)", "With a server the time grows with the number of ranks",
-    theory={"2(K-1) p/b": (list(formula), [1000 * s for s in formula.values()], show.STAGE_COLOURS["3"])},
+    theory={"2(K-1) p/b": (list(formula), [1000 * s for s in formula.values()], show.STAGE_COLOURS["3"])}, kind="virtual time",
 )  # fmt: skip
 
 # %% reveal
 ratio = seconds[4] / seconds[2]
-guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers))
+guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers), kind="virtual time")
 
 # %% check-time
 # NBVAL_CHECK_OUTPUT
@@ -270,7 +281,7 @@ print("twice the ranks, about three times the wait")
 r"""
 ## Count
 
-Time can be noisy, bytes cannot. The wire counts what each rank sends and receives in one call.
+Now the bytes. The wire counts what each rank sends and receives in one call.
 """
 
 # %% count
@@ -293,14 +304,14 @@ r"""
 
 "Averaging gradients" is three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
 links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer, and a
-barrier before the call measures how long the others wait for it. The additions are done once more without any message, and
-timed; what is left of the call is moving data.
+barrier before the call tells how long the others wait for it. Both in virtual time; the additions alone are made once more here,
+and really measured.
 """
 
 
 # %% apart
 def taken_apart():
-    tensor, incoming = torch.ones(p // 4), torch.ones(p // 4)
+    tensor = torch.ones(p // 4)
     server(tensor.clone())  # opens the connections
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -309,17 +320,17 @@ def taken_apart():
         dist.barrier()
     with timing.stopwatch() as whole:
         server(tensor)
-    with timing.stopwatch() as adding:
-        for _ in range(dist.get_world_size() - 1):
-            incoming += tensor
-    return waiting.seconds, whole.seconds - adding.seconds, adding.seconds
+    return waiting.seconds, whole.seconds
 
 
-tries = [[max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link))] for _ in show.progress(range(3))]
-pieces = min(tries, key=sum)  # the one that was disturbed least
+pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link))]
+total, incoming = torch.ones(p // 4), torch.ones(p // 4)
+with timing.stopwatch() as adding:
+    for _ in range(K - 1):
+        total += incoming
 names = ["waiting for the slowest", "moving data", "adding up"]
-show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slowest rank (ms)",
-          "Waiting and moving take the time, adding up hardly any", form="{:.1f}")  # fmt: skip
+show.bars({name: 1000 * s for name, s in zip(names, [*pieces, adding.seconds])}, "longest on any rank (ms)", form="{:.1f}",
+          title="Moving data takes nearly all of the time; the waiting is what we put in", kind="virtual time; adding measured")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -350,12 +361,12 @@ def one_way(gradient):
     average_on_server([gradient])
 
 
-p, cable = 2**20, theory.Costs.of_link(100e6)
+size, cable = 2**20, theory.Costs.of_link(100e6)
 servers = {"it collects everything before it sends": one_way,
            "it sends while it still collects": collectives.duplex_server_all_reduce}  # fmt: skip
 ratios = {}
-for name, server in servers.items():
-    ratios[name] = simulate.replay(server, p, 3, simulate.Network(cable)) / (2 * (3 - 1) * p * cable.beta)
+for name, way in servers.items():
+    ratios[name] = simulate.replay(way, size, 3, simulate.Network(cable)) / (2 * (3 - 1) * size * cable.beta)
     print(f"{name}: {ratios[name]:.2f} of the formula")
 
 # %% claim-4
@@ -369,6 +380,19 @@ claims.decide(
 r"""
 Even this server's time grows with K. Lesson 04 gets rid of the growth.
 
+## On your GPUs
+
+The same on the devices of this machine, in real time: with GPUs, gradients travel by NCCL, one rank's after the other's, and
+all other GPUs wait. Without GPUs two processes share the processor.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("3")
+assert yours["max_abs_diff"] < 1e-4, "the server's weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `dist.reduce` to one rank and `dist.broadcast` back would do the same job, and are cheaper than our two loops,
@@ -398,7 +422,7 @@ makes it certain instead of likely.
 ## In three lines
 
 1. Equal weights at the start (a broadcast) and equal gradients in every step keep K replicas one model.
-2. A server's one link carries 2(K-1) p: its time grows with the number of ranks, measured and derived.
+2. A server's one link carries 2(K-1) p, so its time grows with the number of ranks, as derived.
 3. Averaging is waiting, moving and adding up; the adding is the smallest part.
 
 **Exercise:** [3](../exercises/03_parameter_server.ipynb), `exercises/03_parameter_server.ipynb`. **Next:**

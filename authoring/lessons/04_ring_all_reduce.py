@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Link, average_on_server, claims, launch, ring_all_reduce, show, simulate,
+    Link, average_on_server, claims, launch, on_your_gpus, ring_all_reduce, show, simulate,
     stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -92,12 +93,22 @@ show.sketches.ring_step(K, step=K - 1)
 # %% [markdown]
 r"""
 And the code, in which `wire.exchange` sends to the right while it receives from the left. Tasks 4.1 to 4.4 of
-[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look.
+[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look. Here is the first. In
+step 0 of reduce-scatter, rank r sends chunk r to its right neighbour; in every later step it sends on the chunk that has just
+come in from the left.
 """
+
+# %% task-4-1
+def chunk_to_send(rank, step, world_size):
+    """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of reduce-scatter."""
+    raise NotImplementedError("Exercise 4.1: Which chunk to send")
+
+
+show.source(task("4.1", chunk_to_send), click="Write it first, then open: one solution")
 
 # %% source-ring
 show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
-            click="Write tasks 4.1 to 4.4 first, then open: the ring")  # fmt: skip
+            click="Open after tasks 4.1 to 4.4: the ring")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -159,8 +170,9 @@ guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 r"""
 ## Plot
 
-The measurement of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are measured, lines are
-the formulas.
+The experiment of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are virtual time, lines are
+the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b. Before you look: server and whole-gradient ring both *send* 3 p on four
+ranks. Do they take equally long?
 """
 
 # %% measure
@@ -173,9 +185,10 @@ ks, unit = [2, 3, 4, 5, 6], 1000 * p / (200e6 / 8)
 formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 for k in ks],
             "ring": [2 * (k - 1) / k for k in ks]}  # fmt: skip
 show.curves(
-    {f"{name}, measured": (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
+    {name: (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
     "ranks K", "time to average 1 MiB (ms)", "The ring's time levels off; the others' grow with every rank",
     theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
+    kind="virtual time",
 )  # fmt: skip
 
 # %% check-time
@@ -187,6 +200,9 @@ print("on 4 ranks the ring is the fastest, the server the slowest, and the ring'
 
 # %% [markdown]
 r"""
+They do not. The server also *receives* 3 p, and only then sends; on the ring each rank sends and receives at the same
+time.
+
 ## The other half of the truth: latency
 
 Each message also has a fixed cost, the **latency** α: the time before its first byte arrives. The ring sends
@@ -209,17 +225,17 @@ sizes, link = (
     {"the message is large": 4 * 2**20, "the message is small": 2**10},
     theory.Costs.of_link(100e6, latency=1e-3),
 )
-ratios = {}
+growth = {}
 for name, size in sizes.items():
     four, eight = (simulate.replay(ring_all_reduce, size, ranks, simulate.Network(link)) for ranks in (4, 8))
-    ratios[name] = eight / four
+    growth[name] = eight / four
     print(f"{name}: {1000 * four:.0f} ms on 4 ranks, {1000 * eight:.0f} ms on 8")
 
 # %% claim-3
 # NBVAL_CHECK_OUTPUT
 claims.decide(
     3, "The time of ring all-reduce is independent of the number of devices.", "simulated",
-    {name: ratio < 1.25 for name, ratio in ratios.items()},
+    {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term is nearly constant, but 2(K-1) latencies remain, and a small message is all latency.",
 )  # fmt: skip
 
@@ -237,9 +253,9 @@ other. The simulator plays every message, with and without shared cables:
 """
 
 # %% contended
-p, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.of_link(100e9, 2e-6)
+size, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.of_link(100e9, 2e-6)
 cases = {"16 ranks": (16, 1), "16 ranks,\nhosts of 4": (16, 4), "12 ranks": (12, 1), "12 ranks,\nhosts of 3": (12, 3)}
-taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), p, ranks, simulate.Network(cable, inside, each))
+taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), size, ranks, simulate.Network(cable, inside, each))
                 for case, (ranks, each) in cases.items()} for name in ("ring", "halving-doubling")}  # fmt: skip
 most = {name: max(times.values()) for name, times in taken.items()}
 show.bars(taken["ring"] | taken["halving-doubling"], "time for 16 MiB (ms)", kind="simulated", form="{:.0f}", width=9.4,
@@ -265,13 +281,13 @@ each GPU will send gradients that it received from the previous GPU to the next 
 
 # %% claim-2
 # NBVAL_CHECK_OUTPUT
-sent = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
+on_each = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
                 for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}  # fmt: skip
-for ranks, (whole, chunked) in sent.items():
+for ranks, (whole, chunked) in on_each.items():
     print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
 claims.decide(
     2, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
-    {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in sent.items()},
+    {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in on_each.items()},
     "That is the whole-gradient ring, (K-1) p bytes; ring all-reduce passes chunks and sums, 2(K-1)/K p.",
 )  # fmt: skip
 
@@ -316,12 +332,42 @@ show.diff(stage3_paramserver.train, stage4_ring.train)
 
 # %% [markdown]
 r"""
+## On your GPUs
+
+Server and ring on the devices of this machine, in real time. Beside them the all-reduce of the backend, on as many bytes: NCCL
+on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("3,4")
+assert yours["max_abs_diff"] < 1e-4, "the ring's weights are not one device's"
+for name, all_reduce in {"our ring": ring_all_reduce, "the backend's all-reduce": dist.all_reduce}.items():
+    seconds_here = timing.time_collective(all_reduce, yours["gradient_bytes"], yours["world_size"], device="auto")
+    print(f"{name}: {1000 * seconds_here:.1f} ms (measured)")
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `torch.distributed.all_reduce` leaves the choice to the backend. gloo uses a ring, cut into segments. NCCL chooses
 among ring, tree and others by message size and topology; on one machine with NVLink its rings run over all links
 at once. Where this is in PyTorch: `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp` and `ProcessGroupNCCL.cpp`, which hand
 the call on to these libraries.
+
+The all-reduce is one of eight *collectives*; the later lessons use the others.
+
+![Broadcast, scatter, gather, allgather, reduce, reduce-scatter, all-reduce and all-to-all on four ranks: which chunks each rank has before and after](../docs/figures/collectives.svg)
+
+| `torch.distributed` | a rank sends, on a ring (p = all chunks of a tensor) | used for |
+|---|---|---|
+| `broadcast` | p, but for the last | equal weights at the start (lesson 03), buffers (06) |
+| `scatter`, `gather` | rank 0: (K-1)/K p; each other: p/K | handing out and collecting |
+| `all_gather` | (K-1)/K p | weights of a sharded layer (07), activations (09) |
+| `reduce` | p, but for the last | a loss to print |
+| `reduce_scatter` | (K-1)/K p | gradients of a sharded layer (07) |
+| `all_reduce` | 2(K-1)/K p | gradients (04 to 06), activations (09) |
+| `all_to_all` | (K-1)/K p | another axis to split by: experts, sequences and heads |
 
 ## Check yourself
 

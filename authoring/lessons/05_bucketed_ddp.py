@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    BucketedDDP, Device, Link, claims, launch, problems, show, simulate, ring_all_reduce,
-    stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing,
+    BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems, show, simulate,
+    ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -92,12 +93,22 @@ One iteration of data parallel training on three devices, with what is new in th
 
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
 communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
-[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look.
+[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look. Here is the first.
+Buckets are filled from the last parameter to the first. One is closed as soon as it holds `cap_bytes` or more; parameters of
+different dtypes never share one. Return them in the order in which they were closed, and then those that were never filled.
 """
+
+# %% task-5-1
+def assign_buckets(parameters, cap_bytes):
+    """Return lists of parameters, last parameter first, each list of one dtype and closed on reaching `cap_bytes`."""
+    raise NotImplementedError("Exercise 5.1: Buckets")
+
+
+show.source(task("5.1", assign_buckets), click="Write it first, then open: one solution")
 
 # %% source
 show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish,
-            click="Write tasks 5.1 to 5.3 first, then open: the hook, and the end of backward")  # fmt: skip
+            click="Open after tasks 5.1 to 5.3: the hook, and the end of backward")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -107,7 +118,8 @@ when the all-reduce is done, `parameter.grad` has the average already.
 ## Run
 
 The small byte GPT, on emulated devices and links: once with stage 4's loop, once with buckets of 0.1 MiB. Each rank
-records when it did what. We keep the step, of three, that was disturbed least.
+records when it did what, in virtual time. Work out the first number before you run it: forward and backward take 243 ms, and
+427 kB of gradients go around a ring of four on links of 40 Mbit/s.
 """
 
 
@@ -115,12 +127,11 @@ records when it did what. We keep the step, of three, that was disturbed least.
 device, link = Device("700MFLOP/s"), Link("40Mbit")
 
 
-def steps_of(train, **options):
+def last_step(train, **options):
     text = problems.make("bytes", parameters=100_000, context=32)
     with timeline.recording() as spans:
         train(text.model(), text.batches(8 * K, 4, rank=dist.get_rank(), world_size=K), 0.3, **options)
-    begins = [span.start for span in spans if span.name == "forward"][1:]  # the first step warms up
-    return [[span for span in spans if begin <= span.start < end] for begin, end in zip(begins, [*begins[1:], 1e99])]
+    return timeline.by_step(spans)[-1]
 
 
 def step_s(lanes):
@@ -128,8 +139,7 @@ def step_s(lanes):
 
 
 def on_devices(train, link=link, **options):
-    ranks = launch(steps_of, train, world_size=K, link=link, device=device, **options)
-    return min(zip(*ranks), key=step_s)  # the step that was disturbed least
+    return launch(last_step, train, world_size=K, link=link, device=device, **options)
 
 
 # %% run
@@ -151,7 +161,7 @@ show.timeline_figure([plain[0], overlapped[0]], labels=["stage 4", "buckets"], a
 
 # %% reveal
 answers = dict(zip([0.01, 0.33, 0.67, 1], guess.answers))
-guess.reveal(f"{100 * share:.0f} %", answers[show.widgets.nearest(max(share, 0.01), answers)])
+guess.reveal(f"{100 * share:.0f} %", answers[show.widgets.nearest(max(share, 0.01), answers)], kind="virtual time")
 
 # %% [markdown]
 r"""
@@ -181,9 +191,9 @@ print("stage 4 communicates after backward; buckets begin inside it, on every ra
 r"""
 ## The bucket cap
 
-Small buckets start early, but each pays its latencies. Large ones start late. We measure the step for several caps, and put
+Small buckets start early, but each pays its latencies. Large ones start late. We run the step with several caps, and put
 a **simulator** beside it. It knows how long each layer takes, how large its gradient is, what the link carries, and the
-latency of a message. We measure the latency first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
+latency of a message. The latency comes first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
 """
 
 # %% measure-caps
@@ -203,8 +213,8 @@ network = simulate.Network(theory.Costs.of_link(40e6, latency=latency))
 
 # %% [markdown]
 r"""
-The points are measured, the line is simulated, and the strip above shows the simulated step for the cap that you
-choose. Drag the slider: where is the best cap, and why is it neither the smallest nor the largest?
+The points are the real program in virtual time, the line is simulated, and the strip above shows the simulated step for the
+cap that you choose. They differ by a few percent, since the simulator shares the computing out by parameters. Drag the slider: where is the best cap, and why is it neither the smallest nor the largest?
 """
 
 # %% explorer
@@ -219,7 +229,7 @@ overlap a step takes forward + C + T. With overlap a step takes forward + max(C,
 longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
 link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all is
 hidden. T is above C: C of it is hidden, and you pay T - C. Where they meet, T = C, is predicted from the two numbers
-alone; then we measure at several link speeds.
+alone; then we run it at several link speeds.
 """
 
 # %% sweep
@@ -239,12 +249,12 @@ travel = [
 ]
 crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
 show.curves(
-    {"ring, measured": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
-     "buckets, measured": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
-    "link (Mbit/s)", "time per step (ms)", f"Buckets save most near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
+    {"ring": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
+     "buckets": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
+    "link (Mbit/s)", "time per step (ms)", f"Buckets save the largest share near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
     theory={"no overlap": (megabits, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
             "all hidden that can be": (megabits, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
-    kind="measured; derived",
+    kind="virtual time; lines derived",
 )  # fmt: skip
 
 # %% check-regimes
@@ -252,16 +262,16 @@ show.curves(
 saved = {speed: 1 - fast / slow for speed, slow, fast in zip(megabits, points["ring"], points["buckets"])}
 best = max(saved, key=saved.get)
 assert saved[best] > 0.08 and crossing / 4 < best < 4 * crossing and saved[best] > 1.2 * saved[160]
-print("buckets save most where the all-reduce takes about as long as backward")
+print("buckets save the largest share of a step where the all-reduce takes about as long as backward")
 
 # %% bucket-sizes
-caps, network = [0.5, 4, 25, 100, 1000], simulate.Network(theory.Costs.of_link(10e9, latency=50e-6))
+sizes_mb, fast = [0.5, 4, 25, 100, 1000], simulate.Network(theory.Costs.of_link(10e9, latency=50e-6))
 steps = {}
 for name, backward in {"backward can hide communication": 0.1, "there is nothing to hide it behind": 0.0}.items():
     layers = [simulate.Layer(f"layer {n}", 0.05 / 50, backward / 50, 2 * 2**20) for n in range(50)]
-    profile = simulate.Profile(tuple(layers))
-    steps[name] = [simulate.simulate(profile, 16, network, bucket_cap_mb=cap).step_s for cap in caps]
-    print(f"{name}:", ", ".join(f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(caps, steps[name])))
+    large = simulate.Profile(tuple(layers))
+    steps[name] = [simulate.simulate(large, 16, fast, bucket_cap_mb=cap).step_s for cap in sizes_mb]
+    print(f"{name}:", ", ".join(f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(sizes_mb, steps[name])))
 
 # %% claim-11
 # NBVAL_CHECK_OUTPUT
@@ -336,6 +346,19 @@ GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
 
 # %% [markdown]
 r"""
+## On your GPUs
+
+The same on the devices of this machine, in real time, beside torch's. In the timeline communication lies below the backward
+pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins little.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("4,5,torch")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `DistributedDataParallel` is this, in C++: the same hooks, the same reverse order, 25 MiB buckets with a first one
@@ -344,6 +367,29 @@ buckets in the order in which gradients really appeared. Lesson 06 adds that, an
 
 How much does it gain on GPUs? On 32 of them, overlap saved 38.0 % of a step of ResNet-50 and 35.2 % of BERT's with NCCL,
 26.8 % and 21.5 % with gloo (published: Li et al., "PyTorch Distributed", VLDB 2020).
+
+What does it look like there? This is a real step: ResNet-50 under torch's DDP on two A100s, as torch's profiler
+recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
+last layer has 2.05 million of them. Before you look: into how many buckets does stage 5 put them?
+"""
+
+# %% a100s
+resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in simulate.resnets.layers("resnet50")]
+buckets = stage5_bucketed.assign_buckets(resnet50)
+ours = [sum(part.numel() for part in bucket) for bucket in buckets]
+theirs = [numbers for _, numbers in traces.read()[1].reduced]
+print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
+assert ours == theirs
+show.trace(step=1)
+
+# %% [markdown]
+r"""
+They are the same five, to the number. The upper half of the GPU's row is what it computes, the lower half its
+all-reduces; below, a few milliseconds are enlarged. Kernels of the backward pass run beside each of the first four
+all-reduces, and none beside the last one, which begins when backward is over. So far it is as derived.
+
+One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. Lesson 11 asks whose fault
+this is. To see your own GPU, record a few steps with `torch.profiler` and draw them: `show.trace("my_trace.json")`.
 
 ## Check yourself
 
@@ -369,7 +415,7 @@ The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward 
 ## In three lines
 
 1. Gradients appear last layer first, so buckets can travel while backward still computes.
-2. A step takes at least forward + max(backward, all-reduce) and one bucket more (derived); measured steps are somewhat longer.
+2. A step takes about forward + max(backward, all-reduce) and one bucket more (derived, and met in virtual time).
 3. Overlap pays most where backward and all-reduce are equally long; caps too small pay latencies, caps too large start late.
 
 **Exercise:** [5](../exercises/05_bucketed_ddp.ipynb), `exercises/05_bucketed_ddp.ipynb`. **Next:**

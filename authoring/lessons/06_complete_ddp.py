@@ -11,7 +11,7 @@ everything you learn here holds there too.
 
 - write the core of DDP in 60 lines: hooks, buckets, unused parameters and `no_sync`, and say what a complete one adds,
 - read the error about unused parameters, and know what its remedy costs,
-- write a training script for torchrun, and find the five usual mistakes in one,
+- write a training script for torchrun, and find the six usual mistakes in one,
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch, problems
-from ddp_course import ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
+from ddp_course import on_your_gpus, ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -189,8 +190,8 @@ class FindsUnused(Core):
 search = {"find_unused_parameters": True}
 for both in (False, True):
     ours = launch(two_steps, FindsUnused, both, world_size=2)
-    torchs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
-    assert str(ours) == str(torchs) and (ours[0][-1] is not None) == both, (ours, torchs)
+    theirs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
+    assert str(ours) == str(theirs) and (ours[0][-1] is not None) == both, (ours, theirs)
 print("the same gradients as torch's DDP; that of the right branch is None only if no rank uses it")
 
 # %% [markdown]
@@ -212,6 +213,7 @@ def costs(both, **options):
     return len(bitmaps), traffic.bytes_sent
 
 
+# %% counted
 static = {"static_graph": True}
 cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
          "one branch, search": (False, search), "one branch, static": (False, static)}  # fmt: skip
@@ -248,6 +250,23 @@ half the bytes: with `mixed_precision` weights are cast to **bfloat16** for comp
 bfloat16 too; gradients, optimizer and checkpoint stay float32. In torch this option is private. Most people use
 `torch.autocast` instead: it computes in bfloat16 but keeps gradients, and therefore buckets, in float32. A hook can
 compress the buckets (lesson 14).
+
+Write the accumulation first: one update for all micro-batches of all ranks, with one synchronisation. All micro-batches have the
+same size. It is task 6.1 of [exercise 6](../exercises/06_complete_ddp.ipynb).
+"""
+
+
+# %% task-6-1
+def accumulate(parallel, optimizer, micro_batches):
+    """Make one update on a list of (inputs, targets) of equal size, with one synchronisation."""
+    raise NotImplementedError("Exercise 6.1: Accumulate without sending")
+
+
+show.source(task("6.1", accumulate), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+How many bytes does it save? The next cell counts them for four micro-batches.
 """
 
 
@@ -433,20 +452,24 @@ assert codes == [0, 0], "the script trains with torch's DDP and with ours"
 r"""
 Copy it into a cell that begins with `%%writefile train.py`, and
 `!torchrun --standalone --nproc-per-node=2 train.py runs/first` trains it here. When people put their own model and data in,
-they often make one of five mistakes. None of them raises an error. Here each mistake is made on purpose, by replacing a few
+they often make one of six mistakes. None of them raises an error. Here each mistake is made on purpose, by replacing a few
 words of the script; `audit` runs the result on two ranks and watches which samples they see, what they save, and whether
 their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py FOLDER` does the same with
-your own script.
+your own script. The last one is the most frequent where data are streamed: an `IterableDataset` has no sampler, so it must share its
+samples out itself, among ranks *and* the workers of each rank; this one forgets the workers.
 """
 
 # %% mistakes
 text = repr(show.source(script))
+stream = """DataLoader(type("Stream", (torch.utils.data.IterableDataset,), {
+        "__iter__": lambda self: (data[n] for n in sampler)})(), batch_size=32, num_workers=2)"""
 mistakes = {
     "no sampler": ("sampler=sampler)", "shuffle=True)"),
     "the epoch is not told": ("        sampler.set_epoch(epoch)\n", ""),
     "forward past the wrapper": ("cross_entropy(parallel(", "cross_entropy(model("),
     "everybody saves": ("if dist.get_rank() == 0:", "if True:"),
     "the wrapper is saved": ("model.state_dict()", "parallel.state_dict()"),
+    "each worker yields all": ("DataLoader(data, batch_size=32, sampler=sampler)", stream),
 }
 messages_of = {name: audit.audit(text.replace(right, wrong)) for name, (right, wrong) in mistakes.items()}
 for name, messages in messages_of.items():
@@ -474,12 +497,25 @@ def operations(wrapped):
     return sum(event.name.startswith("aten::") for event in profile.events())
 
 
-plain, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (False, True))
-print(f"operations of a step: {plain} without DDP, {wrapped} with it")
+bare, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (False, True))
+print(f"operations of a step: {bare} without DDP, {wrapped} with it")
 claims.decide(
-    18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= plain},
+    18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= bare},
     "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
 )  # fmt: skip
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so their times
+should be close.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("6,torch")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""
@@ -489,6 +525,23 @@ The same, in C++: `torch/csrc/distributed/c10d/reducer.cpp`. Your `ready` is `au
 `mark_variable_ready` and `mark_bucket_ready`, `finish` is `finalize_backward`, the walk is `search_unused_parameters`.
 The class around it, with `no_sync` and `join`, is Python: `torch/nn/parallel/distributed.py`. The paper is
 [Li et al., VLDB 2020](https://arxiv.org/abs/2006.15704).
+
+**On a GPU it is not a thread, but a stream.** A stream is a queue of kernels: those of one queue run one after the other, and
+two queues run side by side. Python only puts kernels into a queue, and goes on. NCCL has a stream of its own, and this is what
+`ready` does there:
+
+```python
+flat = vector(p.grad for p in bucket) / world_size  # queued behind backward's kernels, not yet computed
+work = dist.all_reduce(flat, async_op=True)         # NCCL's stream waits for an *event*, the one after `flat`
+...                                                 # Python queues more of backward; nobody has waited yet
+work.wait()                                         # the computing stream waits for NCCL's event; Python does not
+```
+
+So `work.wait()` returns at once, and what is queued next runs after the sum. With gloo it blocks Python until the sum is
+there. Three consequences: a clock in Python tells when a kernel was queued, not when it ran, so times are taken with
+events; memory that another stream still uses must not be freed, which is what `tensor.record_stream` prevents; and
+overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) it holds 8
+of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward also needs.
 
 Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
 `gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients
@@ -517,7 +570,7 @@ By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only
 
 1. The core of DDP is hooks, buckets, a bitmap of used parameters and a flag: 60 lines, and the same weights as torch's.
 2. Unused parameters, uneven data and accumulation each need a word from you: an option, `join`, `no_sync`.
-3. A script for torchrun is 30 lines; its five usual mistakes raise no error, so check samples, weights and files.
+3. A script for torchrun is 30 lines; its six usual mistakes raise no error, so check samples, weights and files.
 
 **Exercise:** [6](../exercises/06_complete_ddp.ipynb), `exercises/06_complete_ddp.ipynb`. **Next:**
 [7, sharding](07_sharding.ipynb): when the model does not fit.

@@ -18,12 +18,15 @@ optimizer state. If that does not fit, more ranks do not help, unless each keeps
 # %% imports
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, allgather, claims
-from ddp_course import launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded, timeline, timing, wire
+from ddp_course import launch, on_your_gpus, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded
+from ddp_course import timeline, timing, wire
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -69,7 +72,8 @@ class Shard:
     def reduce(self):
         chunks = (self.parameter.grad.view(-1) / len(self.chunks)).tensor_split(len(self.chunks))
         reduce_scatter(chunks)
-        self.mine.grad = chunks[self.index].clone()
+        sum_ = chunks[self.index].clone()
+        self.mine.grad = sum_ if self.mine.grad is None else self.mine.grad + sum_  # micro-batches add up
         self.parameter.grad = None
 
     def gather(self):
@@ -80,6 +84,25 @@ class Shard:
 r"""
 In **ZeRO-1** each rank updates its own chunk between the reduce-scatter and the allgather. The whole gradients stay in
 memory until then. **ZeRO-2** reduces each gradient as soon as backward has it, and drops what is not its own.
+
+Write ZeRO-1's step yourself first (task 7.2 of [exercise 7](../exercises/07_sharding.ipynb)). `weights` and `gradients` are lists of
+K chunks, views of flat tensors. `update(chunk of weights, chunk of gradients)` makes the step of one chunk, in place.
+`reduce_scatter(chunks, group)` and `allgather(chunks, group)` are those of lesson 04: after the first, rank r has the sum of chunk
+r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients. No more bytes than DDP's.
+"""
+
+
+# %% task-7-2
+def sharded_step(weights, gradients, update, group=None):
+    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other chunks, in place."""
+    raise NotImplementedError("Exercise 7.2: A sharded step")
+
+
+show.source(task("7.2", sharded_step), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+And as two classes that train any model:
 """
 
 
@@ -94,6 +117,7 @@ class Zero1:
             if shard.parameter.grad is not None:
                 shard.reduce()
         self.optimizer.step()
+        self.optimizer.zero_grad()
         for shard in self.shards:
             shard.gather()
 
@@ -151,7 +175,10 @@ class FullySharded:
             module.register_forward_hook(lambda _, __, output, number=number: self.leave(number, output))
             shard.parameter.register_post_accumulate_grad_hook(lambda _, shard=shard: shard.finish())
         self.optimizer = torch.optim.Adam([shard.mine for shard in self.shards])
-        self.step = self.optimizer.step
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def compute(self, number, following):
         self.shards[number].fetch().result()
@@ -169,7 +196,8 @@ r"""
 
 Adam looks at each element on its own, so it does not matter which rank updates which element. Eight ways to train the same
 model: DDP, the three above, the course's complete `ShardedOptimizer` and `FullyShardedDataParallel`, and torch's own
-`ZeroRedundancyOptimizer` and `fully_shard`. Each returns what runs the model and what makes the step.
+`ZeroRedundancyOptimizer` and `fully_shard`. Each returns what runs the model and what makes the step. DDP gets each batch
+whole, all others in two halves: their gradients must add up.
 """
 
 
@@ -201,10 +229,14 @@ def losses(prepare):
     (parallel, optimizer), seen = prepare(problem.model()), []
     for inputs, targets in problem.batches(48, 5, rank=dist.get_rank(), world_size=dist.get_world_size()):
         parallel.zero_grad()
-        loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
-        loss.backward()
+        parts = 1 if prepare is ddp else 2
+        loss = 0.0
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts)):
+            part = torch.nn.functional.cross_entropy(parallel(x), y) / parts
+            part.backward()
+            loss += part.item()
         optimizer.step()
-        seen.append(loss.item())
+        seen.append(loss)
     return torch.tensor(seen)
 
 
@@ -223,7 +255,7 @@ print("our three levels, the stage and torch's own: the losses of plain DDP on e
 
 # %% [markdown]
 r"""
-What the course's stage 7 adds to these 60 lines: blocks of many parameters, shared, frozen and unused parameters,
+What the course's stage 7 adds to these 70 lines: blocks of many parameters, shared, frozen and unused parameters,
 clipping, checkpoints that fit any number of ranks, and refusals in plain words. Here is what it does before a block
 computes, to be compared with `compute` and `fetch` above:
 """
@@ -306,6 +338,7 @@ def sent(prepare):
     return traffic.bytes_sent
 
 
+# %% traffic-figure
 traffic = {name: max(launch(sent, way, world_size=K)) / (4 * P) for name, way in ways.items()}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
@@ -322,12 +355,12 @@ r"""
 
 Each block is gathered before it computes, once on the way forward and once on the way back; the next one is already
 fetched meanwhile (**prefetch**). How much does that hide? Here is rank 0's step on emulated devices and links, without and
-with prefetch, the least disturbed of three. The lower half of each row is the communication thread.
+with prefetch, in virtual time. The lower half of each row is the communication thread.
 """
 
 
 # %% prefetch
-def steps(prefetch):
+def last_step(prefetch):
     problem = problems.make("synthetic", parameters=size)
     parallel = FullyShardedDataParallel(problem.model(), prefetch=prefetch)
     optimizer = torch.optim.Adam(parallel.parameters())
@@ -335,8 +368,7 @@ def steps(prefetch):
         for inputs, targets in problem.batches(128 * K, 4, rank=dist.get_rank(), world_size=K):
             torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
-    ends = [span.end for span in spans if span.name == "update"]
-    return [[span for span in spans if ends[n] <= span.start < ends[n + 1]] for n in range(len(ends) - 1)]
+    return timeline.by_step(spans)[-1]
 
 
 def step_s(ranks):
@@ -348,7 +380,7 @@ def on_devices(fn, *arguments, link="150Mbit"):
 
 
 size = 6 * 256**2  # six layers
-lanes = {prefetch: min(zip(*on_devices(steps, prefetch)), key=step_s) for prefetch in (False, True)}
+lanes = {prefetch: on_devices(last_step, prefetch) for prefetch in (False, True)}
 step_ms = {prefetch: 1000 * step_s(ranks) for prefetch, ranks in lanes.items()}
 show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
                      title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")  # fmt: skip
@@ -386,16 +418,18 @@ computing = 1000 * (6 - 2 / 6) * size * 128 / 800e6  # nobody needs the gradient
 gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; to scatter takes as long
 exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
 sends, before = {"plain DDP": 2, "fully sharded": 3}, {"plain DDP": 16 / 34, "fully sharded": 2 / 34}  # computed before
-kept_on = {name: f"{name}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
+overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
+kept_on = {name: f"{name}{overlap.get(name, '')}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
           title=f"1/{K} of the memory, in {times['fully sharded'] / times['plain DDP']:.2f} times DDP's time",
-          theory={kept_on[name]: computing + share * gather for name, share in exposed.items()})  # fmt: skip
+          kind="virtual time", theory={kept_on[name]: computing + share * gather for name, share in exposed.items()})  # fmt: skip
 
 # %% [markdown]
 r"""
-DDP hides its all-reduce under backward, and fully sharded training hides its gathers under both passes. ZeRO-1 communicates
-after backward, when there is no computing left that could hide it. Our ZeRO-2 of a few lines waits in each hook: the device
-stands still while a gradient is on its way.
+DDP hides its all-reduce under backward, and fully sharded training hides its gathers under both passes. *Our* ZeRO-1 and ZeRO-2
+hide nothing, which is why they come last here: ZeRO-1 sends after backward, and ZeRO-2 waits in each hook. That is no property of
+the levels. Libraries reduce-scatter buckets under backward and gather under the next forward pass; then both take DDP's time,
+since they send as much, and fully sharded training is the slowest of the four, if any. Lesson 13 ranks them so.
 
 ## When FSDP loses
 
@@ -414,60 +448,89 @@ slow, work = gather * 150 / 40, [(name, n / 128 * computing) for name, n in case
 bounds = [max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow) for name, ms in work]
 few, many = (fully / plain for plain, fully in zip(*[iter(slow_ms.values())] * 2))
 show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
-          form="{:.0f}", theory=dict(zip(cases, bounds)))  # fmt: skip
+          form="{:.0f}", theory=dict(zip(cases, bounds)), kind="virtual time", dash="lower bound")  # fmt: skip
 
 # %% [markdown]
 r"""
 ## Why memory did not fall
 
 "I sharded over all my GPUs, and it still does not fit." Two things are not sharded: the **activations**, which grow
-with the batch, and the layers in use (with prefetch, two at a time). Here is the most that a rank holds in the forward
-pass of our fully sharded training, counted: its 16 P/K (the dash), the layers that are whole, and what autograd keeps
-for backward.
+with the batch, and the layers in use (with prefetch, two at a time). So look at a whole step, not only between steps. We add up
+what a rank holds at each layer of a forward and a backward pass: weights, gradients, Adam's state, and what autograd keeps for
+backward. Before you look: at which moment is it most?
 """
 
 
-# %% most-held
-def most_held(shapes, batch, recompute=False):
-    pairs = [(torch.nn.Linear(*shape, bias=False), torch.nn.ReLU()) for shape in shapes]
-    model = torch.nn.Sequential(*(module for pair in pairs for module in pair))
-    total, shards, whole, kept = sum(p.numel() for p in model.parameters()), FullySharded(model).shards, [], {}
+# %% over-a-step
+class Kept:  # what autograd keeps of the forward pass; it goes when backward has used it
+    def __init__(self, tensor):
+        self.tensor = tensor
+        alive.add(self)
 
-    def keep(tensor):
-        if len(tensor) == batch:  # an activation
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
 
-    def count(*_):
-        whole.append(sum(shard.memory.nbytes() for shard in shards))
+def held_now(model, optimizer):
+    inner = getattr(optimizer, "optimizer", optimizer)  # ours are made from shards
+    parameters = [*model.parameters(), *(p for group in inner.param_groups for p in group["params"])]
+    tensors = parameters + [p.grad for p in parameters if p.grad is not None] + [kept.tensor for kept in alive]
+    tensors += [value for entry in inner.state.values() for value in entry.values()]
+    return sum({memory.data_ptr(): memory.nbytes() for memory in map(torch.Tensor.untyped_storage, tensors)}.values())
+
+
+alive = WeakSet()
+
+# %% held-over-a-step
+def over_a_step(shapes, batch, name="fully sharded", recompute=False):
+    linear = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
+    model, held = torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.ReLU()))), []
+    parallel, optimizer = ways[name](model)
+
+    def note(*_):
+        held.append(held_now(model, optimizer) / sum(inputs * outputs for inputs, outputs in shapes))
+
+    def watch(_, __, output):
+        note()
+        output.register_hook(note)
 
     for module in model:
-        module.register_forward_hook(count, prepend=True)
-    x = torch.randn(batch, shapes[0][0])
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = torch.utils.checkpoint.checkpoint_sequential(model, 4, x, use_reentrant=False) if recompute else model(x)
-    return (16 * total / dist.get_world_size() + max(whole) + sum(kept.values())) / total, y.shape
+        module.register_forward_hook(watch, prepend=True)
+    for _ in range(2):  # from the second step on there is optimizer state
+        held.clear()
+        parallel.zero_grad()
+        x = torch.randn(batch, shapes[0][0])
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            y = torch.utils.checkpoint.checkpoint_sequential(model, 4, x, use_reentrant=False) if recompute else parallel(x)
+        y.sum().backward()
+        optimizer.step()
+    return held
 
-
+# %% memory-over-a-step
 even = [(128, 128)] * 16
-cases = {"as hoped": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, True),
-         "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
+settings = {"plain DDP": (even, 1000, "plain DDP"), "ZeRO-1": (even, 1000, "ZeRO-1"), "fully sharded": (even, 1000),
+            "fully sharded, checkpointed": (even, 1000, "fully sharded", True)}  # fmt: skip
+course = {name: launch(over_a_step, *setting, world_size=K)[0] for name, setting in settings.items()}
+show.curves({name: ([100 * n / len(row) for n in range(len(row))], row) for name, row in course.items()},
+            "moments of a step: forward, then backward (%)", "held on a rank (bytes per parameter)", points=False, kind="counted",
+            title="Peaks: DDP {:.0f}, ZeRO-1 {:.0f}, fully sharded {:.0f}, checkpointed {:.0f}".format(*map(max, course.values())))  # fmt: skip
 
 # %% held-figure
-held = {name: launch(most_held, *case, world_size=K)[0][0] for name, case in cases.items()}
-show.bars(held, "held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
-          kind="counted", theory=dict.fromkeys(held, 16 / K))  # fmt: skip
+cases = {"small batch": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, "fully sharded", True),
+         "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
+held = {name: max(launch(over_a_step, *case, world_size=K)[0]) for name, case in cases.items()}
+show.bars(held, "most held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
+          kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")  # fmt: skip
 
 # %% check-both-questions
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
-hoped, many_samples, checkpointed, big, small = held.values()
-assert many_samples > 2 * hoped and checkpointed < 0.7 * many_samples and big > 1.2 * small, held
+few_samples, many_samples, checkpointed, big, small = held.values()
+assert many_samples > 2 * few_samples and checkpointed < 0.7 * many_samples and big > 1.2 * small, held
 print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activations, and shard in small blocks")
 
 # %% [markdown]
 r"""
-The remedies stand beside the faults: **activation checkpointing** keeps only some activations and computes the others again;
+Every way holds most where forward ends and backward begins: then all activations are there. Sharding lowers the whole curve by
+what it divides, and no more; **activation checkpointing** takes the mountain away. (Its last part is not checkpointed, since
+backward begins there at once.) The remedies stand beside the faults: checkpointing keeps only some activations and computes the others again;
 smaller blocks mean that less is whole at a time.
 
 ## Mixed precision, accumulation and clipping, in one loop
@@ -540,6 +603,19 @@ both passes, and n is not in it: a larger model does not hide its messages any b
 What does help: more samples per device, a faster network, or sharding inside a host only, where W is tens of times as large,
 with plain data parallelism between hosts (hybrid sharding).
 """
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+Sharded on the devices of this machine, in real time, beside the complete wrapper: half as many bytes more, for a K-th of the
+memory.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("6,7")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

@@ -21,7 +21,9 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing, wire
+from ddp_course import Device, launch, on_your_gpus, problems, show, stage1_single, stage5_bucketed, stage8_pipeline
+from ddp_course import timing, wire
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
@@ -169,36 +171,35 @@ guess
 r"""
 ## Schedules are data
 
-A schedule says who does what, and in which order: one list of instructions per rank, and nothing else. Here are two
-schedules, for 3 ranks and 4 micro-batches:
+A schedule says who does what, and in which order: one list of instructions per rank, and nothing else. Write the simplest one
+first, **GPipe**: all forward passes, then all backward passes, each in the order of the micro-batches (task 8.1 of
+[exercise 8](../exercises/08_pipeline.ipynb)).
+"""
+
+# %% task-8-1
+def gpipe(stage, stages, micro_batches):
+    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the micro-batch."""
+    raise NotImplementedError("Exercise 8.1: GPipe")
+
+
+show.source(task("8.1", gpipe), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+Here are GPipe and another schedule as stage 8 has them, for 3 ranks and 4 micro-batches:
 """
 
 # %% as-data
-gpipe, one_forward_one_backward = stage8_pipeline.gpipe, stage8_pipeline.one_forward_one_backward
-for schedule in (gpipe, one_forward_one_backward):
+one_forward_one_backward = stage8_pipeline.one_forward_one_backward
+for schedule in (stage8_pipeline.gpipe, one_forward_one_backward):
     print(schedule.__name__)
     for rank, row in enumerate(schedule(3, 4)):
         print(f"   rank {rank}: ", " ".join(f"{each.letter}{each.microbatch}" for each in row))
 
 # %% [markdown]
 r"""
-GPipe does all forward passes first. **1F1B**, one forward, one backward, starts backward as early as possible. To run
-any such list takes a few lines, since a rank that receives waits by itself:
+GPipe does all forward passes first. **1F1B**, one forward, one backward, starts backward as early as possible.
 """
-
-
-# %% run
-def run(schedule):
-    instructions = schedule(dist.get_world_size(), M)
-    count = 1 + max(each.stage for row in instructions for each in row)
-    mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
-    for each in instructions[dist.get_rank()]:
-        getattr(mine[each.stage], each.name)(each.microbatch)
-    for stage in mine.values():
-        for work, _ in stage.leaving:
-            work.wait()
-    return {number: gradients_of(stage.module) for number, stage in mine.items()}
-
 
 # %% [markdown]
 r"""
@@ -227,6 +228,25 @@ class SplitStage(Stage):
 
 # %% [markdown]
 r"""
+To run any such list takes a few lines, since a rank that receives waits by itself:
+"""
+
+
+# %% run
+def run(schedule):
+    instructions = schedule(dist.get_world_size(), M)
+    count = 1 + max(each.stage for row in instructions for each in row)
+    mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
+    for each in instructions[dist.get_rank()]:
+        getattr(mine[each.stage], each.name)(each.microbatch)
+    for stage in mine.values():
+        for work, _ in stage.leaving:
+            work.wait()
+    return {number: gradients_of(stage.module) for number, stage in mine.items()}
+
+
+# %% [markdown]
+r"""
 **Interleaved** schedules go another way: each rank gets two thinner stages, rank 0 for example stages 0 and K. The
 pipeline fills in half the time, and twice as many messages travel.
 
@@ -237,7 +257,7 @@ All four lists, on real messages, against the gradients of one device:
 
 # %% check-core
 # NBVAL_CHECK_OUTPUT
-schedules = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "interleaved": stage8_pipeline.interleaved,
+schedules = {"GPipe": stage8_pipeline.gpipe, "1F1B": one_forward_one_backward, "interleaved": stage8_pipeline.interleaved,
              "zero bubble": stage8_pipeline.zero_bubble}  # fmt: skip
 whole = stack(1)[0]
 cross_entropy(whole(torch.cat(samples)), torch.cat(targets)).backward()
@@ -264,9 +284,11 @@ The white parts in the beginning and at the end are the **bubble**. In GPipe and
 $$\frac{K-1}{M+K-1}$$
 
 With two stages per rank the white parts are half as long, which makes it $\frac{K-1}{2M+K-1}$; in this zero bubble
-schedule they are a third as long, $\frac{K-1}{3M+K-1}$. What is 1F1B for, then, if it idles as long as GPipe?
+schedule they are a third as long, $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble? This variant keeps no more micro-batches than
+1F1B's first rank. With twice that memory the white parts vanish but for the update's.) What is 1F1B for, then, if it idles as long as GPipe?
 Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
-most K. In the figure the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small,
+most K. (Interleaving has a price here: with K = 4, by the lists above, rank 0 keeps 11 thin micro-batches, as much as 5.5 whole
+ones.) In the figure the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small,
 more ranks or more micro-batches?
 """
 
@@ -326,22 +348,22 @@ print("with all four schedules the losses are those of one device")
 
 # %% [markdown]
 r"""
-## Measure the bubble
+## The bubble on real messages
 
-Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We measure the time of a batch with
+Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We take the virtual time of a batch with
 GPipe's schedule for different numbers of micro-batches, 12 among them, and see for what share of it a rank is idle.
 """
 
 
 # %% bubble
-def seconds_of_a_step(microbatches, schedule=gpipe, chunks=1, width=256, layers=4):
+def seconds_of_a_step(microbatches, schedule=stage8_pipeline.gpipe, chunks=1, width=256, layers=4):
     stages = [
         torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers // chunks)]) for _ in range(chunks)
     ]
     pipeline = stage8_pipeline.Pipeline(stages, microbatches, schedule)
     inputs = torch.randn(48, width, requires_grad=True)  # else rank 0 would have less to do than the others
     seconds = []
-    for _ in range(3):  # the first step also opens connections; the fastest was disturbed least
+    for _ in range(2):  # the first step also opens connections
         with timing.stopwatch() as watch:
             pipeline.step(inputs, torch.zeros(48, dtype=torch.int64))
         seconds.append(watch.seconds)
@@ -358,11 +380,11 @@ measured = {m: idle(m) for m in show.progress(counts)}
 
 # %% bubble-figure
 guess.reveal(f"{100 * measured[12]:.0f} % on {K} ranks; (4-1)/(12+4-1) = {100 * stage8_pipeline.bubble(4, 12):.0f} % derived for 4",
-             "20 %")  # fmt: skip
+             "20 %", kind="virtual time")  # fmt: skip
 points, line = [100 * measured[m] for m in counts], [100 * stage8_pipeline.bubble(K, m) for m in counts]
-show.curves({"measured": (counts, points, show.STAGE_COLOURS["8"])}, "micro-batches M", "idle (%)",
+show.curves({"virtual time": (counts, points, show.STAGE_COLOURS["8"])}, "micro-batches M", "idle (%)",
             "More micro-batches, a smaller bubble", log="x", ticks=counts,
-            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])})  # fmt: skip
+            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])}, kind="virtual time")  # fmt: skip
 
 # %% check-bubble
 # NBVAL_CHECK_OUTPUT
@@ -372,8 +394,9 @@ print("no rank idles less than (K-1)/(M+K-1), and more micro-batches shrink the 
 
 # %% [markdown]
 r"""
-The points lie a little above the line, and more so with many micro-batches: each has a fixed cost, its messages and its
-small operations, which the formula leaves out. So no schedule gives all that it promises. All four with M = 8:
+The points lie on the line, since the emulated device has no fixed cost per operation and the links here cost nothing. On real
+devices they lie above it, and more so with many micro-batches: each has its messages and its small operations. Before you run
+the next cell: all four schedules with M = 8. What will the bars be, by the timetables above?
 """
 
 # %% four-measured
@@ -381,12 +404,12 @@ derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()
 percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
          "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
          "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}  # fmt: skip
-show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says, and some more", form="{:.0f}", theory=derived,
+show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says", form="{:.0f}", theory=derived, kind="virtual time", dash="timetable",
           colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))  # fmt: skip
 
 # %% [markdown]
 r"""
-How to read this: what stands above the black line is the fixed cost of the micro-batches. Interleaved stages send twice
+On real devices bars stand above the black line by the fixed cost of the micro-batches. Interleaved stages send twice
 as many messages, each with half as much computing to hide it. In GPipe a rank waits for one neighbour at a time. In the
 other schedules it alternates, so a delay of either neighbour holds it up. So more micro-batches and thinner stages help
 up to a point, and a measurement decides where it is.
@@ -474,6 +497,19 @@ Compared with stage 5's loop, forward, loss and backward have become one `pipeli
 
 # %% diff
 show.diff(stage5_bucketed.train, stage8_pipeline.train)
+
+# %% [markdown]
+r"""
+## On your GPUs
+
+The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
+pipeline fills and empties, and for the slowest part.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("8")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
 
 # %% [markdown]
 r"""

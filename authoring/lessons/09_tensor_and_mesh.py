@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Device, Link, launch, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
+    Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
     stage9_tensor, timing, wire,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
@@ -136,6 +137,33 @@ show.source(stage9_tensor.Enter, stage9_tensor.Leave, click="Write task 9.2 firs
 r"""
 An MLP of two layers on T ranks then takes two lines, `hidden` and `ours`. Each rank takes its slices of the same weights; the
 result and the gradient of x are held against those of the whole MLP.
+"""
+
+
+# %% [markdown]
+r"""
+Now a harder MLP (task 9.1 of [exercise 9](../exercises/09_tensor_and_mesh.ipynb)). Many language models have one with a gate: two
+matrices are fused into one, `gate_and_up`, of shape (2H, W), whose first H rows make the gate; `down` has shape (W, H).
+
+    gate, up = (x @ gate_and_up.T).chunk(2, dim=-1)
+    y = (silu(gate) * up) @ down.T
+
+Each of `ranks` ranks runs these two lines with slices of both matrices, and the sum of their y must be the y of the whole. No
+rank gets more than one unit more than another.
+"""
+
+
+# %% task-9-1
+def my_slices(gate_and_up, down, rank, ranks):
+    """Return this rank's slices of both matrices; together the ranks have each element once."""
+    raise NotImplementedError("Exercise 9.1: A gated MLP")
+
+
+show.source(task("9.1", my_slices), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+The MLP without a gate, split, in two lines:
 """
 
 
@@ -260,9 +288,10 @@ step_ms, crossed_mb = ({name: max(rank[n] for rank in ranks[name]) for name in m
 (good, bad, *_), names = step_ms.values(), {name: f"{name}\n{crossed_mb[name]:.2f} MB" for name in meshes}
 show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
           f"Tensor parallelism between hosts takes {bad / good:.1f} times as long as inside", form="{:.0f}",
+          dash="the cable alone",
           theory={names[name]: 1000 * K / 2 * mb / 1.875 for name, mb in crossed_mb.items()},  # 15 Mbit/s are 1.875 MB/s
           colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
-          kind="measured; MB per rank counted; dashes derived")  # fmt: skip
+          kind="virtual time; MB counted; dashes derived")  # fmt: skip
 
 # %% check-timed
 # NBVAL_CHECK_OUTPUT
@@ -306,6 +335,19 @@ by D, if they are sharded too). Activations are divided by D, since each row has
 layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits
 them too.
 
+## On your GPUs
+
+Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
+a processor that is slower than one device, and between GPUs it depends on what joins them.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("9")
+assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `torch.distributed.tensor.parallel.parallelize_module` does it by a plan: which layer is split in which way, over one
@@ -366,7 +408,7 @@ gradients before <code>Enter</code> are summed up already. Averaging over the wr
 
 1. Beside 16 bytes per parameter there are activations; checkpointing trades most of them for a fifth more flops (counted).
 2. Column-split, then row-split: one all-reduce per pair and pass, the same numbers as one device.
-3. Sums of activations belong on the fastest links, gradients may cross the slow ones (measured): that orders the mesh.
+3. Sums of activations belong on the fastest links, gradients may cross the slow ones: that orders the mesh.
 
 **Exercise:** [9](../exercises/09_tensor_and_mesh.ipynb), `exercises/09_tensor_and_mesh.ipynb`. **Next:**
 [10, batch size and learning rate](10_batch_size_and_learning_rate.ipynb).

@@ -26,6 +26,7 @@ from ddp_course import (
     Device, Link, claims, facts, launch, problems, show, stage1_single, stage5_bucketed,
     stage6_ddp,
 )  # fmt: skip
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -186,7 +187,7 @@ low as a small one, a batch above it is behind.
 
 
 # %% two-axes
-def curve(k, samples=5760, every=1440):
+def curve(k, samples=5760, every=640):
     problem = problems.make("digits")
     model, batch, losses = problem.model(), 8 * k, []
     for epoch in range(samples // every):
@@ -197,11 +198,11 @@ def curve(k, samples=5760, every=1440):
 
 
 lines = {k: curve(k) for k in (1, 4, 16)}
-show.curves({f"batch {8 * k}": ([1440 * (e + 1) // (8 * k) for e in range(4)], row) for k, row in lines.items()},
-            "updates", "held-out loss (nats)", "Against updates the largest batch is ahead", log="x", points=False)  # fmt: skip
+show.curves({f"batch {8 * k}": ([640 * (e + 1) // (8 * k) for e in range(9)], row) for k, row in lines.items()},
+            "updates", "held-out loss (nats)", "After as many updates the larger batch has the lower loss", log="x", points=False)  # fmt: skip
 
 # %% against-samples
-show.curves({f"batch {8 * k}": ([1440 * (e + 1) for e in range(4)], row) for k, row in lines.items()},
+show.curves({f"batch {8 * k}": ([640 * (e + 1) for e in range(9)], row) for k, row in lines.items()},
             "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)  # fmt: skip
 
 # %% [markdown]
@@ -233,7 +234,7 @@ needed
 
 # %% [markdown]
 r"""
-Then we measure what a step takes on 1 to 8 emulated devices, joined by emulated links, with the buckets of lesson 05.
+Then we look at what a step takes on 1 to 8 emulated devices, in virtual time, joined by emulated links, with the buckets of lesson 05.
 For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time
 to the loss. We evaluate after every 128 samples, so the counts are rounded up to that. `inf` means: not within 8,192
 samples.
@@ -266,7 +267,7 @@ best = min(shown, key=lambda k: reached[k][1])
 # %% time-to-loss-figure
 show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, "devices", "time to a loss of 0.9 (s)",
             f"More devices help up to {best}", theory={"K times as fast": (shown, [reached[1][1] / k for k in shown])},
-            log="xy", ticks=factors, kind="updates counted, times measured; line derived")  # fmt: skip
+            log="xy", ticks=factors, kind="updates counted; virtual time; line derived")  # fmt: skip
 
 # %% check-time-to-loss
 # NBVAL_CHECK_OUTPUT
@@ -313,9 +314,9 @@ Up to a batch of 8,192 the error stays the same. Beyond, it grows.
 # %% imagenet
 table = facts.rows("imagenet_large_batch")
 batches, errors = [row["global_batch"] for row in table], [row["top1_error_percent"] for row in table]
-best = [min(errors)] * len(batches)
+lowest = [min(errors)] * len(batches)
 show.curves({"linear scaling and warm-up": (batches, errors)}, "global batch", "top-1 error (%)",
-            "ImageNet: no loss up to a batch of 8,192 (Goyal et al. 2017)", theory={"best": (batches, best, "#999999")},
+            "ImageNet: no loss up to a batch of 8,192 (Goyal et al. 2017)", theory={"best": (batches, lowest, "#999999")},
             log="x", kind="measured, published")  # fmt: skip
 
 # %% [markdown]
@@ -327,6 +328,24 @@ without warm-up 24.84 %; with a square-root rate 26.22 %; without scaling at all
 
 Neither raises an error. Both cost accuracy. `DistributedSampler` should shuffle anew in each epoch, and gradients should
 be clipped by the norm of the average, not one by one in a hook, before they are averaged.
+
+Write the sampler first (task 10.1 of [exercise 10](../exercises/10_batch_size_and_learning_rate.ipynb)). Each epoch has an order of
+its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks: `torch.randperm(dataset_size, generator=…)`. If K
+does not divide the samples, the first ones of the order come once more at its end. Rank r takes positions r, r+K, r+2K, …
+"""
+
+
+# %% task-10-1
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all ranks."""
+    raise NotImplementedError("Exercise 10.1: The share of an epoch")
+
+
+show.source(task("10.1", epoch_indices), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+And torch's sampler, which does this:
 """
 
 

@@ -17,32 +17,25 @@ about what to do next; one is merely slow. This lesson breaks things on purpose,
 """
 
 # %% imports
-import json
 import os
 import pickle
 import queue
-import signal
 import tempfile
 import threading
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems, ring_all_reduce, show
-from ddp_course import stage4_ring, stage5_bucketed, timeline, train
+from ddp_course import stage4_ring, stage5_bucketed, timeline, traces, train
+from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
-
-
-def failing(fn, **options):
-    try:
-        launch(fn, world_size=K, **options)
-    except errors.CourseError as error:
-        return error
-
 
 # %% [markdown]
 r"""
@@ -59,6 +52,13 @@ guess
 
 
 # %% exception
+def failing(fn, **options):
+    try:
+        launch(fn, world_size=K, **options)
+    except errors.CourseError as error:
+        return error
+
+
 def divide():
     if dist.get_rank() == 1:
         1 / 0
@@ -67,7 +67,8 @@ def divide():
 
 error = failing(divide)
 print(error)
-guess.reveal("; ".join({f.type_name for f in error.failures[1:]}) or "nothing yet", "at most a lost connection")
+others = "; ".join({failure.type_name for failure in error.failures[1:]})
+guess.reveal(others or "at most a lost connection; here they were ended before they noticed it", "at most a lost connection")
 
 # %% check-culprit
 # NBVAL_CHECK_OUTPUT
@@ -89,12 +90,12 @@ The system kills processes that use too much memory, with SIGKILL (signal 9): no
 # NBVAL_CHECK_OUTPUT
 def out_of_memory():
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), 9)  # SIGKILL
     dist.barrier()
 
 
-error = failing(out_of_memory)
-assert error.rank == 1 and "SIGKILL" in str(error)
+killed = failing(out_of_memory)
+assert killed.rank == 1 and "SIGKILL" in str(killed)
 print("the culprit is rank 1, killed by SIGKILL")
 
 # %% [markdown]
@@ -114,12 +115,12 @@ def skips():
     dist.barrier()
 
 
-error = failing(skips, timeout=4)
-print("\n".join(f"rank {state.rank}: {state.status}; last collective: {state.collective}" for state in error.states))
+hang = failing(skips, timeout=4)
+print("\n".join(f"rank {state.rank}: {state.status}; last collective: {state.collective}" for state in hang.states))
 
 # %% check-hang
 # NBVAL_CHECK_OUTPUT
-assert isinstance(error, errors.LaunchTimeout) and len(error.states) == K
+assert isinstance(hang, errors.LaunchTimeout) and len(hang.states) == K
 print("a timeout, with the state of every rank")
 
 # %% [markdown]
@@ -245,12 +246,12 @@ def poisoned():
     stage5_bucketed.train(model, batches, 0.1)
 
 
-error = failing(poisoned)
-print(error.message)
+poison = failing(poisoned)
+print(poison.message)
 
 # %% check-nan
 # NBVAL_CHECK_OUTPUT
-assert error.type_name == "NotFiniteError" and "rank 1" in error.message
+assert poison.type_name == "NotFiniteError" and "rank 1" in poison.message
 print("rank 1 is named before anything was averaged")
 
 # %% [markdown]
@@ -265,17 +266,15 @@ spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale.
 
 
 # %% straggler
-def steps():
+def last_step():
     problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
     with timeline.recording() as spans:
         stage4_ring.train(problem.model(), problem.batches(24 * K, 8, rank=dist.get_rank(), world_size=K), 0.1)
-    begins = [span.start for span in spans if span.name == "forward"]
-    return [[span for span in spans if begin <= span.start < end] for begin, end in zip(begins, [*begins[1:], 1e99])]
+    return timeline.by_step(spans)[-1]
 
 
 rates = [Device("50MFLOP/s" if rank == 1 else "100MFLOP/s") for rank in range(K)]
-ranks = launch(steps, world_size=K, device=rates)
-spans = min(zip(*ranks), key=lambda step: max(lane[-1].end - lane[0].start for lane in step))  # disturbed least
+spans = launch(last_step, world_size=K, device=rates)
 transfer = min(span.seconds for lane in spans for span in lane if span.name == "communication")
 apart = [[part for span in lane if span.name == "communication"
           for part in (["wait", span.start, span.end - transfer, "compute"],
@@ -338,58 +337,54 @@ r"""
 ## Traces of all ranks, side by side
 
 On a cluster there is `torch.profiler`: it records every operation of a rank, and `export_chrome_trace` writes them to a file.
-Put the files of all ranks into one, each rank as a process of its own. Here torch's own DDP trains on the devices of above.
+Record a few steps on each rank, into a file with the rank in its name:
+
+```python
+schedule = torch.profiler.schedule(wait=10, warmup=2, active=3)
+with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(f"trace_{rank}.json")) as profile:
+    for inputs, targets in loader:
+        ...  # forward, backward, update
+        profile.step()
+```
+
+Open the files in [ui.perfetto.dev](https://ui.perfetto.dev); they stay in your browser. In a trace, waiting looks like communicating:
+the all-reduce of a rank that comes early lasts until the last one has come; on a GPU the kernel spins. So compare the *same*
+collective on all ranks. The shortest time is the transfer; what the others have beyond it is waiting; and the rank with the
+shortest one is the straggler. The clocks of hosts differ by milliseconds: shift each rank so that an all-reduce ends
+everywhere at the same time.
+
+## A GPU that has nothing to do
+
+Now a real trace: the step of ResNet-50 on two A100s that you saw in [lesson 5](05_bucketed_ddp.ipynb). It takes 220 ms, and the
+GPU computes for 38 of them. Whose fault is that: the network's, the loader's, the other GPU's, the processor's? Collect
+the evidence first, and decide before you read on. (Enlarged are the milliseconds around the first all-reduce.)
 """
 
-
-# %% profiler
-def traced():
-    os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
-    rank, problem = dist.get_rank(), problems.make("synthetic", parameters=2 * 128**2, width=128)
-    model = torch.nn.parallel.DistributedDataParallel(problem.model())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for inputs, targets in problem.batches(24 * K, 6, rank=rank, world_size=K):
-            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    return [name] + [{**event, "pid": rank} for event in events if event.get("ph") == "X"]
-
-
-def times(trace, name):
-    spans = ((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in trace if event["name"] == name)
-    return sorted(spans)
-
-
-# %% traces
-traces = launch(traced, world_size=K, device=rates)
-Path("trace.json").write_text(json.dumps({"traceEvents": [event for trace in traces for event in trace]}))
-names = "DistributedDataParallel.forward", "gloo:all_reduce"
-steps = zip(*(zip(*(times(trace, name) for name in names)) for trace in traces))
-step = min(steps, key=lambda ranks: max(reduce[1] for _, reduce in ranks) - min(forward[0] for forward, _ in ranks))
-transfer = min(end - begin for _, (begin, end) in step)  # the rank that comes last waits for nobody
-lanes = [[["forward", *forward, "compute"], ["backward", forward[1], begin, "compute"],
-          ["wait", begin, end - transfer, "communication"], ["communication", end - transfer, end, "communication"]]
-         for forward, (begin, end) in step]  # fmt: skip
-parts = [[1000 * (span[2] - span[1]) for span in lane] for lane in lanes]
-for rank, (forward, backward, wait, communication) in enumerate(parts):
-    print(f"rank {rank}: computes {forward + backward:3.0f} ms, waits {wait:3.0f} ms, transfers {communication:.0f} ms")
-waits = [part[2] for part in parts]
-last, (_, least, *_, most) = waits.index(min(waits)), sorted(waits)
-show.timeline_figure(lanes, title=f"The others wait {least:.0f} to {most:.0f} ms inside the all-reduce for rank {last}")
+# %% whose-fault
+step = traces.read()[1]
+kernels = [span for span in step.gpu if span.lane == "compute"]
+gaps = [after.start - before.end for before, after in pairwise(kernels)]
+reduces, passes = [span for span, _ in step.reduced], step.processor
+after_backward = reduces[-1].end - max(span.end for span in passes if span.name == "backward")
+print(f"{len(kernels)} kernels; half of them take less than {1e6 * median([kernel.seconds for kernel in kernels]):.0f} µs, "
+      f"half of the gaps between them more than {1e6 * median(gaps):.0f} µs\n"
+      f"all-reduces: {1000 * step.seconds_in('network'):.0f} ms, of which {1000 * after_backward:.0f} after backward\n"
+      f"forward begins {1000 * min(span.start for span in passes):.1f} ms after the step, "
+      f"its first long kernel {1000 * min(kernel.start for kernel in kernels if kernel.seconds > 1e-4):.0f} ms after it")  # fmt: skip
+show.trace(step=1)
 
 # %% [markdown]
 r"""
-In a trace, waiting looks like communicating: the all-reduce of a rank that comes early lasts until the last one has
-come. So compare the *same* collective on all ranks. The shortest time is the transfer; what the others have beyond it is
-waiting; and the rank with the shortest one is the straggler. With NCCL it is the same, only that the event is a kernel
-on the GPU, which spins.
+It is the processor. The network delays the step by 2 ms, and forward begins at once, so no loader is late. But each kernel
+must be launched by Python and C++, which takes longer than the kernel itself: the GPU has done its work before the next one
+is there. (Part of that is the profiler, which writes down every call: time a step without it as well.) What helps is
+fewer or longer kernels: more pictures per GPU, `torch.compile`, CUDA graphs. A faster network or another GPU would change
+nothing.
 
-Look at it in Perfetto: copy `trace.json`, which now lies beside this notebook, to your computer (`scp
-CLUSTER:…/trace.json .`), open [ui.perfetto.dev](https://ui.perfetto.dev), and drop the file there. It stays in your
-browser. On a cluster let each rank write a file with its rank in the name, a few steps long (`torch.profiler.schedule`).
-The clocks of hosts differ by milliseconds: shift each rank so that an all-reduce ends everywhere at the same time.
+And what happens in the first 40 ms of forward? DDP broadcasts rank 0's buffers, three for each of 53 BatchNorm layers: it packs
+159 small tensors into two messages and copies each of them back. `broadcast_buffers=False` saves that, where buffers
+need not be equal on all ranks. One thing this trace cannot tell: in its third step the first three all-reduces take 6 ms each, not
+2.5. Did this rank wait for the other one? That needs the other rank's trace.
 
 ## Checkpoints
 
@@ -399,8 +394,16 @@ disk, then renamed over the old name. Task 11.1 of [exercise 11](../exercises/11
 which is worth more before you look.
 """
 
+# %% task-11-1
+def save_checkpoint(state, path):
+    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole and on the disk."""
+    raise NotImplementedError("Exercise 11.1: An atomic checkpoint")
+
+
+show.source(task("11.1", save_checkpoint), click="Write it first, then open: one solution")
+
 # %% source
-show.source(checkpoint.files.write_whole, click="Write task 11.1 first, then open: a file that is whole at any moment")
+show.source(checkpoint.files.write_whole, click="Open after task 11.1: a file that is whole at any moment")
 
 # %% [markdown]
 r"""
@@ -417,7 +420,7 @@ def run(folder, steps, victim=None):
     )
     losses = train.run(train.parse(words.split()))["losses"]
     if dist.get_rank() == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), 9)  # SIGKILL
     dist.barrier()
     return losses
 
@@ -474,57 +477,44 @@ and the capstone open a new store each time.)
 ## How often to save
 
 Too often costs writing, too rarely costs repeated work. With a failure every M seconds on average and C seconds for a
-checkpoint, the best interval is √(2 C M) (Young, 1974). Test it in time-lapse: real checkpoints, and failures at random
-moments, every 0.4 seconds on average. The line is what theory expects for such failures.
+checkpoint, the best interval is √(2 C M) (Young, 1974). Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
+days (published: its Table 5). Let a checkpoint take a minute. Before you look: how often would you save? We simulate 20 runs of 54
+days for each interval, with failures at random moments; the line is what theory expects.
 """
 
 
-# %% time-lapse
-def loss(every, folder, mean=0.4, seconds=3):
-    """Return the share of the time that goes into saving, loading and repeating, and the seconds per checkpoint."""
-    torch.manual_seed(1)
-    state, saving, wasted = {"weights": torch.zeros(500_000)}, [], 0
-    checkpoint.save(folder, state)
-    kept = time.perf_counter()
-    end, failure = kept + seconds, kept + torch.empty(()).exponential_(1 / mean).item()
-    while (now := time.perf_counter()) < end:
-        if now > failure:
-            checkpoint.load(folder)
-            wasted += time.perf_counter() - kept  # with what was done since the last checkpoint
-            kept = time.perf_counter()
-            failure = kept + torch.empty(()).exponential_(1 / mean).item()
-        elif now - kept > every:
-            checkpoint.save(folder, state)
-            kept = time.perf_counter()
-            saving.append(kept - now)
-        else:
-            time.sleep(0.002)  # a step
-    return (sum(saving) + wasted) / seconds, sum(saving) / max(len(saving), 1)
-
-
 # %% how-often
-with tempfile.TemporaryDirectory() as folder:
-    cost = loss(0.1, folder)[1]
-    best = (2 * cost * 0.4) ** 0.5
-    shares = [100 * loss(factor * best, folder)[0] for factor in (1 / 8, 1 / 3, 1, 3, 8)]
-intervals = [1000 * factor * best for factor in (1 / 8, 1 / 3, 1, 3, 8)]
-every = best * torch.logspace(-1, 1, 41)
-theory = 100 * (1 - every / 0.4 / torch.expm1((every + cost) / 0.4))
-table = facts.rows("llama3_interruptions")
-mean = 54 * 86400 / sum(row["interruptions"] for row in table)
-young = (2 * 60 * mean) ** 0.5
-print(f"Llama 3, 16,384 GPUs: an interruption every {mean / 3600:.1f} hours (published). A checkpoint of 60 s: save every "
-      f"{young / 60:.0f} minutes, and lose {60 / young + young / 2 / mean:.0%} (derived)")  # fmt: skip
-show.curves({"measured": (intervals, shares)}, "time between checkpoints (ms)", "time lost (%)",
-            f"Young's interval, {1000 * best:.0f} ms, loses {shares[2]:.0f} %; an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
-            theory={"expected": ((1000 * every).tolist(), theory.tolist())}, log="x")  # fmt: skip
+def lost_share(every, seed):
+    """Share of 54 days that goes into saving and repeating, with a checkpoint after `every` seconds."""
+    random = torch.Generator().manual_seed(seed)
+    now, kept, failure = 0.0, 0.0, 0.0
+    while now < 54 * day:
+        if now + every + saving > failure:  # what was done since the last checkpoint is lost
+            now = max(now, failure)
+            failure = now + torch.empty(()).exponential_(1 / mean, generator=random).item()
+        else:
+            now += every + saving
+            kept += every
+    return 100 * (1 - kept / now)
+
+
+# %% how-often-figure
+day, saving = 86400, 60
+mean = 54 * day / sum(row["interruptions"] for row in facts.rows("llama3_interruptions"))
+young = (2 * saving * mean) ** 0.5
+minutes, every = [factor * young / 60 for factor in (1 / 8, 1 / 3, 1, 3, 8)], young * torch.logspace(-1, 1, 41)
+shares = [sum(lost_share(60 * interval, seed) for seed in range(20)) / 20 for interval in minutes]
+expected = 100 * (1 - every / mean / torch.expm1((every + saving) / mean))
+print(f"an interruption every {mean / 3600:.1f} hours (published): save every {young / 60:.0f} minutes (derived)")
+show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (minutes)", "time lost (%)",
+            f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
+            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated")  # fmt: skip
 
 # %% [markdown]
 r"""
-Where the line is lowest, it is flat: twice Young's interval costs little. The points lie off the line, since only a few
-failures happen in three seconds. Llama 3 was interrupted 419 times in 54 days by something unexpected (its Table 5; the
-text prints 30.1 % for faulty GPUs, its own numbers give 35.3 %). Smaller clusters fail less often: every 47.7 days on 8
-GPUs, every 7.9 hours on 1,024 (published: Kokolis et al., 2024).
+Where the line is lowest, it is flat: twice Young's interval costs little. (The table's text prints 30.1 % for faulty GPUs, its own
+numbers give 35.3 %.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
+Kokolis et al., 2024).
 
 ## What torch does
 

@@ -23,6 +23,7 @@ from ddp_course import (
     Link, collectives, facts, launch, ring_all_reduce, show, simulate, theory, timing,
 )  # fmt: skip
 from ddp_predictions import one_host
+from ddp_course.checking import task
 
 K = 4  # how many ranks, on two hosts; 2 works as well
 
@@ -48,8 +49,25 @@ guess = show.predict("Between 2 hosts, what crosses the cable in each direction,
                      ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"])  # fmt: skip
 guess
 
+# %% [markdown]
+r"""
+Write it yourself first (task 12.1 of [exercise 12](../exercises/12_many_machines.ipynb)), for four ranks on two hosts. `inside` is the
+group of this rank and its neighbour on the same host; `between` that of this rank and the one in the same place on the other
+host. You have `reduce_scatter(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1,
+`allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
+"""
+
+
+# %% task-12-1
+def two_levels(tensor, inside, between):
+    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in each direction."""
+    raise NotImplementedError("Exercise 12.1: Two levels")
+
+
+show.source(task("12.1", two_levels), click="Write it first, then open: one solution")
+
 # %% source
-show.source(collectives.hierarchical_all_reduce, click="Write task 12.1 first, then open: two levels")
+show.source(collectives.hierarchical_all_reduce, click="Open after task 12.1: two levels")
 
 
 # %% correct
@@ -67,7 +85,7 @@ print("two levels, the same sum")
 
 
 # %% two-levels-figure
-def two_levels(tensor):
+def in_two_levels(tensor):
     collectives.hierarchical_all_reduce(tensor, ranks_per_host=K // 2)
 
 
@@ -75,7 +93,7 @@ link, p = Link("200Mbit", hosts=2), 2**20
 seconds = {
     "flat ring": timing.time_collective(ring_all_reduce, p, K, link),
     "flat ring, plain TCP": timing.time_collective(collectives.pipelined_ring_all_reduce, p, K, link),
-    "two levels": timing.time_collective(two_levels, p, K, link),
+    "two levels": timing.time_collective(in_two_levels, p, K, link),
 }
 slow = theory.Costs.of_link(200e6)
 formula = dict.fromkeys(seconds, theory.seconds("ring", p, K, slow))
@@ -86,7 +104,7 @@ show.bars(
     {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
     "Two levels take {:.2f} of the flat ring's time, {:.2f} of plain TCP's".format(
         *(seconds["two levels"] / seconds[name] for name in ("flat ring", "flat ring, plain TCP"))),
-    theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}",
+    theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}", kind="virtual time",
 )  # fmt: skip
 
 # %% check-two-levels
@@ -96,13 +114,12 @@ print("two levels are not slower than the flat ring")
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to 1.5 times
-as long as its dash, and not always equally long. Latency is not the reason: the bar in the middle is the same ring,
-with as many bytes in as many steps, and it stays within a tenth of its dash. The formula leaves out that *gloo asks
-before it sends*: the receiver says "ready" in a small message, and the sender waits for it. Between two hosts this
+The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. On virtual hosts
+(`Link("200Mbit", mode="hosts", hosts=2)`), where packets really travel, gloo's flat ring of four ranks took up to 1.5 times as long
+as its dash, while the ring over plain TCP stayed within a tenth. The formula leaves out that *gloo asks before it sends*: the receiver says "ready" in a small message, and the sender waits for it. Between two hosts this
 small message must share the cable with a chunk, and waits behind it. A round trip of 4 bytes took 0.3 ms on an idle
 cable and 6 to 9 ms on a busy one. When all receives are announced before the first send, gloo's ring takes 67 ms
-instead of 90 (all measured). The ring in the middle uses plain TCP streams and does not ask, because in a ring every
+instead of 90 (all measured once). The ring over plain TCP does not ask, because in a ring every
 rank knows what comes next. With two levels only two such questions cross the cable; with a flat ring 2(K-1) do.
 
 On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
@@ -181,7 +198,7 @@ GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow 
 ## Eight A100s on your machine, in slow motion
 
 An emulated link can stand for any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a message
-64 times smaller. Bandwidth and latency are slowed down alike, so the figure has the real link's shape; and the measured
+64 times smaller. Bandwidth and latency are slowed down alike, so the figure has the real link's shape; and the virtual
 times divided by 1,000 estimate the real ones.
 """
 
@@ -195,7 +212,7 @@ times = at("A100")[1][2] / simulated[1]
 show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, published": (*at("A100"), colours["A100"])},
             "GPUs", "all-reduce of 64 MiB (ms)", f"NCCL on 4 A100s takes {times:.1f} times what the datasheet's link would",
             theory={"simulated": (counts, simulated, "#009E73")}, log="x", ticks=counts,
-            kind="measured; published; simulated")  # fmt: skip
+            kind="virtual time; published; simulated")  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -243,7 +260,8 @@ help large messages only; for small messages use an algorithm with fewer steps, 
 ## Which all-reduce is the fastest?
 
 That depends on the message and on K. Here is the map for links of 100 Gbit/s and 10 µs, where every rank has a cable of its
-own and nothing is pipelined. On shared cables halving-doubling can become slower (lesson 04). The stripes are values of K that
+own and nothing is pipelined. Do not conclude that libraries should use halving-doubling everywhere: a tree meets it for the
+smallest messages (lesson 04), and on shared cables halving-doubling can become slower (lesson 04). The stripes are values of K that
 are no powers of two: there halving-doubling has ranks left over, which first send their whole message to others.
 """
 

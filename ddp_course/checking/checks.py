@@ -29,6 +29,12 @@ def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
     return ((part, case, answer(*copy.deepcopy(arguments))) for part, case, arguments in rows)
 
 
+def each_return(answer: Callable, cases: list) -> Iterator[tuple]:
+    """The usual probe before a `read`: what an answer returns, called with a copy of each case."""
+    for number, arguments in enumerate(cases):
+        yield "", number, answer(*copy.deepcopy(arguments))
+
+
 @dataclass
 class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among
@@ -36,10 +42,12 @@ class Task:
 
     `draw(random)` gives keyword arguments: what the task asks for is in every draw, and chance only
     adds to it. `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case,
-    value); without it `draw` yields (part, case, arguments). Numbers may differ by
-    `bound` times the largest. `forbidden` are dotted names of functions that an answer must not
-    call. The values of `secret` parts are not
-    told; `hang` is the hint if ranks wait for ever; an attempt may take `seconds`.
+    value); without it `draw` yields (part, case, arguments). `read(values, **inputs)` computes, out
+    of the answer's reach in the grader's process, what is compared: it gets the values of `probe`
+    (of several ranks a list for each), and yields as `probe` does (of several ranks {rank: value}).
+    Numbers may differ by `bound` times the largest. `forbidden` are dotted names of functions that
+    an answer must not call. The values of `secret` parts are not told; `hang` is the hint if ranks
+    wait for ever; an attempt may take `seconds`.
     """
 
     number: str
@@ -53,6 +61,7 @@ class Task:
     secret: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
     seconds: float = 5.0
+    read: Callable | None = None
 
     @property
     def exercise(self) -> int:
@@ -75,8 +84,10 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
         functions = {
             name: function
             for name, function in vars(definition).items()
-            if name in ("draw", "probe")
+            if name in ("draw", "probe", "read")
         }
+        if "read" in functions:
+            functions.setdefault("probe", each_return)
         _tasks[number] = Task(
             number, (names,) if isinstance(names, str) else names, parts, **functions, **settings
         )

@@ -20,6 +20,7 @@ from ..running.links import MODES
 from ..running.parent import JOB
 from ..running.units import positive_number, whole_number
 from ..showing.plots import compare_figure, stage_label
+from . import as_typed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,12 @@ def main(args: argparse.Namespace) -> None:
     written = save(
         results, args.out
     )  # Files come first: the program that reads the table may close the pipe.
-    print(table(results), *(f"wrote {path}" for path in written), sep="\n")
+    print(table(results), key(results), *(f"wrote {path}" for path in written), "", sep="\n")
+    print(
+        "How to read it: the loss is everywhere the same, the time of a step is not;"
+        f" {written[-1]} shows where it goes."
+    )
+    print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
 class Table(str):
@@ -107,8 +113,16 @@ COLUMNS = {  # Each title has a key of a stage's entry and a format.
     "bytes sent\nby busiest": ("bytes_sent_max", ","),
     "messages": ("messages_max", "d"),
     "last\nloss": ("last_loss", ".4f"),
-    "max diff\nto 1": ("max_abs_diff_vs_single", ".1e"),
+    "weights\ndiffer by": ("max_abs_diff_vs_single", ".1e"),
 }
+
+
+def key(results: dict) -> str:
+    """What the table's words and dashes mean."""
+    lines = ["weights differ by: the largest difference of a weight from the single device's"]
+    if any(stage["bytes_sent_max"] is None for stage in results["stages"]):
+        lines.append("–: nothing is sent, or torch sends it and counts nothing")
+    return "\n".join(lines)
 
 
 def table(results: dict) -> Table:

@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
+from . import as_typed
+
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5
-PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
+PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "scikit-learn")
 
 
 def main(args: argparse.Namespace | None = None) -> int:
@@ -37,6 +39,9 @@ def main(args: argparse.Namespace | None = None) -> int:
         else "runs on this machine."
     )
     print(f"\nThe course {verdict}")
+    if args and not problems:  # In a notebook the next step is the next cell.
+        print('How to read it: "!" says what to set, and the last part what each lesson will use.')
+        print(f"Next: {as_typed('lab')} opens the course at lesson 00.")
     return 1 if problems else 0
 
 
@@ -70,8 +75,7 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     yield "torch", torch.__version__
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
-    nccl = gpus and dist.is_nccl_available()
+        nccl = usable_gpus() > 0 and dist.is_nccl_available()
     yield (
         "NCCL",
         (
@@ -80,9 +84,9 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
             else "no (needs NVIDIA GPUs and Linux)"
         ),
     )
-    alone = launch(network_after_a_barrier, world_size=2, timeout=60)[0] != own_network()
-    yield "two ranks", "were launched, and agree"
-    yield "ranks meet on", network_in_words(alone)
+    used, gpus, where = launch(after_a_sum, world_size=2, timeout=60)[0]
+    yield "two ranks", f"were launched, and their sum on {used} is right"
+    yield "ranks meet on", network_in_words(where != own_network())
     unusable = [str(warning.message) for warning in caught[-1:]]
     yield (
         "GPUs",
@@ -91,12 +95,23 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     )
 
 
-def network_after_a_barrier() -> str:
-    """Return this rank's network, once all ranks have met there."""
+def after_a_sum() -> tuple[str, list[str], str]:
+    """On each rank: sum a tensor over the ranks; return device and backend in words, the names of
+    the GPUs, and the network.
+    """
+    import torch
     import torch.distributed as dist
 
-    dist.barrier()
-    return own_network()
+    from ..running.devices.placement import rank_device, usable_gpus
+    from ..running.wire import on_nccl
+
+    number = torch.ones(1, device=rank_device())
+    dist.all_reduce(number)
+    if number.item() != dist.get_world_size():
+        raise RuntimeError(f"the ranks' sum on {rank_device()} is {number.item()}, and not 2")
+    backend = "NCCL" if on_nccl(number, None) else "gloo"
+    gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
+    return f"{rank_device().type} with {backend}", gpus, own_network()
 
 
 def own_network() -> str:
@@ -130,17 +145,13 @@ def lessons() -> Iterator[tuple[str, ...]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
-    ranks = (
-        f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}"
-        if gpus
-        else "4 ranks on the CPU with gloo"
-    )
-    yield (
-        "01, 02",
-        "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices"),
-    )
-    yield "03, 04, 05", ranks + ("" if gpus else "; links of 200 Mbit/s in virtual time")
-    yield "06 to 11, 14", ranks
+    yield "01 to 11, 14", "emulated devices and links in virtual time, on the CPU with gloo"
+    real = "2 processes on the CPU with gloo"
+    if gpus == 1:
+        real = "2 ranks share the GPU and talk through gloo"
+    elif gpus:
+        real = f"{gpus} ranks, a GPU each, with NCCL"
+    yield "On your GPUs", real
     yield (
         "12, 15",
         "torchrun on this machine" if reasons["hosts"] else "torchrun, in 12 on virtual hosts",

@@ -1,4 +1,4 @@
-"""`ddp-course lab DIR`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
+"""`ddp-course lab [DIR]`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
 
 What you changed there stays as it is, also when the course has been updated since; what you did not
 touch is renewed. A notebook counts as changed when the source of a cell is: opening, running and
@@ -16,18 +16,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..running.files import course_folder, replace_file
+from ..running.learners_copy import RECORD
+from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
-letters can be read. */
+letters can be read, and the title of a slider stands above it. In the dark,
+figures are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
+}
+@media (max-width: 500px) {
+  .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
+  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
+  .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
+}
+[data-jp-theme-light="false"] .jp-OutputArea-output img {
+  filter: invert(.93) hue-rotate(180deg);
 }"""
-RECORD = (  # This file records the copies: {path: SHA-256 of the course's version}.
-    ".ddp-course.json"
-)
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
@@ -39,7 +47,12 @@ SETTINGS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="where your copies are, or shall be"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("work"),
+        metavar="DIR",
+        help="where your copies are, or shall be (default: work)",
     )
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument(
@@ -49,6 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """The command itself."""
+    if str(args.folder).startswith("-"):  # ddp-course lab -- --no-browser
+        args.options.insert(0, str(args.folder))
+        args.folder = Path("work")
     folder = args.folder.resolve()
     for path in bring(folder):
         print(
@@ -56,11 +72,12 @@ def main(args: argparse.Namespace) -> None:
             " yours"
         )
     if args.no_open:
-        print(
-            f"lessons and exercises are in {args.folder}; open them with: ddp-course lab"
-            f" {args.folder}"
-        )
+        print(f"Lessons and exercises are in {args.folder}, and what you change there stays.")
+        print(f"Next: {as_typed(f'lab {args.folder}')} opens them in JupyterLab.")
         return
+    print(f"Your copies of the course are in {folder}, and what you change there stays.")
+    print("The browser opens at lesson 00; Ctrl-C ends the lab. Next, in a terminal of the lab:")
+    print("ddp-course check says what you have solved.", flush=True)
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
@@ -76,6 +93,7 @@ def main(args: argparse.Namespace) -> None:
     fixed += [
         "--LabApp.news_url=None",
         "--LabApp.custom_css=True",
+        "--ServerApp.log_level=WARN",
     ]  # Without an address JupyterLab asks for no news.
     fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
     if (
@@ -105,6 +123,9 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
+    os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(
+        home / "workspaces"
+    )  # Each copy has its own tabs.
     folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
 
@@ -156,8 +177,13 @@ def course_files() -> Iterator[tuple[str, Path]]:
 
 
 def without_outputs(content: bytes) -> bytes:
-    """The notebook without its outputs."""
+    """The notebook without its outputs, and with the Python that will run it: what JupyterLab
+    adds when a notebook is opened would make it one with unsaved changes.
+    """
+    from ipykernel.ipkernel import IPythonKernel  # It takes a while to load.
+
     notebook = json.loads(content)
+    notebook["metadata"]["language_info"] = IPythonKernel.language_info
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell.update(outputs=[], execution_count=None)

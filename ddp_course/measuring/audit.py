@@ -1,4 +1,4 @@
-"""The five usual mistakes of a training script, found by watching it run on a few ranks.
+"""The six usual mistakes of a training script, found by watching it run on a few ranks.
 
     audit(source)      -> a line for each mistake; [] for a script without one
 
@@ -60,6 +60,9 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     epochs = [seen.epochs for seen in ranks]
     messages = {
         "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
+        "a rank trains on samples twice: each worker yields all of them, share them out": any(
+            repeats(rank, len(epochs)) for rank in epochs
+        ),
         "every epoch has the same order: set_epoch is not called": any(
             first.shuffles and first.samples == second.samples
             for rank in epochs
@@ -92,6 +95,14 @@ def shared_samples(epochs: list[list[Epoch]]) -> bool:
     """
     seen = [set(rank[0].samples) if rank else set() for rank in epochs]
     return any(len(seen[0] & other) >= len(epochs) for other in seen[1:])
+
+
+def repeats(epochs: list[Epoch], world_size: int) -> bool:
+    """Whether a rank saw K or more samples again in its first epoch; a sampler's padding is
+    less.
+    """
+    samples = epochs[0].samples if epochs else []
+    return len(samples) - len(set(samples)) >= world_size
 
 
 def watched(source: str, arguments: list[str]) -> Seen:

@@ -141,6 +141,13 @@ class Recorder:
             self.spans.append(Span(name, event.start, event.end, lane))
 
 
+def by_step(spans: list[Span]) -> list[list[Span]]:
+    """The spans of each step of a recording; a step ends with its update."""
+    ends = [span.end for span in spans if span.name == "update"]
+    edges = pairwise([float("-inf"), *ends])
+    return [[span for span in spans if begin <= span.start < end] for begin, end in edges]
+
+
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
     """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and
     no wait is missing.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.devices import rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link
 
@@ -20,16 +21,17 @@ def time_collective(
     world_size: int,
     link: Link | None = None,
     repeats: int = 5,
+    device: str = "cpu",
 ) -> float:
     """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the
     best of `repeats`.
 
     In each repeat the slowest rank counts. The best repeat is the one that other programs on the
     machine disturbed least. `collective` works in place and is called once beforehand, to open the
-    connections.
+    connections. `device` is as in `launch`.
     """
     ranks = launch(
-        _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu"
+        _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device=device
     )
     return min(max(times) for times in zip(*(times for _, times in ranks), strict=True))
 
@@ -48,16 +50,25 @@ def _on_rank(collective, nbytes, repeats):
     """The traffic of a first call, which opens the connections, and the seconds of `repeats`
     further calls.
     """
-    tensor, times = torch.full((nbytes // 4,), 1.0 + dist.get_rank()), []
+    tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank(), device=rank_device())
+    times = []
     with wire.counting() as traffic:
         collective(tensor.clone())
     for _ in range(repeats):
         mine = tensor.clone()
+        ready(mine)
         dist.barrier()
         start = perf_counter()
         collective(mine)
+        ready(mine)
         times.append(perf_counter() - start)
     return traffic, times
+
+
+def ready(tensor: torch.Tensor) -> None:
+    """Wait until the device has done what it was told; a processor has."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
 
 
 @contextmanager

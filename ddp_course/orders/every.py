@@ -7,29 +7,24 @@ late. docs/EVERY_ORDER.md has the argument, and what lies outside of it: there, 
 import copy
 import json
 import random
-import re
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import RankError
 from ..running.clocks import DeadlockError, own
 from ..running.launching.launch import launch
 from ..running.links import Link
-from ..running.torch_inside import tree_leaves
 from .in_flight import Watch, watching
-from .verdict import Verdict
+from .verdict import DEADLOCK, Event, Verdict, faults_in, judge
 
+SLOW = Link("10Mbit", "1ms")
+SEEDS = 20  # So many orders are drawn where one run proves nothing.
+LONGEST_DELAY = 5_000_000_000  # A few messages take so many picoseconds on the slow link.
 PROOF = "right in every order: no buffer was needed, no memory was touched on its way"
-SLOW = {"bandwidth": "10Mbit", "latency": "1ms"}
-SEEDS = 20  # so many orders are drawn where one run proves nothing
-LONGEST_DELAY_S = 0.005  # a few messages take so long on the slow link
-WAITS = re.compile(r"rank (\d+) waits (.+?) since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
 
 def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) -> Verdict:
@@ -40,130 +35,57 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
     message has arrived. Else 20 orders are drawn, their results compared, and `proof` says that
     this proves less. An error of `fn` itself is raised, as `launch` does.
     """
-    events, _ = one_launch(fn, args, kwargs, [None], world_size)
-    doubts = sorted({event["text"] for event in events if event["kind"] == "doubt"})
-    if not doubts or is_wrong(events):
-        return judge(events, 1, PROOF)
-    tried, results = one_launch(fn, args, kwargs, list(range(SEEDS)), world_size)
-    less = f"{SEEDS} orders were tried, which proves less, because of this: {'; '.join(doubts)}"
-    verdict = judge(tried, 1 + SEEDS, less)
-    if verdict.ok and any(differ(results[0], other) for other in results[1:]):
-        verdict.ok = False
-        verdict.kind = "unlike results"
-        verdict.proof = f"the results depend on the order of messages; {less}"
-    return verdict
+    events, results = run([None], world_size, fn, args, kwargs)
+    doubts = sorted({event.text for event in events if event.kind == "doubt"})
+    if not doubts or faults_in(events):
+        return judge(events, results, 1, PROOF)
+    events, results = run(range(SEEDS), world_size, fn, args, kwargs)
+    proof = f"{SEEDS} orders were tried, which proves less, because of this: {'; '.join(doubts)}"
+    return judge(events, results, 1 + SEEDS, proof)
 
 
-def one_launch(fn: Callable, args: tuple, kwargs: dict, seeds: list, world_size: int) -> tuple:
+def run(seeds: Iterable, world_size: int, *program: Any) -> tuple:
     """Run the program once for each seed; return what its ranks wrote down, and the results of all
     ranks for each seed.
     """
     results: list = []
-    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
+    with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
+        given = (log.name, list(seeds), *program)
         try:
-            by_rank = launch(
-                watched,
-                fn,
-                args,
-                kwargs,
-                seeds,
-                folder,
-                world_size=world_size,
-                device="cpu",
-                link=Link(**SLOW),
-            )
-            results = list(zip(*by_rank, strict=True))
-        except RankError as error:
-            events = read(folder, world_size)
-            if not is_wrong(events):
-                raise error from None
-            return events, results
-        return read(folder, world_size), results
+            results = launch(watched, *given, world_size=world_size, device="cpu", link=SLOW)
+        except RankError:
+            if not faults_in(read(log.name)):
+                raise
+        return read(log.name), list(zip(*results, strict=True))
 
 
-def read(folder: str, world_size: int) -> list:
-    """The events that all ranks have written down, in the order of virtual time."""
-    events: list = []
-    for rank in range(world_size):
-        with suppress(FileNotFoundError):
-            lines = Path(folder, str(rank)).read_text(encoding="utf-8").splitlines()
-            events += [{"rank": rank, **json.loads(line)} for line in lines]
-    return sorted(events, key=lambda event: event["moment"])
+def read(log: str) -> list:
+    """What all ranks have written down, in the order of virtual time."""
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    return sorted(Event(*json.loads(line)) for line in lines)
 
 
-def watched(fn: Callable, args: tuple, kwargs: dict, seeds: list, folder: str) -> list:
+def watched(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
     """On each rank: run the program once for each seed, None for no delays; return the results."""
-    results = []
-    for seed in seeds:
-        dist.barrier()
-        watch = Watch(Path(folder, str(dist.get_rank())))
-        own_args, own_kwargs = copy.deepcopy((args, kwargs))
-        delay = drawn_delay(random.Random(f"{seed} {dist.get_rank()}"), seed is not None)
-        try:
-            with watching(watch, delay):
-                results.append(fn(*own_args, **own_kwargs))
-                watch.ended()
-        except DeadlockError as error:
-            watch.tell("wrong", str(error), wrong="deadlock", lines=[])
-            raise
-        if watch.refusal:  # The program may have caught the error.
-            raise watch.refusal
-    return results
+    return [once(log, seed, fn, *copy.deepcopy((args, kwargs))) for seed in seeds]
 
 
-def drawn_delay(draw: random.Random, delays: bool) -> Callable:
-    """What is called before each post: if there are delays, it waits for a random moment."""
+def once(log: str, seed: int | None, fn: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run the program on this rank, under a watch."""
+    dist.barrier()
+    draw = random.Random(f"{seed} {dist.get_rank()}")
 
     def delay() -> None:
-        clock = own()
-        if delays and clock is not None:
-            moment = clock.moment + round(draw.uniform(0, LONGEST_DELAY_S) * 1e12)
-            clock.sleep_until(moment, "for its turn")
+        clock: Any = own()
+        if seed is not None:
+            clock.sleep_until(clock.moment + draw.randrange(LONGEST_DELAY), "for its turn")
 
-    return delay
-
-
-def is_wrong(events: list) -> bool:
-    """Whether a rank has written down that something is wrong."""
-    return any(event["kind"] == "wrong" for event in events)
-
-
-def judge(events: list, runs: int, proof: str) -> Verdict:
-    """The verdict on the events of all ranks; `proof` is that of a program without a fault."""
-    shown = [
-        (event["rank"], event["moment"], f"{event['kind']} {event['text']}", event["line"])
-        for event in events
-        if event["kind"] in ("post", "wait")
-    ]
-    wrong = [event for event in events if event["kind"] == "wrong"]
-    if not wrong:
-        return Verdict(True, runs, proof, events=shown)
-    touches = [event for event in wrong if event["wrong"] != "deadlock"]
-    if touches:
-        first = touches[0]
-        text = first["text"]
-        rank = first["rank"]
-        return Verdict(
-            False, runs, f"rank {rank}: {text}", first["wrong"], [rank], first["lines"], shown
-        )
-    waits = WAITS.findall(wrong[0]["text"])
-    ranks = [int(rank) for rank, _, _ in waits]
-    lines = [line for _, _, line in waits]
-    text = "; ".join(f"rank {rank} waits {what} ({line})" for rank, what, line in waits)
-    proof = f"if the network buffers nothing, the ranks wait for each other for ever: {text}"
-    return Verdict(False, runs, proof, "deadlock", ranks, lines, shown)
-
-
-def differ(one: Any, other: Any) -> bool:
-    """Whether two results have different values anywhere."""
-    pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=False))
-    if len(tree_leaves(one)) != len(tree_leaves(other)):
-        return True
-    return any(not alike(*pair) for pair in pairs)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same, tensors bit by bit but for NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return type(one) is type(other) and (one == other or one != one)
+    watch = Watch(Path(log), delay)
+    try:
+        with watching(watch):
+            result = fn(*args, **kwargs)
+            watch.ended()
+    except DeadlockError as error:
+        watch.tell(DEADLOCK, str(error))
+        raise
+    return result

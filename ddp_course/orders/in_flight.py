@@ -10,6 +10,7 @@ import _thread
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..errors import OrderError
 from ..running import clocks
@@ -25,15 +27,18 @@ from ..running.clocks.stalls import line_of
 from ..running.devices import roofline
 from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
 
-EARLY = "touched too early"
-OVERWRITTEN = "overwritten too early"
-NOT_WAITED = "not waited for"
+FAULTS = {  # These are by whether the network writes the memory, and whether the operation does.
+    (True, False): ("touched too early", "reads a buffer that may not have arrived"),
+    (True, True): ("touched too early", "writes a buffer that may not have arrived"),
+    (False, True): ("overwritten too early", "overwrites a buffer that may not have left"),
+}
 LOOKS_AT_SHAPES = ("new_", "is_", "sym_")  # Such operations read no element of their operands.
-
-
-def own_line() -> str:
-    """The line of the program that this thread is at."""
-    return line_of(sys._getframe())
+MESSAGES = {"send": "the send to rank", "recv": "the receive from rank"}
+OPERATIONS = [
+    name
+    for name, member in vars(group.Group).items()
+    if getattr(member, "__annotations__", {}).get("return") is group.Work and name != "timed"
+]
 
 
 class Flight(NamedTuple):
@@ -48,26 +53,22 @@ class Flight(NamedTuple):
 
 
 class Watch:
-    """What is on its way in this rank. `events` are written to `log`, as they happen; `found`, if
-    given, gets what is wrong, which else is raised.
+    """What is on its way in this rank. What happens is written to `log`, an event a line; `delay()`
+    is called before each post and each question.
     """
 
-    def __init__(self, log: Path | None = None, found: Callable | None = None):
+    def __init__(self, log: Path, delay: Callable):
         self.log = log
-        self.found = found
+        self.delay = delay
         self.flights: dict[int, Flight] = {}
         self.lock = _thread.RLock()  # This lock is real: virtual time must not depend on it.
         self.threads: dict = {}  # This maps what messages share, such as a group, to its thread.
-        self.shared: set = set()  # These are addresses of memory that NumPy knows.
         self.doubts: set = set()
-        self.refusal: OrderError | None = None
 
-    def tell(self, kind: str, text: str, **details: Any) -> None:
+    def tell(self, kind: str, text: str, *lines: str) -> None:
         """Write an event of this rank down."""
-        if self.log is not None:
-            event = {"kind": kind, "text": text, "moment": clocks.now(), **details}
-            with self.lock, self.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+        with self.lock, self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([clocks.now(), dist.get_rank(), kind, text, lines]) + "\n")
 
     def doubt(self, reason: str) -> None:
         """Note that the program does something for which one run proves nothing."""
@@ -75,66 +76,87 @@ class Watch:
             self.doubts.add(reason)
             self.tell("doubt", reason)
 
-    def refuse(self, kind: str, text: str, lines: list) -> None:
-        """Say what is wrong: in one line, and at which lines of the program."""
-        self.tell("wrong", text, wrong=kind, lines=lines)
-        if self.found is not None:
-            self.found(kind, text)
-            return
-        self.refusal = OrderError(text)
-        raise self.refusal
-
-    def started(self, work: Any, name: str, reads: list, writes: list, way: Any) -> None:
-        """Something has been posted that reads and writes these tensors; it shares `way` with what
-        has the same.
-        """
-        line = own_line()
-        tensors = [(tensor, False) for tensor in reads] + [(tensor, True) for tensor in writes]
-        with self.lock:
-            for tensor, written in tensors:
-                self.touched(tensor, written, name, line)
-                if memory_of(tensor)[0] in self.shared:
-                    self.doubt(f"{name}: its memory is shared with NumPy")
-            self.flights[id(work)] = Flight(name, work, tensors, line)
-            if self.threads.setdefault(way, _thread.get_ident()) != _thread.get_ident():
-                self.doubt(f"{name}: two threads use the same group")
-        self.tell("post", name, line=line)
-
-    def waited(self, work: Any) -> None:
-        """What was posted is over, and its memory is the program's again."""
-        with self.lock:
-            flight = self.flights.pop(id(work), None)
-        if flight is not None:
-            self.tell("wait", flight.name, line=own_line())
-
-    def touched(self, tensor: torch.Tensor, writes: bool, name: str, line: str = "") -> None:
+    def touched(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
         """An operation reads or writes a tensor: refuse that if its memory is on its way."""
-        for flight in list(self.flights.values()):
-            for other, written in flight.tensors:
-                if (writes or written) and overlap(other, tensor):
-                    line = line or own_line()
-                    self.refuse(*complaint(flight, written, writes, name, line))
-                    return
+        with self.lock:
+            for flight in list(self.flights.values()):
+                for other, written in flight.tensors:
+                    if (written, writes) in FAULTS and overlap(other, tensor):
+                        line = line_of(sys._getframe())
+                        kind, what = FAULTS[written, writes]
+                        begun = (
+                            f"{flight.name} was begun before ({flight.line}), and not waited for"
+                        )
+                        self.tell(kind, f"{name} {what} ({line}): {begun}", flight.line, line)
+                        raise OrderError(what)
 
     def ended(self) -> None:
         """The program is over on this rank: everything must have been waited for."""
-        for flight in list(self.flights.values()):
-            text = f"nobody waits for: {flight.name} ({flight.line})"
-            self.refuse(NOT_WAITED, text, [flight.line])
+        for name, _, _, line in self.flights.values():
+            self.tell(
+                "not waited for", f"nobody waits for {name}, which was begun before ({line})", line
+            )
 
+    def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around an operation of a group, remember what it begins. Its first argument is what the
+        network writes, unless it only sends it; the second one is read.
+        """
+        self.delay()
+        work = run(group, *args, **kwargs)
+        if id(work) in self.flights:
+            return work  # One operation has called another.
+        name = run.__name__
+        title = f"the {name.strip('_').removesuffix('_base')}"
+        way: tuple = (group.number,)  # Messages on one way arrive in the order of their posts.
+        if name in MESSAGES:
+            title = f"{MESSAGES[name]} {group.members[args[1]]}"
+            way = group.number, name, args[1], args[2]
+        written = name != "send"
+        if name in ("broadcast", "reduce"):
+            is_root = args[1].rootRank == group.rank()
+            written = is_root == (name == "reduce")
+        tensors = [(tensor, written) for tensor in roofline.tensors_in(*args[:1])]
+        tensors += [(tensor, False) for tensor in roofline.tensors_in(*args[1:2])]
+        line = line_of(sys._getframe())
+        with self.lock:
+            for tensor, written in tensors:
+                self.touched(tensor, written, title)
+                if not tensor.untyped_storage().resizable():
+                    self.doubt(f"{title}: its memory is shared with NumPy or other code")
+            self.flights[id(work)] = Flight(title, work, tensors, line)
+            if self.threads.setdefault(way, _thread.get_ident()) != _thread.get_ident():
+                self.doubt(f"{title}: two threads use the same group")
+        self.tell("post", title, line)
+        return work
 
-def complaint(flight: Flight, written: bool, writes: bool, name: str, line: str) -> tuple:
-    """What is wrong with an operation: its kind, a sentence, and the lines of both sides."""
-    if written:
-        kind = EARLY
-        verb = "writes" if writes else "reads"
-        what = f"{verb} a buffer that may not have arrived"
-    else:
-        kind = OVERWRITTEN
-        what = "overwrites a buffer that may not have left"
-    begun = f"{flight.name} was begun before ({flight.line}), and not waited for"
-    text = f"{name} {what} ({line}): {begun}"
-    return kind, text, [flight.line, line]
+    def settle(self, run: Callable, work: Any) -> Any:
+        """Around a wait, note that the memory is the program's again."""
+        moment = run(work)
+        flight = self.flights.pop(id(work), None)
+        if flight is not None:
+            self.tell("wait", flight.name, line_of(sys._getframe()))
+        return moment
+
+    def ask(self, run: Callable, work: Any) -> bool:
+        """Around a question, note that there is one."""
+        self.doubt("it asks whether a message has arrived")
+        self.delay()
+        return run(work)
+
+    def receive_from_any(self, run: Callable, *args: Any) -> Any:
+        """Around a receive from any rank, note that there is one."""
+        self.doubt("it receives from any rank")
+        return run(*args)
+
+    def read(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Around a function that reads a tensor and is no operation."""
+        self.touched(tensor, False, run.__name__)
+        return run(tensor, *args, **kwargs)
+
+    def start(self, run: Callable, thread: threading.Thread) -> None:
+        """Around the start of a thread, have its operations shown as well."""
+        thread.run = partial(with_mode, self, thread.run)  # type: ignore[method-assign]
+        run(thread)
 
 
 class Touches(TorchDispatchMode):
@@ -151,19 +173,20 @@ class Touches(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # The tensors inside it come here next.
-        if self.watch.flights and touches_memory(func):
+        # A thread without a clock is the transport's own.
+        if self.watch.flights and touches_memory(func) and clocks.own() is not None:
             self.compare(func, args, kwargs)
         return func(*args, **kwargs)
 
     def compare(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Hold each operand against what is on its way."""
         name = func.overloadpacket.__name__
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in roofline.tensors_in(value):
-                with self.watch.lock:
-                    self.watch.touched(tensor, writes, name)
+        parameters = func._schema.arguments
+        given = dict(zip([parameter.name for parameter in parameters], args, strict=False))
+        given.update(kwargs)
+        for parameter in parameters:
+            for tensor in roofline.tensors_in(given.get(parameter.name)):
+                self.watch.touched(tensor, parameter.is_write, name)
 
 
 @cache
@@ -177,7 +200,7 @@ def touches_memory(func: Any) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor's memory, and the one after its last; (0, 0) without any."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+    if tensor.layout != torch.strided or not tensor.numel():
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in steps)
@@ -187,120 +210,27 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a tensor has an element in the memory of a message, which has no gaps."""
-    (first, last) = memory_of(message)
-    (begin, end) = memory_of(tensor)
+    first, last = memory_of(message)
+    begin, end = memory_of(tensor)
     if begin >= last or first >= end:
         return False
-    if tensor.numel() * tensor.element_size() == end - begin:
-        return True
-    addresses = torch.full((), begin)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        addresses = addresses[..., None] + tensor.element_size() * stride * torch.arange(size)
-    inside = (addresses < last) & (addresses + tensor.element_size() > first)
-    return bool(inside.any())
-
-
-PARTS: dict[
-    str, tuple
-] = {  # Operations of a group: the places of what they read, of what they write.
-    "send": ((0,), ()),
-    "recv": ((), (0,)),
-    "allreduce": ((), (0,)),
-    "allreduce_coalesced": ((), (0,)),
-    "broadcast": ((), (0,)),
-    "reduce": ((), (0,)),
-    "allgather": ((1,), (0,)),
-    "_allgather_base": ((1,), (0,)),
-    "allgather_into_tensor_coalesced": ((1,), (0,)),
-    "reduce_scatter": ((1,), (0,)),
-    "_reduce_scatter_base": ((1,), (0,)),
-    "gather": ((1,), (0,)),
-    "scatter": ((1,), (0,)),
-    "alltoall_base": ((1,), (0,)),
-    "alltoall": ((1,), (0,)),
-    "barrier": ((), ()),
-}
-MESSAGES = {"send": "the send to rank {}", "recv": "the receive from rank {}"}
-
-
-def posting(watch: Watch, delay: Callable, name: str) -> Callable:
-    """Return what is done around a group's operation `name`: the watch learns what it began."""
-    reads, writes = PARTS[name]
-
-    def post(run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
-        delay()
-        work = run(group, *args, **kwargs)
-        way: tuple = (group.number,)
-        title = f"the {name.strip('_').removesuffix('_base')}"
-        if name in MESSAGES:
-            peer = args[1]
-            tag = args[2]
-            way = group.number, name, peer, tag
-            title = MESSAGES[name].format(group.members[peer])
-        read = operands(args, reads)
-        written = operands(args, writes)
-        if name in ("broadcast", "reduce") and root_keeps(name, group, args[1]):
-            read, written = written, read
-        watch.started(work, title, read, written, way)
-        return work
-
-    return post
-
-
-def operands(args: tuple, places: tuple) -> list:
-    """The tensors at these places of the arguments."""
-    return [tensor for place in places for tensor in roofline.tensors_in(args[place])]
-
-
-def root_keeps(name: str, group: Any, options: Any) -> bool:
-    """Whether this rank's tensor is only read: the root's of a broadcast, all others' of a
-    reduce.
-    """
-    is_root = options.rootRank == group.rank()
-    return is_root if name == "broadcast" else not is_root
+    return tensor.is_contiguous() or any(overlap(message, part) for part in tensor)
 
 
 @contextmanager
-def watching(watch: Watch, delay: Callable) -> Iterator[None]:
-    """Show `watch` what this rank's threads post, wait for and touch; `delay()` is called before
-    each post and each question.
+def watching(watch: Watch) -> Iterator[None]:
+    """Show `watch` what this rank's threads post, wait for and touch. A sleep takes no time: it is
+    no wait.
     """
-
-    def start(run: Callable, thread: threading.Thread) -> None:
-        thread.run = partial(with_mode, watch, thread.run)  # type: ignore[method-assign]
-        run(thread)
-
-    def to_list(run: Callable, tensor: torch.Tensor) -> Any:
-        watch.touched(tensor, False, "tolist")
-        return run(tensor)
-
-    def to_numpy(run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watch.touched(tensor, False, "numpy")
-        watch.shared.add(memory_of(tensor)[0])
-        return run(tensor, *args, **kwargs)
-
-    def settle(run: Callable, work: Any) -> Any:
-        moment = run(work)
-        watch.waited(work)
-        return moment
-
-    def ask(run: Callable, work: Any) -> bool:
-        watch.doubt("it asks whether a message has arrived")
-        delay()
-        return run(work)
-
-    def from_any(run: Callable, *args: Any) -> Any:
-        watch.doubt("it receives from any rank")
-        return run(*args)
-
     hooks: list = [
-        (threading.Thread, "start", start),
-        (torch.Tensor, "tolist", to_list),
-        (torch.Tensor, "numpy", to_numpy),
-        (group.Work, "settle", settle),
-        (group.Work, "is_completed", ask),
-        (group.Group, "recv_anysource", from_any),
-        *((group.Group, name, posting(watch, delay, name)) for name in PARTS),
+        (threading.Thread, "start", watch.start),
+        (torch.Tensor, "tolist", watch.read),
+        (torch.Tensor, "numpy", watch.read),
+        (time, "sleep", lambda run, seconds: None),
+        (group.Work, "settle", watch.settle),
+        (group.Work, "is_completed", watch.ask),
+        (group.Group, "recv_anysource", watch.receive_from_any),
+        *[(group.Group, name, watch.post) for name in OPERATIONS],
     ]
     with ExitStack() as stack:
         for hook in hooks:

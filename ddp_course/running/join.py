@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
+from .devices.placement import agreed_backend, gpu_identity, placement, settle_on
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
 
@@ -50,10 +49,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         )
         mine = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = mine
-        if mine.startswith("cuda"):
-            torch.cuda.set_device(mine)
-        else:
-            hide_gpus()
+        settle_on(mine)
         if local == world_size and sys.platform == "linux":
             os.environ.setdefault(
                 "GLOO_SOCKET_IFNAME", "lo"

@@ -32,6 +32,9 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 LISTENING = "0A"  # the kernel's number for the state of a socket that takes connections
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+PROCESS_LIMIT = (
+    "this user may have no more processes and threads, see `ulimit -u`: launch fewer ranks"
+)
 
 
 @cache

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,11 @@ as_plain_tensors = (
 backward_pass = (
     torch._C._current_graph_task_id
 )  # Backward passes have numbers from 0; -1 means no pass.
+
+
+def wrapper_around() -> torch.nn.Module | None:
+    """Return torch's own DistributedDataParallel whose forward pass is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 @contextmanager
@@ -109,6 +115,35 @@ def serve_store_on(
         "master_listen_fd": listener.detach(),
     }
     return dist.TCPStore(host, port, timeout=patience, **own)
+
+
+@contextmanager
+def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
+    """Within this block torch's own collectives of tensors on the CPU are `function(name)`, in all
+    threads and by whatever name one calls them; sends, receives and barriers stay as they are.
+    """
+    backend = torch._C._distributed_c10d.Backend
+    methods = {name: method for name, method in vars(backend).items() if is_collective(name)}
+    library = torch.library.Library("c10d", "IMPL")
+    try:
+        with catch_warnings():  # torch warns of an operator that has other code than before.
+            simplefilter("ignore")
+            for operator in torch._C._dispatch_get_all_op_names():
+                space, _, name = operator.partition("::")
+                if space == "c10d" and is_collective(name):
+                    library.impl(name, lambda *_, name=name: function(name), "CPU")
+        for name in methods:
+            setattr(backend, name, lambda *_, name=name, **__: function(name))
+        yield
+    finally:
+        library._destroy()
+        for name, method in methods.items():
+            setattr(backend, name, method)
+
+
+def is_collective(name: str) -> bool:
+    """Whether a method or an operator of this name sends between all ranks of a group."""
+    return name.lstrip("_").startswith(("all", "broadcast", "gather", "reduce", "scatter"))
 
 
 def after_each_group(action: Callable[[], None]) -> None:

@@ -26,10 +26,10 @@ from ..ladder import STAGES
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
 SPAN_COLOURS = {
-    "forward": "#9ECAE1",
-    "backward": "#3F78B5",
-    "communication": "#E8743B",
-    "wait": "#F7C9A9",
+    "forward": "#5B95C2",
+    "backward": "#1F4E87",
+    "communication": "#C8501B",
+    "wait": "#B98A64",
     "update": "#1A1A1A",
 }
 MESSAGE_TICKS = {2**10: "1 KiB", 2**15: "32 KiB", 2**20: "1 MiB", 2**25: "32 MiB", 2**30: "1 GiB"}
@@ -137,7 +137,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         }
         for stage in results["stages"]
     ]
-    message = comparison_message(results)
+    message = results.get("message") or comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
@@ -157,6 +157,8 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         where = (
             f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
         )
+        if "measured_on" in results:
+            where = f"measured on {results['measured_on']}"
         picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
     return picture
 
@@ -200,8 +202,9 @@ def kind_of_time(results: dict[str, Any]) -> str:
     hosts were measured.
     """
     link = results["link"] or {}
-    is_virtual = link.get("mode") == "virtual" or (not link and results["emulated_device"])
-    return "virtual time" if is_virtual else "measured"
+    if link.get("mode") == "virtual" or (not link and results["emulated_device"]):
+        return "virtual time"
+    return "measured"
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:
@@ -320,7 +323,11 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
     for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
         place = row if two and lane == "network" else row - 0.42, 0.42 if two else 0.84
         axes.broken_barh(
-            [(1000 * start, 1000 * (end - start))], place, facecolors=SPAN_COLOURS[name]
+            [(1000 * start, 1000 * (end - start))],
+            place,
+            facecolors=SPAN_COLOURS[name],
+            edgecolor="white",
+            linewidth=0.8 if lane == "network" else 0,  # Messages that follow at once stay apart.
         )
 
 
@@ -329,13 +336,22 @@ def timeline_figure(
     title: str,
     labels: Sequence[str] = (),
     align: bool = False,
+<<<<<<< HEAD
     kind: str = "measured",
+=======
+    kind: str = "virtual time",
+>>>>>>> main
 ) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
     the earliest start.
 
+<<<<<<< HEAD
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` says
     what the times are: measured, or virtual time.
+=======
+    With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
+    "measured" for real time.
+>>>>>>> main
     """
     lanes = [
         [
@@ -449,9 +465,10 @@ def bars(
     width: float = 7.2,
     form: str = "{:.3g}",
     kind: str = "measured",
+    dash: str = "formula",
 ) -> Picture:
     """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes
-    across the bars.
+    across the bars, and `dash` says what they are.
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
@@ -469,8 +486,8 @@ def bars(
                 fontsize=9,
             )
             if theory and label in theory:
-                [dash] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
-                axes.legend([dash], ["theory"])
+                [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
+                axes.legend([line], [dash])
         axes.set_xticks(places, list(heights))
         top = max([*heights.values(), *(theory or {}).values(), 0])
         axes.set_ylim(top=top * 1.2 if top else 1)

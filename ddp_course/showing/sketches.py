@@ -189,7 +189,7 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
             axes.text(
                 *place,
                 note,
-                color=colour,
+                color="black",
                 transform=axes.get_yaxis_transform(),
                 ha="right",
                 va="center",

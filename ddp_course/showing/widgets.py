@@ -19,6 +19,7 @@ import ipywidgets
 from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
+from ..running.learners_copy import keep
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 
@@ -156,12 +157,10 @@ class Prediction(ipywidgets.VBox):
         """
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
-        guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
+        guess, line = self.buttons.value, f"{kind}: {result}"
         if guess is not None:
-            line = (
-                f"your guess: {guess}; {kind}: {result} –"
-                f" {'right' if guess == answer else 'a surprise'}"
-            )
+            keep("guesses", self.question, guess == answer)
+            line = f"your guess: {guess}; {line} – {'right' if guess == answer else 'a surprise'}"
         right = {
             "right": self.answers.index(answer)
         }  # The web site, without a kernel, judges by this index.
@@ -261,7 +260,7 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
         if best.key != "1"
         else "none is faster than one"
     )
-    title = f"{world_size} devices, p/b is {share:g} % of a step: {winner}"
+    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {winner}"
     colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
     heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
     return plots.bars(
@@ -313,7 +312,7 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     """The plain figure of `caps_explorer` for one row of `steps`."""
     cap, buckets, step_ms, hidden, spans = steps[row]
-    message = f"cap {cap:g} MiB: {buckets} bucket(s), step {step_ms:.1f} ms, {hidden:.0f} % hidden"
+    message = f"cap {cap:g} MiB: buckets: {buckets}, step {step_ms:.1f} ms, {hidden:.0f} % hidden"
     times = {cap: step_ms for cap, _, step_ms, *_ in steps}
     form: Any = {"height": 4.4, "kind": "simulated; points: virtual time", "height_ratios": [1, 3]}
     with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
@@ -323,7 +322,14 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
         below.plot(
+<<<<<<< HEAD
             *zip(*measured, strict=True), "o", color=STAGE_COLOURS["5"], label="virtual time"
+=======
+            *zip(*measured, strict=True),
+            "o",
+            color=STAGE_COLOURS["5"],
+            label="the program, in virtual time",
+>>>>>>> main
         )
         below.axvline(cap, color="#777777", linestyle=":")
         plots.logarithmic(below, "x")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
+from ..mesh import refuse_slices
 from ..running.torch_inside import default_group
 
 SHARDED = {
@@ -70,24 +71,6 @@ def same_on_all_ranks(parameters, group=None):
         difference = first_difference(ranks[0], parameters_there, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
-
-
-def refuse_slices(parameters, group):
-    """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
-    different slices, of which there is no average.
-    """
-    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "cut"):
-            sharing = dist.get_process_group_ranks(
-                parameter.cut.all_reduce.group or dist.group.WORLD
-            )
-            if len(members.intersection(sharing)) > 1:
-                raise ValueError(
-                    f"parameter {name} is split over ranks of this process group: average over the"
-                    " mesh's data axis, as in DistributedDataParallel(model,"
-                    ' process_group=mesh(data=…, tensor=…)["data"])'
-                )
 
 
 def first_difference(expected, actual, rank):

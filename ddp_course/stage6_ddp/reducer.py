@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.event_clock import Clock
-from ..running.torch_inside import after_backward, as_plain_tensors
+from ..running.torch_inside import after_backward, as_plain_tensors, uncompiled
 from .automatic import best_limits
 from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
@@ -149,6 +149,7 @@ class Reducer:
 
     # The backward pass calls the next methods.
 
+    @uncompiled
     def gradient_ready(self, index):
         """The hook: the gradient of parameter `index` has just been accumulated (or there is none
         to accumulate).
@@ -198,6 +199,7 @@ class Reducer:
     def all_sent(self):
         """Called when the last bucket has left."""
 
+    @uncompiled
     @torch.no_grad()
     def finish(self):
         """Called by autograd before `backward()` returns: wait for all buckets and hand the

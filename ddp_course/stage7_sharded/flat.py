@@ -100,17 +100,14 @@ class Flat:
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def put_gradient(self, parameter):
-        """Move a finished gradient, divided by K, to its place; zero is added, so that no zero in
-        it is negative.
+        """Move a finished gradient, divided by K, to its place; zero is added to the quotients, so
+        that none of them is a negative zero.
         """
         gradient = parameter.grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
-        torch.add(
-            gradient.new_zeros(()),
-            gradient,
-            alpha=1 / len(self.chunks),
-            out=self.places.pop(parameter),
-        )
+        place = self.places.pop(parameter)
+        torch.mul(gradient, 1 / len(self.chunks), out=place)
+        place.add_(0.0)
         parameter.grad = None
 
     def average(self, group=None):
@@ -172,8 +169,9 @@ def wait_for_all_ranks(what, group=None):
         notice = threading.Timer(NOTICE, print, [words], {"file": sys.stderr, "flush": True})
         notice.start()
         try:
-            dist.monitored_barrier(
-                group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
+            # `dist.monitored_barrier` refuses a group that has NCCL beside gloo.
+            group.monitored_barrier(
+                min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
             )
         except RuntimeError as error:
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None

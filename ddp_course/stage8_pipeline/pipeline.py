@@ -41,8 +41,10 @@ class Pipeline:
         loss=cross_entropy,
         group=None,
     ):
-        if microbatches < 1:
-            raise ValueError(f"microbatches is {microbatches}; it must be 1 or more")
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(
+                f"microbatches is {microbatches!r}; it must be a whole number, 1 or more"
+            )
         self.microbatches = microbatches
         self.loss = loss
         self.group = group or dist.group.WORLD
@@ -118,7 +120,13 @@ class Pipeline:
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             targets = self.targets[microbatch]
-            outputs = self.loss(outputs, targets) * (len(targets) / self.samples)
+            outputs = self.loss(outputs, targets)
+            if outputs.numel() != 1:
+                raise ValueError(
+                    f"the loss has the shape {tuple(outputs.shape)}; a pipeline needs one number,"
+                    " the mean over the samples"
+                )
+            outputs = outputs * (len(targets) / self.samples)
             self.total += outputs.detach()
         else:
             self.transfers.announce(outputs, stage)

@@ -11,7 +11,15 @@ from ..running.torch_inside import twin
 from .instructions import Activation
 from .timetable import given
 
-group_of_two = cache(twin)  # two ranks make their group only once per process group
+CPU = torch.device("cpu")  # by which the forms travel: NCCL would need a communicator more for them
+
+
+@cache  # Two ranks make their group only once per process group.
+def group_of_two(group, ends, device):
+    """The group for messages from the first of the two ranks `ends` of `group` to the second."""
+    pair = twin(group, ends)
+    wire.warm_up(torch.zeros(1, device=device), pair)
+    return pair
 
 
 class Transfers:
@@ -33,9 +41,25 @@ class Transfers:
         self.arriving = {}  # {result: transfer}
         self.leaving = {}  # {result: transfer}
         self.expected = [self.sent_here(instructions) for instructions in schedule]
+        if wire.on_nccl(inputs[0], group):
+            self.connect(schedule)
         for rank in range(len(schedule)):
             if rank != self.rank:
                 self.post_next(rank)
+
+    def connect(self, schedule):
+        """Make this rank's groups of two before the first message: both ranks wait for each other
+        there, so all go through them in one order, and no receive may be under way.
+        """
+        ends = set()
+        for rank, instructions in enumerate(schedule):
+            for instruction in instructions:
+                result = given(instruction, self.homes)
+                if result is not None and self.homes[result.user] != rank:
+                    ends.add((rank, self.homes[result.user]))
+        for pair in sorted(ends):
+            if self.rank in pair:
+                self.group_for(pair)
 
     def sent_here(self, instructions):
         """The results of a rank's instructions that this rank needs, in the order of sending."""
@@ -68,7 +92,7 @@ class Transfers:
         result = self.expected[rank].popleft()
         if result.cut not in self.forms:
             form = [None]
-            dist.recv_object_list(form, *self.channel_from(rank), device=self.device)
+            dist.recv_object_list(form, *self.channel_from(rank), device=CPU)
             self.forms[result.cut] = form[0]
         dtype, shape = self.forms[result.cut]
         samples = len(self.inputs[result.microbatch])
@@ -92,7 +116,7 @@ class Transfers:
             )
         peer = self.homes[stage + 1]
         if stage not in self.forms and peer != self.rank:
-            dist.send_object_list([form], *self.channel_to(peer), device=self.device)
+            dist.send_object_list([form], *self.channel_to(peer), device=CPU)
         self.forms[stage] = form
 
     def send(self, result, tensor):
@@ -120,9 +144,9 @@ class Transfers:
         """The group for messages between the two ranks `ends`, from the first to the second.
 
         NCCL works through a group's messages one after the other, so a message that is waited for
-        would hold up all others. So with NCCL two ranks make a group of their own for each
-        direction, when its first message is due.
+        would hold up all others. So with NCCL two ranks have a group of their own for each
+        direction.
         """
         if wire.on_nccl(self.inputs[0], self.group):
-            return group_of_two(self.group, ends)
+            return group_of_two(self.group, ends, self.device)
         return self.group

@@ -1,4 +1,5 @@
-"""`ddp-course check N`: grade your own notebook, as the course's grader would.
+"""`ddp-course check N`: grade your own notebook, as the course's grader would; without N: where
+you are in all exercises.
 
 From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the file.
 """
@@ -8,14 +9,18 @@ import secrets
 import time
 from pathlib import Path
 
+from tabulate import tabulate
+
 from ddp_course.checking import SO_FAR
 from ddp_course.errors import GradingError
+from ddp_course.running.learners_copy import find_copy, keep
 from ddp_course.running.units import positive_number, whole_number
 
+from .. import overview
 from ..grader import grade
 from ..people import Owner
 from ..results import TaskResult
-from ..submissions import load_exercises, read_submission, walk
+from ..submissions import Pristine, load_exercises, read_submission, walk
 
 FOLDERS = (
     ".",
@@ -28,7 +33,14 @@ FOLDERS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "exercise", type=whole_number, metavar="N", help="the number of the exercise"
+        "exercise",
+        type=whole_number,
+        nargs="?",
+        metavar="N",
+        help="the number of the exercise; without it: where you are in all of them",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="without N: write one page to keep"
     )
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
@@ -40,7 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """The command itself: 0 if all points were earned, 1 if not."""
-    seed, exercises = secrets.randbelow(100_000), load_exercises()
+    exercises = load_exercises()
+    if args.exercise is None:
+        return where_am_i(exercises, args.html)
+    seed = secrets.randbelow(100_000)
     if args.exercise not in exercises:
         raise GradingError(
             f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
@@ -66,6 +81,23 @@ def main(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
+def where_am_i(exercises: dict[int, Pristine], html: Path | None) -> int:
+    """Print a line for each exercise, and what is known of guesses; write the page."""
+    copy = find_copy()
+    if copy is None:
+        raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
+    rows = [
+        (row.exercise, f"{row.earned:g} of {row.possible:g}", row.next_task or "all solved")
+        for row in overview.rows(copy, exercises)
+    ]
+    print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
+    print(overview.sentence(copy))
+    if html:
+        html.write_text(overview.page(copy, exercises), encoding="utf-8")
+        print(f"wrote {html}")
+    return 0
+
+
 def own_notebook(exercise: int) -> Path:
     """The learner's notebook of an exercise: here, in work/, or in exercises/."""
     for folder in map(Path, FOLDERS):
@@ -81,6 +113,7 @@ def show(task: TaskResult) -> None:
     """
     holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
     so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
+    keep("tasks", task.id, task.points == task.possible)
     print(
         f"{task.id}  {'correct' if task.points == task.possible else task.message}{so_far}",
         flush=True,

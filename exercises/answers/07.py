@@ -243,7 +243,7 @@ def network_order(blocks, block_mb, cap_mb):
 # %% 7.4 wrong: counts from one | blocks are counted from 0
 #- range(blocks)]
 #+ range(1, blocks + 1)]
-# %% 7.4 told: nothing returned | a list of steps was expected, not NoneType
+# %% 7.4 told: nothing returned | a list of steps was expected, not None
 #-     return order
 # %% 7.5 right: cast once, kept as a list
 def fetch(layer, thread):

@@ -39,7 +39,7 @@ def gpipe(stage, stages, micro_batches):
 # %% 8.1 wrong: backward first | a micro-batch goes backward before it went forward
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches)] + [("F", m) for m in range(micro_batches)]
-# %% 8.1 told: a set | 8 were expected
+# %% 8.1 told: a set | a list of steps was expected, not a set
 #- return [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ return {("F", 0), ("B", 0)}
 # %% 8.1 told: returns nothing | a list of steps was expected, not None

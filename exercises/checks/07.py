@@ -33,9 +33,8 @@ class AssignOwners:
             ]
         }
 
-    def probe(assign_owners, cases):
-        for sizes, world_size in cases:
-            owners = assign_owners(list(sizes), world_size)
+    def read(returned, cases):
+        for (sizes, world_size), owners in zip(cases, returned, strict=True):
             about = f"sizes {sizes} on {world_size} ranks"
             each = (
                 f"{about}: a rank for each parameter was expected, from 0 to {world_size - 1}, not"
@@ -194,18 +193,16 @@ class NetworkOrder:
             (random.randrange(6, 10), random.randrange(2, 6)),
             (24, 7),
         ]
-        return {
-            "cases": [
-                (n, size, fit * size + size // 2)
-                for n, fit in shapes
-                for size in [random.randrange(50, 99)]
-            ]
-        }
+        cases = []
+        for blocks, fit in shapes:
+            size = random.randrange(50, 99)
+            cases.append((blocks, size, fit * size + size // 2))
+        return {"cases": cases}
 
-    def probe(network_order, cases):
-        for blocks, size, cap in cases:
+    def read(returned, cases):
+        for (blocks, size, cap), steps in zip(cases, returned, strict=True):
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
-            order = SCHEDULES.steps_of(network_order(blocks, size, cap), about, "gather", "reduce")
+            order = SCHEDULES.steps_of(steps, about, "gather", "reduce")
             gathered, reduced = (
                 sorted(block for kind, block in order if kind == lane)
                 for lane in ("gather", "reduce")

@@ -1,7 +1,6 @@
 """Exercise 8: pipeline schedules, their bubble, and the memory they need."""
 
 import math
-from collections.abc import Iterable
 from numbers import Integral
 
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
+from ddp_course.checking.diagnosis import kind_of
 from ddp_course.running import wire
 from ddp_course.stage8_pipeline import (
     Backward,
@@ -25,10 +25,9 @@ from .shared import require, several, tensors
 
 def steps_of(steps, about, *kinds):
     """A schedule as a list of pairs: of which kind a step is, and a number."""
-    steps = list(steps) if isinstance(steps, Iterable) else steps
     require(
-        isinstance(steps, list),
-        f"{about}: a list of steps was expected, not {type(steps).__name__}",
+        isinstance(steps, list | tuple),
+        f"{about}: a list of steps was expected, not {kind_of(steps)}",
     )
     pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
     good = all(
@@ -75,10 +74,10 @@ class GPipe:
 
     draw = draw_stages
 
-    def probe(gpipe, cases):
-        for stage, stages, micro_batches in cases:
+    def read(returned, cases):
+        for (stage, stages, micro_batches), order in zip(cases, returned, strict=True):
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = steps_of(gpipe(stage, stages, micro_batches), about, "F", "B")
+            steps = steps_of(order, about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield from completeness(steps, about)
             yield "forward first", f"{about}, in the order of time", kinds
@@ -90,12 +89,10 @@ class OneForwardOneBackward:
 
     draw = draw_stages
 
-    def probe(one_forward_one_backward, cases):
-        for stage, stages, micro_batches in cases:
+    def read(returned, cases):
+        for (stage, stages, micro_batches), order in zip(cases, returned, strict=True):
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = steps_of(
-                one_forward_one_backward(stage, stages, micro_batches), about, "F", "B"
-            )
+            steps = steps_of(order, about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield from completeness(steps, about)
             yield (
@@ -218,14 +215,11 @@ class Schedule:
             ]
         }
 
-    def probe(schedule, cases):
-        for stages, count in cases:
+    def read(returned, cases):
+        for (stages, count), orders in zip(cases, returned, strict=True):
             about = f"{stages} stages, {count} micro-batches"
-            orders = several(
-                schedule(stages, count),
-                stages,
-                f"{about}: a list of steps for each stage was expected",
-            )
+            each = f"{about}: a list of steps for each stage was expected"
+            orders = several(orders, stages, each)
             orders = [
                 steps_of(order, f"{about}, stage {stage}", *"FBW")
                 for stage, order in enumerate(orders)
@@ -296,14 +290,13 @@ class WhichSchedule:
         for name in random.sample([*SCHEDULES] * 4, len(SCHEDULES) * 4):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
-            cases.append(played(random, name, stages, random.randrange(stages, stages + 4), slow))
+            timeline = played(random, name, stages, random.randrange(stages, stages + 4), slow)
+            cases.append((timeline,))
         return {"cases": cases}
 
-    def probe(read, cases):
-        for number, timeline in enumerate(cases):
-            schedule, stage = several(
-                read(list(timeline)), 2, "return a pair: (schedule, slow stage)"
-            )
+    def read(returned, cases):
+        for number, ((timeline,), pair) in enumerate(zip(cases, returned, strict=True)):
+            schedule, stage = several(pair, 2, "return a pair: (schedule, slow stage)")
             in_time = sorted(timeline, key=lambda span: span[3])
             first, last = (
                 "".join(span[1] for span in in_time if span[0] == stage)

@@ -9,7 +9,7 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import require, tensors, worlds
+from .shared import require, several, tensors, worlds
 
 RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 
@@ -136,12 +136,12 @@ class Plan:
                     "slow": random.choice((10e9, 25e9, 50e9)),
                 }
             )
-        return {"jobs": jobs}
+        return {"cases": [(job,) for job in jobs]}
 
-    def probe(plan, jobs):
-        for job in jobs:
-            data, tensor, pipeline = plan(dict(job))
+    def read(returned, cases):
+        for (job,), plan in zip(cases, returned, strict=True):
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
+            data, tensor, pipeline = several(plan, 3, f"{about}return (data, tensor, pipeline)")
             product = f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}"
             require(
                 data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product

@@ -19,12 +19,15 @@ from pathlib import Path
 import psutil
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+SPY = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
 PATIENCE = 90  # seconds
 FRAME = re.compile(r"\(.+:\d+\)$")  # such as "main (train.py:33)"
 LIBRARY = re.compile(r"site-packages|torch/|<frozen|lib/python")
 
 
 def main(*script):
+    if not Path(SPY).exists():
+        sys.exit('py-spy is not installed; run: pip install "ddp-course[clinic]"')
     job = subprocess.Popen([*TORCHRUN, *script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before, places, end = {}, {}, time.monotonic() + PATIENCE
     try:
@@ -52,9 +55,8 @@ def ranks_below(pid):
 
 def innermost(pid):
     """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look."""
-    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     plain = {name: value for name, value in os.environ.items() if "COLOR" not in name}  # Jupyter asks for colours.
-    dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain)
+    dump = subprocess.run([SPY, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain)
     lines = [text.strip() for text in dump.stdout.splitlines() if FRAME.search(text)]
     own = [text for text in lines if not LIBRARY.search(text)]
     return own[0] if own else dump.stderr.strip()[:200]

@@ -48,6 +48,21 @@ def test_solutions_are_not_offered():
         elsewhere.addresses("solutions/04_ring_all_reduce.ipynb")
 
 
+def test_a_course_without_an_address_has_no_badge(monkeypatch, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(elsewhere, "ROOT", tmp_path)
+    row, install_cell = elsewhere.cells("notebooks", "04_ring_all_reduce", "exercises")
+    assert "http" not in row.source and row.source.startswith("[Exercise 4](../exercises/")
+    assert "http" not in install_cell.source and "['ddp-course']" in install_cell.source
+
+
+def test_a_wheel_beside_the_notebook_comes_first(monkeypatch, tmp_path):
+    (tmp_path / "ddp_course-0.1.0-py3-none-any.whl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    course, _ = install(monkeypatch, ["COLAB_RELEASE_TAG"], installed=False)
+    assert course[-1] == "ddp_course-0.1.0-py3-none-any.whl"
+
+
 def install(monkeypatch, environ, installed):
     """The commands that the install cell runs where `environ` is set and the course is `installed`,
     or not.

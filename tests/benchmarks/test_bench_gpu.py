@@ -73,6 +73,45 @@ def test_a_part_that_fails_does_not_cost_the_others():
     ] == "cpu"
 
 
+def report(GPUs, backend, left=True, kept=True):
+    """A report as it would be of a machine with so many GPUs."""
+    promises = [{"promise": "p", "kept": kept}]
+    exact = [{"backend": "gloo", "world_size": 2, "distance": 0.0}]
+    if backend == "NCCL":
+        exact.append({"backend": "cpu:gloo,cuda:nccl", "world_size": 2, "distance": 0.0})
+    checks = [
+        {"check": "a rank that never comes", "backend": backend, "as it should be": True},
+        {"check": gpu.NOTHING_LEFT, "backend": backend, "as it should be": left},
+    ]
+    parts = {
+        "exactness": {"rows": exact, "promises": promises},
+        "safety": {"rows": checks, "promises": promises},
+        "steps": {"rows": [{"ours": 1.0}], "promises": promises, "GPUs": GPUs},
+        "tests": {"rows": [], "promises": []},
+    }
+    return {"parts": parts}
+
+
+def test_the_table_says_yes_no_or_why_not():
+    def said(report):
+        return {row["what"]: row["answer"] for row in gpu.answers(report)}
+
+    two = said(report(2, "NCCL"))
+    nccl = "all stages end like one device: a GPU for each rank, NCCL"
+    assert two[nccl] == two["a rank that never comes (NCCL)"] == "yes"
+    one = said(report(1, "gloo"))
+    why = "not checked here, because NCCL wants a GPU for each of two ranks"
+    assert one[nccl] == one["a rank that never comes (NCCL)"] == why
+    assert one["a rank that never comes (gloo)"] == "yes"
+    blind = said(report(1, "gloo", left=None, kept=False))
+    assert "nvidia-smi" in blind[f"{gpu.NOTHING_LEFT} (gloo)"]
+    assert blind["all stages end like one device: ranks on one device"] == "no"
+    speed = "stage 6 takes as long and as much memory as torch's class"
+    assert one[speed] == "yes" and blind[speed] == "no"
+    assert said(report(0, "gloo"))[speed] == "not checked here, because no GPU is here"
+    assert two["the tests that are marked cuda"].startswith("not checked here")
+
+
 def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     """All processes, the ranks too, are without what a borrowed machine may not have."""
     (tmp_path / "sitecustomize.py").write_text(BARE)

@@ -1,11 +1,13 @@
 """`ddp-course lab`: the learner's copies are kept, the untouched ones renewed."""
 
 import json
+import os
+import platform
 
 import pytest
 
 from ddp_course import cli
-from ddp_course.commands import lab
+from ddp_course.commands import as_typed, lab
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
     )
     original.write_text(lesson("1 + 1", "2"))
     lab.bring(tmp_path)
-    assert json.loads(mine.read_text())["cells"][0]["outputs"] == []
+    copied = json.loads(mine.read_text())
+    assert copied["cells"][0]["outputs"] == []
+    assert copied["metadata"]["language_info"]["version"] == platform.python_version()
     mine.write_text(
         lesson(["1 ", "+ 1"], "2", language_info={"name": "python"})
     )  # opened, run and saved
@@ -82,3 +86,26 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(course, tmp_path
     assert capsys.readouterr().err.startswith("ddp-course: [Errno 20] Not a directory: ")
     assert cli.main(["lab", str(tmp_path / "mine"), "--no-open"]) == 0
     assert "ddp-course lab" in capsys.readouterr().out
+
+
+def test_each_copy_has_tabs_of_its_own(tmp_path, monkeypatch):
+    for name in ("PATH", "JUPYTER_CONFIG_PATH", "JUPYTERLAB_WORKSPACES_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.chdir(tmp_path)
+    lab.prepare_environment(tmp_path)
+    assert os.environ["JUPYTERLAB_WORKSPACES_DIR"].startswith(str(tmp_path))
+
+
+def test_without_a_folder_copies_go_to_work(course, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["lab", "--no-open"]) == 0
+    assert (tmp_path / "work" / "notebooks" / "00_start_here.md").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Next: ")
+
+
+def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypatch):
+    monkeypatch.setattr("sys.argv", [".venv/bin/ddp-course"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert as_typed("lab") == ".venv/bin/ddp-course lab"
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/ddp-course")
+    assert as_typed("lab") == "ddp-course lab"

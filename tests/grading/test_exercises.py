@@ -136,6 +136,16 @@ def test_an_exception_without_a_message_is_no_right_answer():
         assert "raised Wrong" in said.message
 
 
+def test_what_a_check_computes_is_out_of_an_answers_reach():
+    said = verdict_on(
+        "7.1",
+        "import sys\n\ndef assign_owners(sizes, world_size):\n"
+        "    sys.modules['exercise_checks.07'].balance = lambda *anything: ''\n"
+        "    return [0] * len(sizes)",
+    )
+    assert all(said.parts.values()), said
+
+
 # {task: {known wrong answer: the parts that it keeps}}
 PARTIAL = {
     "1.3": {

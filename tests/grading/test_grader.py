@@ -91,8 +91,10 @@ CHEATS = {
         "    exec(next(course_folder('solutions').glob('04*')).read_text())"
     ),
     "4.4": (
-        "def ring_all_reduce(tensor, group=None):\n    (group or"
-        " dist.group.WORLD).allreduce([tensor]).wait()"
+        "from threading import Thread\n\ndef ring_all_reduce(tensor, group=None):\n"
+        "    group = group or dist.group.WORLD\n"
+        "    thread = Thread(target=lambda: group.allreduce([tensor]).wait())\n"
+        "    thread.start()\n    thread.join()"
     ),
     "4.5": (
         "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"

@@ -16,6 +16,11 @@ MISTAKES = {
     "weights differ": ("cross_entropy(parallel(", "cross_entropy(model("),
     "all write": ("if dist.get_rank() == 0:", "if True:"),
     'begin with "module."': ("model.state_dict()", "parallel.state_dict()"),
+    "each worker yields all": (
+        "DataLoader(data, batch_size=32, sampler=sampler)",
+        'DataLoader(type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self:'
+        " (data[n] for n in sampler)})(), batch_size=32, num_workers=2)",
+    ),
 }
 
 

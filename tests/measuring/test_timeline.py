@@ -22,6 +22,13 @@ def test_a_step_is_forward_backward_update():
     assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
+def test_a_step_ends_with_its_update():
+    names = ["forward", "backward", "update", "forward", "communication", "update", "forward"]
+    spans = [Span(name, at, at + 1.0) for at, name in enumerate(names)]
+    steps = timeline.by_step(spans)
+    assert [[span.name for span in step] for step in steps] == [names[:3], names[3:6]]
+
+
 def test_nothing_is_left_behind():
     original = torch.autograd.backward
     with timeline.recording() as spans:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from interleavings import all_interleavings, play, right_program, starting_buffers, with_fault
 
-from ddp_course import collectives, every_order, stage3_paramserver, stage4_ring
+from ddp_course import every_order
 from ddp_course.errors import RankError
 
 DEADLOCK = "deadlock"
@@ -89,34 +89,6 @@ def test_an_error_of_the_program_itself_is_raised_as_by_a_launch():
 
 def raise_key_error():
     raise KeyError("mine")
-
-
-# The course's own collectives
-
-ALL_REDUCES = {
-    "server": lambda tensor: stage3_paramserver.average_on_server([tensor]),
-    "ring": stage4_ring.ring_all_reduce,
-    "whole": stage4_ring.whole_gradient_ring,
-    "tree": collectives.tree_all_reduce,
-    "halving": collectives.halving_doubling_all_reduce,
-    "pipelined": collectives.pipelined_ring_all_reduce,
-    "duplex": collectives.duplex_server_all_reduce,
-}
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_our_own_all_reduces_are_right_in_every_order(world_size):
-    verdict = every_order(all_of_them, world_size=world_size)
-    assert (verdict.ok, verdict.runs) == (True, 1), verdict
-
-
-def one_of_them(name):
-    ALL_REDUCES[name](torch.arange(23.0) * (dist.get_rank() + 1))
-
-
-def all_of_them():
-    for all_reduce in ALL_REDUCES.values():
-        all_reduce(torch.arange(23.0) * (dist.get_rank() + 1))
 
 
 # Random programs

@@ -41,7 +41,6 @@ def test_a_batch_that_cannot_be_is_refused(batch):
 
 
 def test_the_model_chooses_better_than_a_blind_choice():
-    """The control: a model for which recomputing is free chooses worse."""
     honest = plans.score()
     assert honest.groups >= 10
     assert honest.kept > 0.98 > honest.blind_kept

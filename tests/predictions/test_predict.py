@@ -232,3 +232,16 @@ def test_what_schedules_idle_is_what_stage_8_plays(ranks, micro_batches):
         idle = max(row[-1][2] for row in rows) / 3 - micro_batches
         expected = published.idle_stages(order, ranks, chunks, 1 / 3, 1.0)
         assert idle == pytest.approx(expected), order
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    small = {"model": "llama-3.1-70b", "gpu": "H100-80GB", "gpus": 64}
+    words = predict(**small).words()
+    assert "IT DOES NOT FIT" in words and "Try recompute=full" in words
+    assert "Try" not in predict(**small, recompute="full").words()
+
+
+def test_a_network_that_no_table_has_is_not_foretold_with_confidence():
+    usual = predict(**LLAMA).words()
+    slow = predict(**LLAMA, network=400).words()
+    assert "which no fit saw" in usual and "nothing like this was checked" in slow

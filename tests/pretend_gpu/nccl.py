@@ -100,6 +100,7 @@ class Task:
         self.thread = thread
         self.calls = []
         self.before = before
+        self.receives = False
         self.place = place()
 
     def finish(self):
@@ -133,6 +134,14 @@ class Communicator:
         self.pending = []
         self.queue = SimpleQueue()
         self.store = dist.PrefixStore(f"pretended/{name}", group.get_group_store())
+        waiting = [
+            task.place
+            for other in list(communicators.values())
+            for task in other.pending
+            if task.receives and not task.done.is_set()
+        ]
+        if waiting:
+            note("late", f"{place()} makes a communicator while {waiting[0]} receives")
         rank = members.index(group.rank())
         self.store.set(f"gpu/{rank}", str(physical(device.index)))
         self.gpus = [self.read(f"gpu/{each}", name) for each in range(self.size)]
@@ -334,6 +343,7 @@ def queue(communicator, call, used, func, values, batch):
         batch[communicator] = task
         task.before += before
     task.calls.append(call)
+    task.receives |= "recv" in func._schema.name
     with LOCK:
         for tensor, _ in used:
             tensor.block.messages.append(Message(task, *tensor.span()))

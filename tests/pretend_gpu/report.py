@@ -23,6 +23,8 @@ class Findings:
 
     - races: lines of text. foreign: contexts that a rank opened beside the one on its own
       GPU, as text.
+    - late: communicators that a rank made while it received, as text: to make one, NCCL may
+      wait for the GPU.
     - syncs: how often the host waited, by reason and line of code.
     - communicators: how many NCCL made, over all processes. launches: groups of ranks that
       have used NCCL.
@@ -31,6 +33,7 @@ class Findings:
 
     races: list = field(default_factory=list)
     foreign: list = field(default_factory=list)
+    late: list = field(default_factory=list)
     syncs: Counter = field(default_factory=Counter)
     communicators: int = 0
     launches: int = 0
@@ -48,6 +51,8 @@ def read(path):
         process, kind, what = line.split("\t", 2)
         if kind == "race":
             found.races.append(what)
+        elif kind == "late":
+            found.late.append(what)
         elif kind == "sync":
             found.syncs[what] += 1
         elif kind == "own":

@@ -2,6 +2,8 @@
 other.
 """
 
+import functools
+
 import torch
 from torch.utils._pytree import tree_map
 
@@ -87,6 +89,24 @@ class PretendTensor(torch.Tensor):
             with LOCK:
                 self.block.messages = [one for one in self.block.messages if one is not message]
 
+    def as_subclass(self, kind):
+        """The same tensor: what a subclass forbids is tested without GPUs."""
+        return self
+
+    @property
+    def __class__(self):
+        """What it is."""
+        return type(self)
+
+    @__class__.setter
+    def __class__(self, kind):
+        """It becomes one of that kind, and stays on its GPU."""
+        if kind is torch.nn.Parameter:
+            kind = PretendTensor
+        elif not issubclass(kind, PretendTensor):
+            kind = both(kind)
+        object.__dict__["__class__"].__set__(self, kind)
+
     def record_stream(self, stream):
         """Keep the memory, when it is freed, until this stream is done."""
         self.block.recorded.add(stream.key)
@@ -152,6 +172,13 @@ class PretendTensor(torch.Tensor):
                         tensor.settle()  # never with the lock, which others may need to get there
         with LOCK:
             return run(func, args, kwargs)
+
+
+@functools.cache
+def both(kind):
+    """A class of tensors on a pretended GPU that are of this kind, too."""
+    form = {"__torch_function__": torch._C._disabled_torch_function_impl}
+    return type(kind.__name__, (PretendTensor, kind), form)
 
 
 def rebuild(raw, index, requires_grad):

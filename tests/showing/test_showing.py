@@ -234,7 +234,7 @@ def test_prediction_is_kept_and_shown_beside_the_measurement(capsys):
     prediction.buttons.value = 4
     prediction.reveal("2.2", 2)
     lines = capsys.readouterr().out.splitlines()
-    assert "you did not guess" in lines[0] and "– right" in lines[1] and "your guess: 4" in lines[2]
+    assert "'measured: 2.2'" in lines[0] and "– right" in lines[1] and "your guess: 4" in lines[2]
     assert "surprise" in lines[2]
     with pytest.raises(ValueError, match="not among"):
         prediction.reveal("2.2", 3)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import launch
+from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage7_sharded import FullyShardedDataParallel
 
@@ -273,3 +274,27 @@ def around_a_sharded_model():
 
 def test_a_sharded_model_is_refused():
     launch(around_a_sharded_model, world_size=2)
+
+
+def whole_step(wrap, compiled):
+    """The weights after steps of which forward, backward and update may be compiled together."""
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    parallel = wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(inputs):
+        optimizer.zero_grad()
+        parallel(inputs).square().sum().backward()
+        optimizer.step()
+
+    run = torch.compile(step, backend="eager") if compiled else step
+    for _ in range(3):
+        run(torch.full((2, 4), dist.get_rank() + 1.0))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, BucketedDDP])
+def test_a_whole_step_may_be_compiled(wrap):
+    compiled = launch(whole_step, wrap, True, world_size=2, timeout=300)
+    for ours, theirs in zip(compiled, launch(whole_step, wrap, False, world_size=2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

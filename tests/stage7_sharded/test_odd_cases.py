@@ -122,3 +122,14 @@ def buffers():
 def test_all_ranks_save_the_same_buffers():
     mean, other = launch(buffers, world_size=2)
     assert torch.equal(mean, other) and mean.abs().max() > 0
+
+
+def tiny_gradient():
+    """A gradient so small, and negative, that divided by the number of ranks it is zero."""
+    model = FullyShardedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    model(torch.tensor([[-1.4e-45, 1.0]])).sum().backward()
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+def test_a_gradient_that_is_nearly_zero_is_a_gradient():
+    assert launch(tiny_gradient, world_size=2) == [[True], [True]]

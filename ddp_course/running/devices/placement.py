@@ -2,10 +2,19 @@
 
 import os
 import socket
+import sys
+from functools import cache
 
 import torch
 
 BOTH = "cpu:gloo,cuda:nccl"  # a group with these two backends has one for each kind of tensor
+# NCCL's watchdog must not end a process before it is said which rank is the culprit
+QUIET_NCCL = {
+    # NCCL gives up the communicator, and leaves the process alone
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 
 
 def placement(device: str, world_size: int) -> tuple[str, list[str]]:
@@ -35,6 +44,18 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     return agreed_backend(devices), devices
 
 
+@cache
+def say_sharing(world_size: int, gpus: int) -> None:
+    """Say once that there are more ranks than GPUs, and what follows."""
+    if 0 < gpus < world_size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        noun = "GPU" if gpus == 1 else "GPUs"
+        better = f"; world_size={gpus} uses NCCL" if gpus > 1 else ""
+        print(
+            f"{world_size} ranks on {gpus} {noun} talk through gloo: NCCL wants a GPU each{better}",
+            file=sys.stderr,
+        )
+
+
 def usable_gpus() -> int:
     """Return how many GPUs CUDA can use; where CUDA sees GPUs that it cannot use, torch warns and
     says why.
@@ -42,11 +63,17 @@ def usable_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def hide_gpus() -> None:
-    """Keep this process, which has not used CUDA yet, off all GPUs: a context takes hundreds of MiB
-    of their memory.
+def settle_on(device: str) -> None:
+    """Make `device` this process's own, before it has used CUDA: its GPU becomes the current one,
+    and NCCL is kept quiet. A process on the CPU is kept off all GPUs, where a context takes
+    hundreds of MiB.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if device.startswith("cuda"):
+        for name, value in QUIET_NCCL.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def nccl_can_share() -> bool:

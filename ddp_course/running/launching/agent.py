@@ -143,10 +143,15 @@ def start_ranks(
     for number in range(setting.world_size):
         descriptors = socket.recv_fds(launch, 1, len(RankFiles._fields))[1]
         own = RankFiles(*descriptors)
-        if setting.start == "fork":
-            pid = os.fork()
-        else:
-            pid = start_anew(setting, number, meeting, (files, own), listener)
+        try:
+            if setting.start == "fork":
+                pid = os.fork()
+            else:
+                pid = start_anew(setting, number, meeting, (files, own), listener)
+        except BlockingIOError as error:
+            refusal = LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}")
+            send(launch.fileno(), Refused(refusal))
+            raise refusal from error
         if pid == 0:
             launch.close()
             be_rank(setting, number, meeting, (files, own), listener)
@@ -189,7 +194,8 @@ def be_rank(
         linux.die_with_parent(meeting.agent)
         main(setting, number, meeting, files, listener)
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # The function may have closed or replaced it.
+            sys.stdout.flush()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...errors import CourseError
 from .. import clocks, flight_recorder, linux
 from ..devices.device import emulation_of
-from ..devices.placement import hide_gpus
+from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
 from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
@@ -37,13 +37,6 @@ OWN_FILES = (
     str(HERE / "cell.py"),
 )  # tracebacks leave out the frames of these files
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
-# NCCL's watchdog must not end a process before the launch has said which rank is the culprit
-QUIET_NCCL = {
-    # NCCL gives up the communicator, and leaves the process alone
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-}
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
@@ -51,6 +44,7 @@ NCCL_LOST = (
     "Connection closed",
     "Connection reset",
 )
+NO_MORE_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unreachable")
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
@@ -132,10 +126,11 @@ def answer(function: Callable[[], Any], files: RankFiles) -> None:
         os._exit(0)
     try:
         pack(kind, value, files.answer)
-    except Exception as error:
+    except BaseException as error:  # A result's own __reduce__ may raise anything.
         refusal = TypeError(
             f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
-            f" ({error}); return numbers, tensors, lists or dicts of them"
+            f" ({words_of(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
+            " of them"
         )
         pack("failed", describe(refusal), files.answer)
     send(files.report, Answered())
@@ -199,12 +194,7 @@ def choose_device(setting: Setting, rank: int) -> None:
     os.environ["DDP_COURSE_DEVICE"] = device = setting.devices[rank]
     os.environ["OMP_NUM_THREADS"] = str(setting.threads)
     torch.set_num_threads(setting.threads)
-    if device.startswith("cuda"):
-        for name, value in QUIET_NCCL.items():
-            os.environ.setdefault(name, value)
-        torch.cuda.set_device(device)
-    else:
-        hide_gpus()
+    settle_on(device)
 
 
 def redirect_output(out: int, err: int) -> None:
@@ -259,7 +249,7 @@ def describe(error: BaseException) -> dict:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
-    message = str(error)
+    message = words_of(error)
     if "initialize the default process group twice" in message:
         message = (
             "launch has brought the process group up already: leave out dist.init_process_group"
@@ -271,6 +261,8 @@ def describe(error: BaseException) -> dict:
             " (ranks have a network of their own: download before the launch, or set"
             " DDP_COURSE_NETWORK=open)"
         )
+    if any(mark in message for mark in NO_MORE_THREADS):
+        message += f" ({linux.PROCESS_LIMIT})"
     return {
         "type_name": type(error).__name__,
         "message": message,
@@ -278,6 +270,14 @@ def describe(error: BaseException) -> dict:
         "time": now,
         "consequence": is_broken_connection(error, message),
     }
+
+
+def words_of(error: BaseException) -> str:
+    """Return the message of an exception, even if its class cannot say it."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be shown: __str__ raised {type(second).__name__})"
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:

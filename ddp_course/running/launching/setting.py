@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from ..devices.device import Device, for_ranks
-from ..devices.placement import placement
+from ..devices.placement import placement, say_sharing, usable_gpus
 from ..linux import free_memory, usable_cores
 from . import pickling
 from .protocol import Setting
@@ -17,6 +17,7 @@ MIB = 1 << 20
 RANK_MEMORY = (
     64 * MIB
 )  # an idle CPU rank with a small model was measured to have 13 to 60 MiB of its own
+GPU_RANK_MEMORY = 1024 * MIB  # CUDA's libraries and its context take this of the machine's memory
 RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
 SPARE_FILES = 64
 
@@ -57,11 +58,14 @@ def describe_launch(
     Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of
     arguments.
     """
+    on_gpus = device != "cpu" and isinstance(device, str) and usable_gpus() > 0
     check_world_size(
-        world_size, argument_bytes
+        world_size, argument_bytes, on_gpus
     )  # this comes first, as a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated else str(device), world_size)
+    if on_gpus:
+        say_sharing(world_size, usable_gpus())
     if link is not None:
         link.check(world_size, backend)
     return Setting(
@@ -84,11 +88,12 @@ def describe_launch(
     )
 
 
-def check_world_size(world_size: int, argument_bytes: int) -> None:
+def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:
     """Raise ValueError, with the largest world size that fits, if too little memory or too few open
     files are left.
     """
-    needed = RANK_MEMORY + argument_bytes  # every rank gets its own copy of the arguments
+    own = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
+    needed = own + argument_bytes  # every rank gets its own copy of the arguments
     free, files = free_memory(), free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
     pipes = (

@@ -112,3 +112,40 @@ def test_the_device_of_a_rank_under_torchrun(gpus, monkeypatch):
     assert rank_device() == torch.device("cuda:1")
     gpus(0)
     assert rank_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "ranks, count, words",
+    [
+        (
+            4,
+            2,
+            "4 ranks on 2 GPUs talk through gloo: NCCL wants a GPU each; world_size=2 uses NCCL",
+        ),
+        (3, 1, "3 ranks on 1 GPU talk through gloo: NCCL wants a GPU each"),
+        (2, 2, ""),
+        (2, 0, ""),
+    ],
+)
+def test_ranks_that_share_gpus_are_said_once(ranks, count, words, capsys):
+    module.say_sharing.cache_clear()
+    for _ in range(2):
+        module.say_sharing(ranks, count)
+    assert capsys.readouterr().err.strip() == words
+
+
+@pytest.mark.parametrize(
+    "device, set_to, visible", [("cuda:1", ["cuda:1"], "0,1"), ("cpu", [], "")]
+)
+def test_a_rank_settles_on_its_device(device, set_to, visible, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for name in module.QUIET_NCCL:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    module.settle_on(device)
+    assert chosen == set_to
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    quiet = {name: os.environ.get(name) for name in module.QUIET_NCCL}
+    assert (quiet == module.QUIET_NCCL) == (device != "cpu")

@@ -289,6 +289,8 @@ def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
     setting.check_world_size(16, 0)
     with pytest.raises(ValueError, match=r"the largest that fits is 3$"):
         setting.check_world_size(4, 256 << 20)
+    with pytest.raises(ValueError, match=r"about 1,024 MiB .* the largest that fits is 1$"):
+        setting.check_world_size(2, 0, on_gpus=True)
     monkeypatch.setattr(setting, "free_memory", lambda: 1 << 50)
     with pytest.raises(ValueError, match=r"open files.*the largest that fits is"):
         launch(pid_and_rank, world_size=1_000_000)

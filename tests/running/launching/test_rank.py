@@ -1,12 +1,15 @@
-"""What a rank does on a GPU, as far as it can be seen without one."""
+"""What a rank does on a GPU, as far as it can be seen without one; what it says of odd errors."""
 
 import os
 import pickle
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_course import launch
+from ddp_course.errors import RankError
 from ddp_course.running.files import open_memory
 from ddp_course.running.launching import rank
 
@@ -55,3 +58,47 @@ def test_results_on_a_gpu_arrive_on_the_cpu():
         kind, result = pickle.loads(os.pread(file.fileno(), 1 << 16, 0))
     assert kind == "result" and result["number"] == 1
     assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
+
+
+def closes_its_output():
+    sys.stdout.close()
+    return 1
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+class Interrupting:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def raise_it(error):
+    raise error()
+
+
+def test_a_rank_may_close_its_output():
+    assert launch(closes_its_output, world_size=2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "function, arguments, words",
+    [
+        (
+            raise_it,
+            [Speechless],
+            r"Speechless: \(its message cannot be shown: __str__ raised Value",
+        ),
+        (Interrupting, [], r"is a Interrupting, which cannot be sent to the caller \(KeyboardInt"),
+    ],
+)
+def test_the_cause_is_told_even_if_it_cannot_speak(function, arguments, words):
+    with pytest.raises(RankError, match=words):
+        launch(function, *arguments, world_size=2)
+
+
+@pytest.mark.parametrize("words", ["Resource temporarily unavailable", "can't start new thread"])
+def test_a_user_without_processes_is_told_of_the_limit(words):
+    assert "see `ulimit -u`: launch fewer" in rank.describe(RuntimeError(words))["message"]

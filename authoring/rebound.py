@@ -1,0 +1,104 @@
+"""Whether the cells of a lesson can be run again: `python authoring/rebound.py`.
+
+A cell reads a name that an earlier cell has bound. If a later cell binds that name again, the first
+one runs with the wrong value the next time, without a word: the title says 1 MiB, the points are of
+16 MiB. So no top-level name is bound again once a cell has read it from outside. The body of a
+function counts as reading, since it looks a name up whenever it is called.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import jupytext
+
+LESSONS = Path(__file__).parent / "lessons"
+
+
+class Names(ast.NodeVisitor):
+    """The names that a cell binds, and those that it reads before it has bound them itself."""
+
+    def __init__(self, source: str) -> None:
+        self.bound: set[str] = set()
+        self.read: set[str] = set()
+        magic = source.startswith("%%")  # What follows is not run in the notebook itself.
+        lines = [] if magic else source.splitlines()
+        python = [line for line in lines if not line.startswith(("%", "!"))]
+        self.visit(ast.parse("\n".join(python)))
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        elif node.id not in self.bound:
+            self.read.add(node.id)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        for target in node.targets:
+            self.visit(target)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        names = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+        self.read |= names - self.bound
+        self.bound |= names
+        self.visit(node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        for part in (node.iter, node.target, *node.body, *node.orelse):
+            self.visit(part)
+
+    def visit_comprehension_of(self, node: ast.AST) -> None:
+        self.read |= names_from_outside(node) - self.bound
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_comprehension_of
+
+    def visit_function(self, node) -> None:
+        """Its body looks names up whenever it is called: also those that this cell binds."""
+        self.read |= names_from_outside(node)
+        if not isinstance(node, ast.Lambda):
+            self.bound.add(node.name)
+
+    visit_FunctionDef = visit_ClassDef = visit_Lambda = visit_function
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.bound.add((node.asname or node.name).partition(".")[0])
+
+
+def names_from_outside(node: ast.AST) -> set[str]:
+    """The names that a function or a comprehension reads and does not bind itself."""
+    inside = list(ast.walk(node))
+    names = [each for each in inside if isinstance(each, ast.Name)]
+    own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    own |= {each.arg for each in inside if isinstance(each, ast.arg)}
+    own |= {each.name for each in inside if isinstance(each, ast.ExceptHandler) and each.name}
+    return {name.id for name in names} - own
+
+
+def faults(lesson: Path) -> list[str]:
+    """A line for each name that is bound again after a cell has read it."""
+    readers: dict[str, str] = {}
+    known: set[str] = set()
+    found = []
+    for cell in jupytext.read(lesson, fmt="py:percent").cells:
+        if cell.cell_type == "code":
+            title = cell.metadata.get("title") or cell.source.partition("\n")[0]
+            names = Names(cell.source)
+            for name in sorted(names.read & known):
+                readers.setdefault(name, title)
+            for name in sorted(names.bound & readers.keys()):
+                found.append(f"{lesson.name}: {title} binds {name}, which {readers[name]} reads")
+            known |= names.bound
+            for name in names.read & names.bound:  # A function of this cell reads them.
+                readers.setdefault(name, title)
+    return found
+
+
+def main() -> int:
+    """Print every fault; return the exit code."""
+    found = [fault for lesson in sorted(LESSONS.glob("[0-9]*.py")) for fault in faults(lesson)]
+    print(*found, sep="\n", end="\n" * bool(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

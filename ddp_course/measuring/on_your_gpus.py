@@ -1,0 +1,137 @@
+"""On your GPUs: a lesson's stages on the devices that this machine has, in real time.
+
+yours = on_your_gpus("3")           trains
+show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import problems, stage1_single
+from ..running.devices import rank_device
+from ..running.devices.placement import usable_gpus
+from ..running.launching.launch import launch
+from .comparison import run
+
+LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
+WIDEST = 768
+LARGEST_SHARE = 256  # samples of one device
+RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
+
+
+class Size(NamedTuple):
+    """What is trained: parameters of the bytes GPT, and samples in a global batch."""
+
+    parameters: int
+    global_batch: int
+
+
+def on_your_gpus(stages: str) -> dict[str, Any]:
+    """Train with `stages`, such as "3,4", and with one device, all on this machine's GPUs.
+
+    There are as many ranks as GPUs, and at least 2; without GPUs they share the processor. One
+    device needs at least 50 ms for a step, as a probe finds a model and a batch that are large
+    enough; on the processor both are small. Returns the results of `comparison.run`, with
+    `measured_on` and `message` in words, and `max_abs_diff`, the largest distance of any weight
+    from the single device's.
+    """
+    world_size = 1 if stages == "1" else max(2, usable_gpus())
+    if usable_gpus():
+        size, names = launch(fitting, world_size, world_size=1)[0]
+        steps = 10
+    else:
+        print("No GPU that CUDA can use is here: this runs on the processor, with a small model.")
+        size = next(sizes(world_size))
+        names = []
+        steps = 5
+    results = run(
+        "bytes",
+        world_size,
+        steps,
+        f"1,{stages}",
+        device_speed="none",
+        link=None,
+        parameters=size.parameters,
+        global_batch=size.global_batch,
+        bucket_cap_mb=max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
+        lr=RATE,
+    )
+    results["measured_on"] = in_words(names[:world_size], world_size)
+    results["message"] = message(results, len(names))
+    results["max_abs_diff"] = max(each["max_abs_diff_vs_single"] for each in results["stages"])
+    return results
+
+
+def sizes(world_size: int) -> Iterator[Size]:
+    """Yield growing sizes: wider and deeper models, then larger batches. All stages can share them:
+    there are layers and attention heads for every rank.
+    """
+    batch = 4 * world_size  # Stage 8 cuts a batch into four.
+    width = 32 * world_size
+    while True:
+        layers = max(2, world_size - 2, -(-width // 64))
+        yield Size(12 * layers * width**2 + 600 * width, batch)
+        if 2 * width > WIDEST:
+            break
+        width *= 2
+    while batch < LARGEST_SHARE * world_size:
+        batch *= 2
+        yield Size(12 * layers * width**2 + 600 * width, batch)
+
+
+def fitting(world_size: int) -> tuple[Size, list[str]]:
+    """On one rank: the first size of which this device needs long enough, and the names of all
+    GPUs.
+    """
+    for size in sizes(world_size):
+        if step_seconds(size) >= LONG_ENOUGH_S:
+            break
+    return size, [torch.cuda.get_device_name(number) for number in range(usable_gpus())]
+
+
+def step_seconds(size: Size) -> float:
+    """Seconds of a step on this rank's device, after one that is not timed."""
+    problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
+    model = problem.model()
+    stage1_single.train(model, problem.batches(size.global_batch, 1), RATE)
+    begin = time.perf_counter()
+    stage1_single.train(model, problem.batches(size.global_batch, 2), RATE)
+    return (time.perf_counter() - begin) / 2
+
+
+def in_words(names: list[str], ranks: int) -> str:
+    """The devices: "4 × NVIDIA H100", or the processor."""
+    if not names:
+        noun = "process" if ranks == 1 else "processes"
+        return f"this machine's processor: {ranks} {noun}"
+    gpus = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
+    return gpus if ranks == len(names) else f"{gpus}, shared by {ranks} ranks"
+
+
+def message(results: dict[str, Any], gpus: int) -> str:
+    """What the numbers say of one device and of each stage, computed from them."""
+    alone, *others = results["stages"]
+    size = f"{results['parameters']:,} parameters and {results['global_batch']} samples"
+    parts = [f"One device needs {alone['step_ms']:.0f} ms for a step of {size}"]
+    ranks = results["world_size"]
+    for stage in others:
+        if gpus >= ranks:
+            devices = f"{ranks} GPUs"
+            reason = "this model is too small for them"
+        elif gpus:
+            devices = f"{ranks} ranks"
+            reason = "they share what one could use alone"
+        else:
+            devices = "2 threads" if stage["stage"] == "2" else f"{ranks} processes"
+            reason = "they share the cores of one processor"
+        ratio = stage["step_ms"] / alone["step_ms"]
+        verdict = reason if ratio >= 1 else f"they are {1 / ratio:.1f} times as fast"
+        taken = f"{devices} take {ratio:.1f} times the time of one"
+        parts.append(f"with {stage['name']} {taken}: {verdict}")
+    return "; ".join(parts)

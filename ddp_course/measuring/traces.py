@@ -1,0 +1,106 @@
+"""What a GPU did, read from a trace of torch's profiler: the course's own, or yours.
+
+The course's own is rank 0 of ResNet-50 under torch's DDP on two A100s, three steps (published:
+facebookresearch/HolisticTraceAnalysis, MIT licence, tests/data/nccl_parser_config).
+"""
+
+import gzip
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .timeline import Span
+
+TWO_A100S = Path(str(files(__package__) / "facts" / "resnet50_ddp_2xa100_rank0.json.gz"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank; times in seconds since it began on the processor.
+
+    `gpu` has a span for each kernel, those of NCCL in the lane "network". `processor` has the
+    passes as the processor's threads ran them. `reduced` has each all-reduce and how many numbers
+    it sums.
+    """
+
+    gpu: list[Span]
+    processor: list[Span]
+    reduced: list[tuple[Span, int]]
+    seconds: float
+
+    def seconds_in(self, lane: str) -> float:
+        """Seconds of all kernels of a lane: "compute" or "network"."""
+        return sum(span.seconds for span in self.gpu if span.lane == lane)
+
+
+def read(path: str | Path | None = None) -> list[Step]:
+    """The steps of a trace, `.json` or `.json.gz`; without a path that of the two A100s.
+
+    `torch.profiler.profile` with both activities, CPU and CUDA, and `export_chrome_trace` make such
+    a file. Steps end where the profiler's `step()` was called; without that, all is one step.
+    ValueError if no kernel is in it.
+    """
+    file = Path(path or TWO_A100S)
+    content = file.read_bytes()
+    if file.suffix == ".gz":
+        content = gzip.decompress(content)
+    events = [event for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
+    if not any(event.get("cat") == "kernel" for event in events):
+        raise ValueError(
+            f"{file.name} has no kernels: profile on a GPU, with"
+            " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        )
+    steps = [event for event in events if _is(event, "user_annotation", "ProfilerStep#")]
+    if steps:
+        return [_step(events, event["ts"], event["ts"] + event["dur"]) for event in steps]
+    begin = min(event["ts"] for event in events)
+    return [_step(events, begin, max(event["ts"] + event["dur"] for event in events))]
+
+
+def _step(events, begin, end):
+    """What the processor began between `begin` and `end` (microseconds), and the kernels that it
+    launched.
+    """
+    events = [event for event in events if begin <= event["ts"]]
+    inside = [event for event in events if event["ts"] < end]
+    processor = [_span(event, _pass_of(event), begin) for event in inside if _pass_of(event)]
+    launches = {
+        event["args"]["correlation"]: (event["ts"] - begin) / 1e6
+        for event in inside
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+    }
+    gpu = []
+    reduced = []
+    for event in sorted(events, key=lambda event: event["ts"]):
+        launch = launches.get(event.get("args", {}).get("correlation"))
+        if event.get("cat") != "kernel" or launch is None:
+            continue
+        if "nccl" in event["name"].lower():
+            gpu.append(_span(event, "communication", begin, "network"))
+            if event["args"].get("Collective name") == "allreduce":
+                reduced.append((gpu[-1], event["args"]["In msg nelems"]))
+        else:
+            names = [span.name for span in processor if span.start <= launch < span.end]
+            gpu.append(_span(event, names[0] if names else "forward", begin))
+    return Step(gpu, processor, reduced, (end - begin) / 1e6)
+
+
+def _pass_of(event: dict[str, Any]) -> str:
+    """Which pass an event of the processor belongs to, or ""."""
+    if _is(event, "cpu_op", "autograd::engine::evaluate_function"):
+        return "backward"
+    if _is(event, "user_annotation", "Optimizer.step"):
+        return "update"
+    annotated = event.get("cat") == "user_annotation" and event["name"].endswith(".forward")
+    return "forward" if annotated else ""
+
+
+def _is(event: dict[str, Any], category: str, beginning: str) -> bool:
+    return event.get("cat") == category and event["name"].startswith(beginning)
+
+
+def _span(event, name, begin, lane="compute"):
+    start = (event["ts"] - begin) / 1e6
+    return Span(name, start, start + event["dur"] / 1e6, lane)

@@ -1,0 +1,50 @@
+"""The first task of an exercise stands in its lesson, word for word, and runs unsolved."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from ddp_course import checking
+from ddp_course.errors import Wrong
+
+ROOT = Path(__file__).parents[2]
+LESSONS = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))
+
+
+def tasks_in(path):
+    """{task: source of its cell} of a lesson."""
+    cells = {cell.id: cell.source for cell in nbformat.read(path, as_version=4).cells}
+    return {name[5:]: source for name, source in cells.items() if name.startswith("task-")}
+
+
+@pytest.mark.parametrize("path", LESSONS[1:15], ids=lambda path: path.stem)
+def test_a_task_in_a_lesson_is_that_of_the_exercise(path):
+    exercise = nbformat.read(ROOT / "exercises" / path.name, as_version=4)
+    answers = {cell.id: cell.source for cell in exercise.cells}
+    [(name, source)] = tasks_in(path).items()
+    stub, call = source.rsplit("\n\n\n", 1)
+    assert stub == answers[f"answer-{name}"]
+    number = name.replace("-", ".")
+    assert call.startswith(f'show.source(task("{number}", ')
+
+
+def open_task(rank, step, world_size):
+    raise NotImplementedError("Exercise 4.1")
+
+
+def right(rank, step, world_size):
+    return (rank - step) % world_size
+
+
+def wrong(rank, step, world_size):
+    return (rank + step) % world_size
+
+
+def test_an_open_task_says_so_a_right_one_too_and_a_wrong_one_raises(capsys):
+    assert "def chunk_to_send" in checking.task("4.1", open_task)
+    assert "open" in capsys.readouterr().out
+    assert "def chunk_to_send" in checking.task("4.1", right)
+    assert "correct" in capsys.readouterr().out
+    with pytest.raises(Wrong):
+        checking.task("4.1", wrong)

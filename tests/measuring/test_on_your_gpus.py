@@ -1,0 +1,56 @@
+"""The cells "On your GPUs": their sizes fit all stages, and they say what they measured."""
+
+import pytest
+
+from ddp_course import on_your_gpus as measured
+from ddp_course import show
+from ddp_course.measuring import on_your_gpus
+from ddp_course.problems import gpt_shape
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 16])
+def test_every_size_has_layers_and_heads_for_all_ranks(world_size):
+    sizes = list(on_your_gpus.sizes(world_size))
+    assert len(sizes) > 5 and sizes == sorted(sizes)
+    for size in sizes:
+        layers, width = gpt_shape(size.parameters)
+        assert layers + 2 >= world_size and width // 32 >= world_size
+        assert size.global_batch % (4 * world_size) == 0
+
+
+def test_without_gpus_it_runs_on_the_processor_and_says_so(capsys):
+    results = measured("3,torch")
+    assert "No GPU" in capsys.readouterr().out
+    assert [stage["stage"] for stage in results["stages"]] == ["1", "3", "torch"]
+    assert results["max_abs_diff"] < 1e-5 and results["emulated_device"] is None
+    figure = show.compare_figure(results)
+    assert "measured on this machine's processor: 2 processes" in figure.get_suptitle()
+    assert results["message"] in figure.alt
+
+
+STAGES = [
+    {"stage": "1", "name": "single device", "step_ms": 60.0},
+    {"stage": "3", "name": "parameter server", "step_ms": 78.0},
+    {"stage": "5", "name": "bucketed DDP", "step_ms": 20.0},
+]
+
+
+@pytest.mark.parametrize(
+    "gpus, slow",
+    [
+        (4, "4 GPUs take 1.3 times the time of one: this model is too small for them"),
+        (2, "4 ranks take 1.3 times the time of one: they share what one could use alone"),
+        (0, "4 processes take 1.3 times the time of one: they share the cores of one processor"),
+    ],
+)
+def test_the_sentence_says_what_the_numbers_say(gpus, slow):
+    results = {"parameters": 1000, "global_batch": 8, "world_size": 4, "stages": STAGES}
+    said = on_your_gpus.message(results, gpus)
+    assert said.startswith("One device needs 60 ms for a step of 1,000 parameters and 8 samples")
+    assert f"with parameter server {slow}" in said
+    assert "take 0.3 times the time of one: they are 3.0 times as fast" in said
+
+
+def test_devices_are_called_by_their_names():
+    assert on_your_gpus.in_words(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
+    assert on_your_gpus.in_words(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"
