@@ -36,23 +36,25 @@ $(VENV)/tools: requirements-dev.lock $(VENV)/installed
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	@$(BIN)/ddp-course compare $(ARGS)
 
-# Three files at a time: no test needs the machine for itself, and none is tried twice.
-RUN = $(BIN)/python -m pytest --durations=20 $(BESIDE)
+# Three files at a time, and then those by themselves that look at the clock. What failed is tried once
+# more with nothing beside it, and named twice: a fault fails again, a full machine does not.
+RUN = $(BIN)/python -m pytest --durations=20
+define run_tests
+	@$(RUN) --cache-clear -m "$(1) and not alone and not weekly" $(BESIDE) tests; beside=$$?; \
+	$(RUN) -m "$(1) and alone and not weekly"; alone=$$?; \
+	case $$beside$$alone in *[!015]*) exit 2;; *1*) echo "Once more, one at a time, what has failed:"; \
+	$(RUN) -m "not weekly" --last-failed --last-failed-no-failures none tests;; esac
+endef
 
 test: tools  ## whether a change holds, in ten minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(RUN) -m "not slow and not weekly" tests
+	$(call run_tests,not slow)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-<<<<<<< HEAD
-test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
-	$(RUN) -m "slow and not weekly" tests
-=======
 test-rest: tools  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
 	$(call run_tests,slow)
->>>>>>> main
 
 test-all: setup  ## make test, then make test-rest
 	$(MAKE) test

@@ -19,6 +19,7 @@ from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
 from ddp_course.checking.evidence import (
     PATIENCE_SECONDS,
+    TRIES,
     Evidence,
     gather,
     known,
@@ -33,7 +34,6 @@ from .run_cells import run_cells
 from .submissions import NUMBERED, Laid, Pristine, Submission, exercise_of, lay
 
 END_SECONDS = 10.0
-TRIES = 3  # The course's own solution gets so many if the machine is too busy.
 PATIENCE_FACTOR = 3.0  # Ranks wait so many times longer than the course's own solution took.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]

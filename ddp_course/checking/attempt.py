@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TooSlow, Wrong
-<<<<<<< HEAD
-from ..running.clocks.group import Group
-from ..running.torch_inside import around
-=======
 from ..running.torch_inside import other_collectives
->>>>>>> main
 from .checks import Task, find
 from .plain import pack, unpack
 
@@ -151,14 +146,8 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     must send all.
     """
     evidence: dict = {}
-<<<<<<< HEAD
-    past: AbstractContextManager = nullcontext()
-    if set(COLLECTIVES) <= set(task.forbidden):
-        past = around(Group, "timed", refuse_collective)
-=======
     only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
     past_the_wire = other_collectives(refuse_collective) if only_the_wire else nullcontext()
->>>>>>> main
     refuse_the_courses_own(answers)
     with past_the_wire, refusing(task.forbidden):
         for part, case, value in task.probe(*answers, **inputs):
@@ -244,17 +233,6 @@ def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
     return forbidden.original(*args, **kwargs)
 
 
-<<<<<<< HEAD
-def refuse_collective(run: Callable, group: Group, name: str, *args: Any) -> Any:
-    """Raise Wrong if anybody calls torch's collectives past their names; waiting for all is free,
-    and so are sends and receives.
-    """
-    if name != "barrier":
-        raise Wrong(
-            f"your code calls torch's own {name}: send and receive with the wire's functions"
-        )
-    return run(group, name, *args)
-=======
 def refuse_collective(name: str) -> None:
     """Raise Wrong: an answer calls torch's own collective, perhaps in a thread, where it is not
     noticed.
@@ -262,4 +240,3 @@ def refuse_collective(name: str) -> None:
     message = f"your code calls torch's own {name}: send and receive with the wire's functions"
     refused.append(message)
     raise Wrong(message)
->>>>>>> main

@@ -336,22 +336,13 @@ def timeline_figure(
     title: str,
     labels: Sequence[str] = (),
     align: bool = False,
-<<<<<<< HEAD
-    kind: str = "measured",
-=======
     kind: str = "virtual time",
->>>>>>> main
 ) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
     the earliest start.
 
-<<<<<<< HEAD
-    With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` says
-    what the times are: measured, or virtual time.
-=======
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
->>>>>>> main
     """
     lanes = [
         [
@@ -402,7 +393,7 @@ def curves(
 ) -> Picture:
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
-    `series` are points, or without `points` lines, each wider than the next if they
+    `series` are measurements: points, or without `points` lines, each wider than the next if they
     are `nested`; `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands`
     are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` the places on the
     x axis that get a number. `kind` says what `series` are.

@@ -314,7 +314,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     cap, buckets, step_ms, hidden, spans = steps[row]
     message = f"cap {cap:g} MiB: buckets: {buckets}, step {step_ms:.1f} ms, {hidden:.0f} % hidden"
     times = {cap: step_ms for cap, _, step_ms, *_ in steps}
-    form: Any = {"height": 4.4, "kind": "simulated; points: virtual time", "height_ratios": [1, 3]}
+    form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
     with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
         plots.draw_lane(above, 0, spans)
         plots.name_spans(picture, [spans])
@@ -322,14 +322,10 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
         below.plot(
-<<<<<<< HEAD
-            *zip(*measured, strict=True), "o", color=STAGE_COLOURS["5"], label="virtual time"
-=======
             *zip(*measured, strict=True),
             "o",
             color=STAGE_COLOURS["5"],
             label="the program, in virtual time",
->>>>>>> main
         )
         below.axvline(cap, color="#777777", linestyle=":")
         plots.logarithmic(below, "x")

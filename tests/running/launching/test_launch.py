@@ -188,7 +188,7 @@ def test_bad_input_is_refused_at_once_and_without_our_own_frames(bad, words):
     begin = time.monotonic()
     with pytest.raises(ValueError, match=words) as raised:
         launch(pid_and_rank, **bad)
-    assert time.monotonic() - begin < 30, "a billion ranks were put down first"
+    assert time.monotonic() - begin < 5, "a billion ranks were put down first"
     assert [frame.name for frame in raised.traceback][1:] == ["launch"]
 
 
@@ -387,6 +387,7 @@ def test_edited_package_files_are_seen(tmp_path):
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
 
+@pytest.mark.alone
 def test_interrupted_script_leaves_nothing():
     source = (
         "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'),"
@@ -399,9 +400,9 @@ def test_interrupted_script_leaves_nothing():
     below = psutil.Process(script.pid).children(recursive=True)
     assert len(below) >= 6
     script.send_signal(signal.SIGINT)
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=10)
     assert "KeyboardInterrupt" in errors
-    _, alive = psutil.wait_procs(below, timeout=30)
+    _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
 
 
@@ -441,12 +442,13 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
 
 
+@pytest.mark.alone
 def test_random_faults_leave_nothing_behind():
     ended = subprocess.run(
         [sys.executable, SOAK / "launches.py", "--count", "40"],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=120,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

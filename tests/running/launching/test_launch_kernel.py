@@ -73,6 +73,7 @@ def test_the_stop_button(kernel, empty_seconds):
     assert len(kernel.descendants()) == 1, "only the launch server may be left"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ending", ["kill", "restart"])
 def test_every_rank_goes_with_the_kernel(ending, world_size=2):
     with running_kernel() as kernel:
@@ -84,7 +85,7 @@ def test_every_rank_goes_with_the_kernel(ending, world_size=2):
             os.kill(kernel.pid, signal.SIGKILL)
         else:
             kernel.manager.restart_kernel(now=True)
-        _, alive = psutil.wait_procs(descendants, timeout=30)
+        _, alive = psutil.wait_procs(descendants, timeout=5)
         assert not alive
 
 
