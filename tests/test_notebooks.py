@@ -118,6 +118,20 @@ def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["03_parameter_server", "04_ring_all_reduce"])
+def test_lesson_runs_again_with_another_number_of_ranks(name, tmp_path):
+    """All cells with K = 2, and then in the same kernel all cells with K = 3."""
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    notebook, again = (altered(read(path), world_size) for world_size in (2, 3))
+    for cell in again.cells:
+        cell.id = f"again-{cell.id}"
+    notebook.cells += again.cells
+    nbformat.write(notebook, tmp_path / path.name)
+    done = run_nbval([path.name], tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("path", LESSONS[:7], ids=NAMES[:7])
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):

@@ -159,7 +159,8 @@ show.bars(sent, "sent by the busiest rank (in units of p)", f"On {K} ranks the r
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
-assert sent == {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
+expected = {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
+assert all(abs(sent[name] - expected[name]) < 1e-4 for name in sent), sent  # K may not divide p
 print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
 
 # %% reveal

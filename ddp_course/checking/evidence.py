@@ -33,7 +33,7 @@ GAVE_UP = re.compile(
     "timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE
 )
 NOT_OURS = re.compile(
-    r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen"
+    r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 

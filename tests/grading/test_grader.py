@@ -26,10 +26,7 @@ def points(tasks):
 
 
 OWN_CELLS = [
-    (
-        "import sys, logging, pprint, time\nimport matplotlib.pyplot as plt\nfrom math import"
-        " *\nlogging.info(sys.version)"
-    ),
+    ("import sys, logging, pprint, time\nfrom math import *\nlogging.info(sys.version)"),
     (
         "%%time\ndef mean_loss(model, inputs, targets):\n    return cross_entropy(model(inputs),"
         " targets)"
@@ -58,7 +55,7 @@ HABITS = {
 
 
 def new_ids(notebook):
-    """A notebook whose cells have new ids, some 40 MiB of stored output, and a first attempt in
+    """Give a notebook's cells new ids and some 40 MiB of stored output, and put a first attempt in
     front of an answer.
     """
     for place, cell in enumerate(notebook.cells):
@@ -154,27 +151,40 @@ HALF = (
     " p.requires_grad)"
 )
 BOMB = "def accumulate(*args):\n    import os\n    while True:\n        os.fork()"
-FLOOD = "def train_step(*args):\n    print('x' * 10**9)\n    1 / 0\ntrain_step()"
-MEMORY = "def accumulate(*args):\n    return [bytearray(1 << 28) for _ in range(99)]"
+FLOOD = "def train_step(*args):\n    print('x' * 10**8)\n    1 / 0\ntrain_step()"
+MEMORY = (
+    "import numpy\ndef accumulate(*args):\n"
+    "    return [numpy.empty(1 << 28, dtype=numpy.uint8) for _ in range(99)]"
+)
 STAYS = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
 ELSEWHERE = f"def train_step(*a):\n    open('{ROOT}/x', 'w')"
 ASKS = (
     "def gradient_bytes(model):\n    import socket\n    socket.create_connection(('192.0.2.1',"
     " 80), 1)"
 )
-# {learner: ({task: answer}, {task: words in its message}}; all else is right, whatever became of
-# these
+# {learner: ({task: answer}, {task: words in its message})}; the answer that stays is right, and
+# half of another, whatever became of the rest.
 ACCIDENTS = {
     "loops": (
-        {"1.1": LOOP, "1.2": "import os\nos._exit(3)"},
-        {"1.1": "line 1 (while True:) was still running", "1.2": "ended its own process"},
+        {"1.1": "import os\nos._exit(3)", "1.2": LOOP, "1.3": HALF},
+        {
+            "1.1": "ended its own process",
+            "1.2": "line 1 (while True:) was still running",
+            "1.3": "not every parameter is float32",
+        },
     ),
-    "floods": ({"1.1": FLOOD, "1.2": MEMORY}, {"1.1": "ZeroDivision", "1.2": "MemoryError"}),
+    "floods": (
+        {"1.1": FLOOD, "1.2": MEMORY, "1.3": ASKS},
+        {
+            "1.1": "ZeroDivision",
+            "1.2": "MemoryError",
+            "1.3": "no network here (line 3 of your cell: socket.create_connection",
+        },
+    ),
     "forks": (
-        {"1.1": ELSEWHERE, "1.2": BOMB},
+        {"1.1": ELSEWHERE, "1.2": BOMB, "1.3": STAYS + solution("1.3")},
         {"1.1": "its own folder", "1.2": "starts too many processes"},
     ),
-    "stays": ({"1.2": STAYS + solution("1.2"), "1.3": ASKS}, {"1.3": "there is no network here"}),
 }
 BROKEN = {
     "empty.ipynb": ("", "is empty"),
@@ -192,13 +202,15 @@ def hand_in_a_class(folder):
     """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what
     lies among them.
     """
-    hand_in(folder / "anna", HABITS, OWN_CELLS).rename(folder / "anna" / "4 final.ipynb")
-    hand_in(folder / "ben", {"1.3": HALF})
+    path = hand_in(folder / "anna", HABITS, OWN_CELLS)
+    notebook = nbformat.read(path, as_version=4)
+    new_ids(notebook)
+    nbformat.write(notebook, path)
+    path.rename(folder / "anna" / "4 final.ipynb")
     hand_in(folder / "cheats", CHEATS)
     for name, (answers, _) in ACCIDENTS.items():
         hand_in(folder / name, answers)
     changed = {
-        "2026-11-02_ring": new_ids,
         "saved": saved_outputs,
         "shadows": shadowed_check,
         "bare": without_checks,
@@ -223,7 +235,7 @@ def the_class(tmp_path_factory):
     hand_in_a_class(folder)
     command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cells, "CELL_SECONDS", 6.0)
+        patch.setattr(run_cells, "CELL_SECONDS", 4.0)
         assert cli.main(command) == 1
     own = f"{tempfile.gettempdir()}/ddp_course_grading_"
     assert not [process for process in psutil.process_iter() if folder_of(process).startswith(own)]
@@ -234,10 +246,9 @@ def the_class(tmp_path_factory):
     return results, tasks, command
 
 
-@pytest.mark.parametrize("learner", ["anna", "2026-11-02_ring"])
-def test_habits_cost_nothing(learner, the_class):
+def test_habits_cost_nothing(the_class):
     results, tasks, _ = the_class
-    assert points(tasks[learner]) == {"1.1": 2, "1.2": 2, "1.3": 2}, results[learner]
+    assert points(tasks["anna"]) == {"1.1": 2, "1.2": 2, "1.3": 2}, results["anna"]
 
 
 def test_lazy_cheats_earn_nothing_and_are_told_why(the_class):
@@ -273,7 +284,7 @@ def test_what_cannot_be_read_is_reported_and_the_next_one_graded(the_class):
         and "__MACOSX" not in results
         and "notes" not in results
     )
-    assert {part["name"]: part["points"] for part in tasks["ben"]["1.3"]["parts"]} == {
+    assert {part["name"]: part["points"] for part in tasks["loops"]["1.3"]["parts"]} == {
         "dtypes": 0,
         "trained only": 1,
     }
