@@ -147,15 +147,17 @@ class StepSeconds:
             (6, 0.7, 9),
             (5, 0.05, 2),
             (8, 0.4, 1),
+            (6, 0.9, 60),  # Here the slow cables join, whatever else is drawn.
         ]:
             bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
             count = 2 if ranks > 5 else 1
             cables = [slow * bits] * count + [bits] * (ranks - count)
             random.shuffle(cables)
-            latency, computing = random.randrange(1, 90) * 1e-3, share * 64 * parameters / bits
+            unit = 1e-5 if share > 9 else 1e-3
+            latency, computing = random.randrange(1, 90) * unit, share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
             about = (
-                f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.0f} ms of"
+                f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.3g} ms of"
                 " latency, seconds"
             )
             part = "equal cables" if len(set(cables)) == 1 else "a slow cable"
