@@ -21,7 +21,7 @@ GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
-LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON)
+LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON, "<frozen", "<string>")
 
 
 def deadlock(clock: Any, why: str) -> DeadlockError:

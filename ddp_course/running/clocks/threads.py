@@ -24,6 +24,8 @@ from . import arbiter, clock
 from .clock import Clock, own
 from .table import CLOCK, FOREVER, real_sleep
 
+OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
+TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
 plain_lock = threading._allocate_lock
 plain_start = threading.Thread.start
 plain_join = threading.Thread.join
@@ -41,6 +43,7 @@ class Lock:
         self.real = plain_lock()
         self.guard = plain_lock()
         self.waiting: deque[Clock] = deque()
+        self.owner: Clock | None = None  # None also while a thread without a clock has the lock
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, as `threading.Lock.acquire` does."""
@@ -49,16 +52,14 @@ class Lock:
             return self.real.acquire(blocking, timeout)
         if self.turns:
             clock.take_turn()
-        with self.guard:
-            if self.real.acquire(False):
-                return True
-            if blocking:
-                self.waiting.append(clock)
-                with clock.table.lock:
-                    clock.stop(
-                        clock.moment + max(1, round(timeout * 1e12)) if timeout >= 0 else FOREVER
-                    )
-        if not blocking:
+        outcome = AGAIN
+        while outcome == AGAIN:
+            outcome = self.take_or_queue(clock, blocking, timeout)
+            if outcome == AGAIN:
+                real_sleep(OTHERS_LEAVE_S)
+        if outcome == TAKEN:
+            return True
+        if outcome == REFUSED:
             return clock.ask(False)
         try:
             clock.stand("for another thread")
@@ -66,6 +67,26 @@ class Lock:
             self.give_up(clock)
             raise
         return not self.give_up(clock)
+
+    def take_or_queue(self, clock: Clock, blocking: bool, timeout: float) -> int:
+        """Take the lock, or wait in line for it. A thread without a clock lets go in real time, so
+        try AGAIN while it has the lock.
+        """
+        with self.guard:
+            if self.real.acquire(False):
+                self.owner = clock
+                return TAKEN
+            if not blocking:
+                return REFUSED
+            if self.owner is None:
+                return AGAIN
+            until = FOREVER
+            if timeout >= 0:
+                until = clock.moment + max(1, round(timeout * 1e12))
+            self.waiting.append(clock)
+            with clock.table.lock:
+                clock.stop(until)
+            return WAITS
 
     def give_up(self, clock: Clock) -> bool:
         """No longer wait for the lock; return False if it has been handed over already."""
@@ -82,9 +103,11 @@ class Lock:
             clock.take_turn()  # Whoever comes for the lock before this moment must find it taken.
         with self.guard:
             if not self.waiting:
+                self.owner = None
                 self.real.release()
                 return
             next_clock = self.waiting.popleft()
+            self.owner = next_clock
             table = next_clock.table
             with table.lock:
                 moment = table.threads[CLOCK, next_clock.slot] if clock is None else clock.moment
@@ -186,6 +209,7 @@ def start(thread: threading.Thread) -> None:
     thread.clock = clock.new_clock(parent, needed=not thread.daemon)
     thread.ending = Waiter()
     thread.ending.real.acquire()
+    thread.ending.owner = thread.clock
     run = thread.run
 
     def run_with_clock():

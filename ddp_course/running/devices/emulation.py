@@ -218,3 +218,4 @@ def full_speed() -> None:
     """
     if Emulation.current is not None:
         Emulation.current.stop()
+        Emulation.current.stack.close()
