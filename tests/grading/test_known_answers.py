@@ -11,6 +11,7 @@ from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cells_with, find, known_answers, of_exercise, solution
 from ddp_course.checking.diagnosis import same, verdict
 from ddp_course.checking.evidence import gather
+from ddp_course.checking.plain import pack
 
 DRAWS = 50
 
@@ -57,13 +58,15 @@ def test_what_a_task_asks_for_is_in_every_draw(task):
     """No wrong answer passes by luck: all are tried on many draws, in one launch."""
     answers = of_kind(task, "wrong")
     attempts = []
-    for seed in range(DRAWS):
+    drawn_by_chance = pack(task.inputs(0)) != pack(task.inputs(1))
+    draws = DRAWS if drawn_by_chance else 1
+    for seed in range(draws):
         inputs = task.inputs(seed)
         for text in (solution(task.number), *sources(answers)):
             attempts.append(Attempt(task.number, inputs, cells_with(task.number, text)))
     evidence = iter(gather(attempts))
     passed = []
-    for seed in range(DRAWS):
+    for seed in range(draws):
         right = next(evidence)
         for answer in answers:
             if not verdict(task, next(evidence), right, list).message:
