@@ -120,6 +120,7 @@ def message(results: dict[str, Any], gpus: int) -> str:
     size = f"{results['parameters']:,} parameters and {results['global_batch']} samples"
     parts = [f"One device needs {alone['step_ms']:.0f} ms for a step of {size}"]
     ranks = results["world_size"]
+    explained = ""
     for stage in others:
         if gpus >= ranks:
             devices = f"{ranks} GPUs"
@@ -131,7 +132,11 @@ def message(results: dict[str, Any], gpus: int) -> str:
             devices = "2 threads" if stage["stage"] == "2" else f"{ranks} processes"
             reason = "they share the cores of one processor"
         ratio = stage["step_ms"] / alone["step_ms"]
-        verdict = reason if ratio >= 1 else f"they are {1 / ratio:.1f} times as fast"
-        taken = f"{devices} take {ratio:.1f} times the time of one"
-        parts.append(f"with {stage['name']} {taken}: {verdict}")
+        taken = f"with {stage['name']} {devices} take {ratio:.1f} times the time of one"
+        if ratio < 1:
+            taken += f": they are {1 / ratio:.1f} times as fast"
+        elif reason != explained:  # The same reason is given once.
+            taken += f": {reason}"
+            explained = reason
+        parts.append(taken)
     return "; ".join(parts)
