@@ -78,7 +78,7 @@ def faults(lesson: Path) -> list[str]:
     """A line for each name that is bound again after a cell has read it."""
     readers: dict[str, str] = {}
     known: set[str] = set()
-    found = []
+    lines = []
     for cell in jupytext.read(lesson, fmt="py:percent").cells:
         if cell.cell_type == "code":
             title = cell.metadata.get("title") or cell.source.partition("\n")[0]
@@ -86,18 +86,19 @@ def faults(lesson: Path) -> list[str]:
             for name in sorted(names.read & known):
                 readers.setdefault(name, title)
             for name in sorted(names.bound & readers.keys()):
-                found.append(f"{lesson.name}: {title} binds {name}, which {readers[name]} reads")
+                lines.append(f"{lesson.name}: {title} binds {name}, which {readers[name]} reads")
             known |= names.bound
             for name in names.read & names.bound:  # A function of this cell reads them.
                 readers.setdefault(name, title)
-    return found
+    return lines
 
 
 def main() -> int:
     """Print every fault; return the exit code."""
-    found = [fault for lesson in sorted(LESSONS.glob("[0-9]*.py")) for fault in faults(lesson)]
-    print(*found, sep="\n", end="\n" * bool(found))
-    return 1 if found else 0
+    lines = [fault for lesson in sorted(LESSONS.glob("[0-9]*.py")) for fault in faults(lesson)]
+    if lines:
+        print(*lines, sep="\n")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ class Row(NamedTuple):
 def rows(copy: Path, exercises: dict[int, Pristine]) -> list[Row]:
     """A row for each exercise, by the last check of each task."""
     solved = progress_in(copy).get("tasks", {})
-    found = []
+    table = []
     for number, exercise in exercises.items():
         earned = sum(points for task, points in exercise.points.items() if solved.get(task))
         left = [task for task in exercise.points if not solved.get(task)]
-        found.append(Row(number, earned, sum(exercise.points.values()), left[0] if left else ""))
-    return found
+        table.append(Row(number, earned, sum(exercise.points.values()), left[0] if left else ""))
+    return table
 
 
 def sentence(copy: Path) -> str:

@@ -81,6 +81,7 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
     """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
 
     def register(definition: type) -> type:
+        """Keep the task that the class defines."""
         functions = {
             name: function
             for name, function in vars(definition).items()

@@ -24,6 +24,7 @@ from . import as_typed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
     parser.add_argument(

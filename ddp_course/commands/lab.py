@@ -46,6 +46,7 @@ SETTINGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.add_argument(
         "folder",
         type=Path,

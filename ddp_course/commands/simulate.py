@@ -14,6 +14,7 @@ from ..running import files, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument(
         "--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated"

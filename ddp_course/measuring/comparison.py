@@ -36,7 +36,7 @@ from ..running.links import Link
 from . import emulated
 from .ideals import ideals
 from .job import Job, checked
-from .recording import Recording, summed_up
+from .recording import Recording, summarise
 
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
@@ -129,7 +129,7 @@ def measured(
 ) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
     ranks = reports(stage, job, device, link, reference)
-    entry = summed_up(stage, ranks)
+    entry = summarise(stage, ranks)
     for step, loss in enumerate(entry["loss"], 1):
         if not math.isfinite(loss):
             since = f"the loss of {stage.name} is no longer a number from step {step} on"

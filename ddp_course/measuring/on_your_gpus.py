@@ -4,8 +4,6 @@ yours = on_your_gpus("3")           trains
 show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
     """
     world_size = 1 if stages == "1" else max(2, usable_gpus())
     if usable_gpus():
-        size, names = launch(fitting, world_size, world_size=1)[0]
+        size, names = launch(find_size, world_size, world_size=1)[0]
         steps = 10
     else:
         print("No GPU that CUDA can use is here: this runs on the processor, with a small model.")
@@ -62,7 +60,7 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
         bucket_cap_mb=max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
         lr=RATE,
     )
-    results["measured_on"] = in_words(names[:world_size], world_size)
+    results["measured_on"] = name_devices(names[:world_size], world_size)
     results["message"] = message(results, len(names))
     results["max_abs_diff"] = max(each["max_abs_diff_vs_single"] for each in results["stages"])
     return results
@@ -85,7 +83,7 @@ def sizes(world_size: int) -> Iterator[Size]:
         yield Size(12 * layers * width**2 + 600 * width, batch)
 
 
-def fitting(world_size: int) -> tuple[Size, list[str]]:
+def find_size(world_size: int) -> tuple[Size, list[str]]:
     """On one rank: the first size of which this device needs long enough, and the names of all
     GPUs.
     """
@@ -105,7 +103,7 @@ def step_seconds(size: Size) -> float:
     return (time.perf_counter() - begin) / 2
 
 
-def in_words(names: list[str], ranks: int) -> str:
+def name_devices(names: list[str], ranks: int) -> str:
     """The devices: "4 × NVIDIA H100", or the processor."""
     if not names:
         noun = "process" if ranks == 1 else "processes"

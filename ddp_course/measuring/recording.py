@@ -2,7 +2,7 @@
 
 record = Recording()
 train(model, record.stamped(batches), lr)
-summed_up(stage, reports)           one stage's entry in the comparison: the slowest and the busiest
+summarise(stage, reports)           one stage's entry in the comparison: the slowest and the busiest
                                     rank count
 """
 
@@ -34,13 +34,12 @@ class Recording:
     def __init__(self):
         self.began, self.spans, self.traffic = [], [], wire.Traffic()
         self.on_gpu = rank_device().type == "cuda"
-        self.emulated = Emulation.current is not None
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
         self.began.append(clocks.now())
         for number, batch in enumerate(batches):
-            if self.emulated and number >= WARM_UP + TIMED:
+            if Emulation.current is not None and number >= WARM_UP + TIMED:
                 full_speed()
                 yield batch
                 continue
@@ -63,7 +62,7 @@ class Recording:
         return self.began[step + 1] - self.began[step]
 
 
-def summed_up(stage: Stage, ranks: list[dict]) -> dict:
+def summarise(stage: Stage, ranks: list[dict]) -> dict:
     """The entry of a stage in the results, from what each of its ranks reports; the slowest and the
     busiest count.
 

@@ -56,16 +56,16 @@ def _on_rank(collective, nbytes, repeats):
         collective(tensor.clone())
     for _ in range(repeats):
         mine = tensor.clone()
-        ready(mine)
+        synchronize(mine)
         dist.barrier()
         start = perf_counter()
         collective(mine)
-        ready(mine)
+        synchronize(mine)
         times.append(perf_counter() - start)
     return traffic, times
 
 
-def ready(tensor: torch.Tensor) -> None:
+def synchronize(tensor: torch.Tensor) -> None:
     """Wait until the device has done what it was told; a processor has."""
     if tensor.is_cuda:
         torch.cuda.synchronize()

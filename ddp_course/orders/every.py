@@ -52,7 +52,7 @@ def run(seeds: Iterable, world_size: int, *program: Any) -> tuple:
     with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
         given = (log.name, list(seeds), *program)
         try:
-            results = launch(watched, *given, world_size=world_size, device="cpu", link=SLOW)
+            results = launch(run_on_rank, *given, world_size=world_size, device="cpu", link=SLOW)
         except RankError:
             if not faults_in(read(log.name)):
                 raise
@@ -65,12 +65,12 @@ def read(log: str) -> list:
     return sorted(Event(*json.loads(line)) for line in lines)
 
 
-def watched(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
+def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
     """On each rank: run the program once for each seed, None for no delays; return the results."""
-    return [once(log, seed, fn, *copy.deepcopy((args, kwargs))) for seed in seeds]
+    return [run_watched(log, seed, fn, *copy.deepcopy((args, kwargs))) for seed in seeds]
 
 
-def once(log: str, seed: int | None, fn: Callable, args: tuple, kwargs: dict) -> Any:
+def run_watched(log: str, seed: int | None, fn: Callable, args: tuple, kwargs: dict) -> Any:
     """Run the program on this rank, under a watch."""
     dist.barrier()
     draw = random.Random(f"{seed} {dist.get_rank()}")

@@ -37,5 +37,7 @@ def test_the_table_is_what_lessons_print(tmp_path, capsys, monkeypatch):
 
 
 def test_a_kind_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="one of measured, virtual time, counted, simulated, derived"):
+    with pytest.raises(
+        ValueError, match="one of measured, virtual time, counted, simulated, derived"
+    ):
         claims.decide(99, "x", "guessed", {}, "why")

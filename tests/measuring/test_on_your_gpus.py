@@ -52,5 +52,5 @@ def test_the_sentence_says_what_the_numbers_say(gpus, slow):
 
 
 def test_devices_are_called_by_their_names():
-    assert on_your_gpus.in_words(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
-    assert on_your_gpus.in_words(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"
+    assert on_your_gpus.name_devices(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
+    assert on_your_gpus.name_devices(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"

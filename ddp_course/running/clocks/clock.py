@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from ...errors import DeadlockError
 from . import arbiter, stalls
 from .table import (
     AWAITS,
@@ -36,6 +37,7 @@ class Clock:
         self.table = table
         self.slot = slot
         self.moment = moment
+        self.deadlock: DeadlockError | None = None
 
     def advance(self, moment: int) -> None:
         """Set the clock to `moment`, unless it is later already."""
@@ -90,7 +92,10 @@ class Clock:
         slot = self.slot
         while table.threads[STATE, slot] == BLOCKED:
             if table.head[DEADLOCK] and table.threads[NEEDED, slot]:
-                raise stalls.deadlock(self, why)
+                # On its way out a thread lets go of locks, and would wait again.
+                if self.deadlock is None:
+                    self.deadlock = stalls.deadlock(self, why)
+                raise self.deadlock
             table.sleep_until_woken(slot)
             if table.threads[STATE, slot] == BLOCKED and not table.words[slot]:
                 with table.lock:

@@ -32,8 +32,8 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     since = f"{clock.moment / 1e12:.6f} s"
     line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
     if not table.lines[table.rank, 0] or clock.slot == table.own_threads()[0]:
-        encoded = line.encode()[: LINE - 1]
-        table.lines[table.rank, : len(encoded)] = list(encoded)
+        encoded = line.encode()[: LINE - 1].ljust(LINE, b"\0")
+        table.lines[table.rank] = list(encoded)
     threads = table.arrays["threads"]
     waiting = (threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)
     ranks = sorted(set((waiting.nonzero()[0] // table.threads_per_rank).tolist()))

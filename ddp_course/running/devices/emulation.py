@@ -85,11 +85,11 @@ class Emulation:
     def __exit__(self, *exception):
         Emulation.current = None
         self.stop()
-        self.stack.close()
 
     def stop(self) -> None:
         """Stop emulating: from here on everything runs at full speed."""
         self.active = False
+        self.stack.close()
 
     @property
     def busy_s(self) -> float:
@@ -218,4 +218,3 @@ def full_speed() -> None:
     """
     if Emulation.current is not None:
         Emulation.current.stop()
-        Emulation.current.stack.close()

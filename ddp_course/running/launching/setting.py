@@ -58,14 +58,12 @@ def describe_launch(
     Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of
     arguments.
     """
-    on_gpus = device != "cpu" and isinstance(device, str) and usable_gpus() > 0
-    check_world_size(
-        world_size, argument_bytes, on_gpus
-    )  # this comes first, as a list of a billion ranks takes long
+    gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
+    # This comes first, as a list of a billion ranks takes long.
+    check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated else str(device), world_size)
-    if on_gpus:
-        say_sharing(world_size, usable_gpus())
+    say_sharing(world_size, gpus)
     if link is not None:
         link.check(world_size, backend)
     return Setting(
