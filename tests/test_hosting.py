@@ -57,7 +57,7 @@ esac
     python.chmod(0o755)
     settings = [f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"OS={system}"]
     options = {"cwd": ROOT, "check": True, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(["make", "setup", *settings], **options)
+    done = subprocess.run(["make", "--no-print-directory", "setup", *settings], **options)
     assert (tmp_path / "asked").read_text().splitlines() == learners
     packages = (ROOT / "requirements.lock").read_text().count("==")
     [sentence] = done.stdout.splitlines()  # No recipe is shown.

@@ -370,7 +370,8 @@ def test_the_short_script_takes_its_gpu_before_the_ranks_meet(monkeypatch):
         raise InterruptedError
 
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(dist, "init_process_group", meet)
     with pytest.raises(InterruptedError):

@@ -232,6 +232,6 @@ def prediction(text: str, number: int) -> str:
 
 def reveal(ours: dict, number: int, line: str) -> str:
     """The line that answers prediction `number`."""
-    outcome = html.escape(line.partition("; ")[2])  # "counted: 1.5 p": what it is, and the number
-    settings = f'data-number="{number}" data-right="{ours["right"]}" data-found="{outcome}"'
-    return f'<p class="reveal" {settings} aria-live="polite">{html.escape(line)}</p>'
+    outcome = html.escape(line)  # "counted: 1.5 p": what it is, and the number
+    settings = f'data-number="{number}" data-right="{ours["right"]}" data-outcome="{outcome}"'
+    return f'<p class="reveal" {settings} aria-live="polite">{outcome}</p>'

@@ -61,7 +61,7 @@ class LearningRate:
         warmup, total, peak = (
             random.randrange(5, 20),
             random.randrange(60, 200),
-            random.randrange(1, 60) / 10,
+            random.randrange(11, 60) / 10,  # At a peak of 1 nobody sees that it is missing.
         )
         steps = [
             0,

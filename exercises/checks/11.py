@@ -331,7 +331,7 @@ class Reshard:
         lengths = {"weights": 21, "momentum": 21, "bias": 3}
         wholes = {name: tensors(random, 1, n)[0] for name, n in lengths.items()}
         changes = [(4, 2), (3, 2), (4, 1), (2, 3), (2, 5)]
-        return {"wholes": wholes, "step": random.randrange(99), "changes": changes}
+        return {"wholes": wholes, "step": random.randrange(1, 99), "changes": changes}
 
     def probe(reshard, wholes, step, changes):
         for before, after in changes:

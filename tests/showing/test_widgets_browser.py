@@ -83,7 +83,6 @@ def lab(tmp_path_factory):
             "--no-browser",
             "--port=0",
             "--ServerApp.port_retries=0",
-            "--IdentityProvider.token=secret",
         ],
         stdout=log,
         stderr=log,
@@ -106,9 +105,9 @@ def address(process, log):
     """Wait for the server to print where it opens."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        match = re.search(r"http://127\.0\.0\.1:\d+/lab\S*(?=\?)", log.read_text())
+        match = re.search(r"(http://127\.0\.0\.1:\d+/lab\S*)\?token=(\w+)", log.read_text())
         if match:
-            return match[0] + "?reset&token=secret"
+            return f"{match[1]}?reset&token={match[2]}"
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
 

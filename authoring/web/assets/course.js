@@ -46,7 +46,7 @@ function predict(question) {
     const chosen = Number(event.target.value);
     for (const line of reveals) {
       const verdict = chosen === Number(line.dataset.right) ? "right" : "a surprise";
-      line.textContent = `your guess: ${answers[chosen]}; ${line.dataset.found} – ${verdict}`;
+      line.textContent = `your guess: ${answers[chosen]}; ${line.dataset.outcome} – ${verdict}`;
     }
   });
 }
