@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from .running import wire
-from .stage3_paramserver import broadcast_parameters, gradients, unflatten
+from .stage3_paramserver import broadcast_parameters, gradients, trainable, unflatten
 from .stage4_ring import average_on_ring, ring_all_reduce
 
 
@@ -187,14 +187,6 @@ def train_local(
             meet(model, shared, outer_optimizer)
     same_on_all_ranks(math.inf, shared[0].device)  # this rank meets the others no more
     return losses
-
-
-def trainable(model: Module) -> list[Tensor]:
-    """The parameters that are trained; ValueError if there are none."""
-    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError("the model has no trainable parameters: nothing to train")
-    return trained
 
 
 def same_on_all_ranks(step: float, device: torch.device) -> None:

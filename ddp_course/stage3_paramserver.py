@@ -16,12 +16,17 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from .mesh import refuse_slices
 from .running import wire
 
 
 @torch.no_grad()
 def broadcast_parameters(module, src=0, group=None):
-    """Give every rank the parameters and buffers of rank `src`, by point-to-point messages."""
+    """Give every rank the parameters and buffers of rank `src`, by point-to-point messages.
+
+    Raises ValueError for a model of stage 9 that is split over these ranks.
+    """
+    refuse_slices(dict(module.named_parameters()), group)
     for tensor in [*module.parameters(), *module.buffers()]:
         message = tensor.detach().contiguous()
         if dist.get_rank(group) == src:
@@ -33,23 +38,42 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradients of all trainable parameters: all ranks send equal sizes.
-
-    Raises ValueError if there is no such parameter, RuntimeError if backward left one without a
-    gradient: zeros in its place would let weight decay and momentum change it.
+    """Return the gradients of all trainable parameters, to be averaged in place: all ranks send
+    equal sizes, with a `Missing` where this rank has no gradient. ValueError if there is no such
+    parameter.
     """
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return [
+        Missing(parameter) if parameter.grad is None else parameter.grad
+        for parameter in trainable(module)
+    ]
+
+
+class Missing(torch.Tensor):
+    """In place of a gradient that a rank does not have: negative zeros, which change no sum, as
+    -0.0 + 0.0 is 0.0. If the average is still negative zero, no rank has a gradient, and the
+    parameter gets none: zeros would let weight decay and momentum change it.
+    """
+
+    def __new__(cls, parameter):
+        return torch.full_like(parameter, -0.0).as_subclass(cls)
+
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+    def copy_(self, average):
+        """Take the average over, as the gradient of the parameter."""
+        if not average.signbit().logical_and(average == 0).all():
+            self.parameter.grad = average.clone()
+
+
+def trainable(module):
+    """The parameters that are trained; ValueError if there is none."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(
             "the model has no trainable parameters: nothing to average, nothing to train"
         )
-    missing = [name for name, parameter in parameters.items() if parameter.grad is None]
-    if missing:
-        raise RuntimeError(
-            f"{', '.join(missing)} got no gradient in this backward pass; freeze what is not used,"
-            " by requires_grad_(False), or take stage 6 with find_unused_parameters"
-        )
-    return [parameter.grad for parameter in parameters.values()]
+    return parameters
 
 
 @wire.collective

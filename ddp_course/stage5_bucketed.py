@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .mesh import refuse_slices
 from .running import wire
 from .running.communication import communication_thread, keep_for_backward
 from .running.torch_inside import uncompiled
-from .stage3_paramserver import broadcast_parameters
+from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
 
 DEFAULT_CAP_MB = 25.0
@@ -184,14 +183,9 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
 
 def check_model(module, group):
     """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise ValueError(
-            "the model has no trainable parameters: nothing to average, nothing to train"
-        )
-    refuse_slices(parameters, group)
+    mine = [parameter.shape for parameter in trainable(module)]
     shapes = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, [p.shape for p in parameters.values()], group=group)
+    dist.all_gather_object(shapes, mine, group=group)
     if any(others != shapes[0] for others in shapes):
         raise ValueError("the ranks' models have parameters of different shapes")
 

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from oracles import (
     weights,
 )
 
-from ddp_course import launch, stage3_paramserver
+from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor
+from ddp_course.errors import RankError
 from ddp_course.running import wire
 
 SHAPES = [(5, 3), (), (17,)]
@@ -127,14 +130,51 @@ def test_training_equals_one_device(world_size):
         assert len(losses) == 4
 
 
-def test_a_layer_without_a_gradient_is_refused_because_zeros_would_let_it_decay():
-    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
-    model["used"](torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="bias got no gradient in this backward pass; freeze"):
-        stage3_paramserver.gradients(model)
-    model["unused"].requires_grad_(False)
-    gradients = stage3_paramserver.gradients(model)
-    assert [gradient.abs().sum().item() for gradient in gradients] == [4.0, 2.0]
+def train_with_decay(average):
+    """Layers that no rank, rank 1, or every rank uses, and an optimizer that decays weights."""
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("none", "some", "all")})
+    layers.double()
+    stage3_paramserver.broadcast_parameters(layers)
+    models = [layers, copy.deepcopy(layers)]
+    rank = dist.get_rank()
+    inputs = [torch.randn(4, 3, generator=generator(each)).double() for each in range(2)]
+
+    def loss(model, number):
+        outputs = model["all"](inputs[number])
+        return (model["some"](outputs) if number else outputs).square().mean()
+
+    for model, numbers in zip(models, ([rank], [0, 1]), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (sum(loss(model, number) for number in numbers) / len(numbers)).backward()
+            if model is layers:
+                average(stage3_paramserver.gradients(model))
+            optimizer.step()
+    return [model["none"].weight.grad for model in models], [weights(model) for model in models]
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "average", [stage3_paramserver.average_on_server, stage4_ring.average_on_ring]
+)
+def test_a_layer_that_no_rank_uses_has_no_gradient_anywhere_and_does_not_decay(average):
+    for unused, (averaged, expected) in launch(train_with_decay, average, world_size=2):
+        assert unused == [None, None]
+        assert (averaged - expected).abs().max() < 1e-14
+
+
+def average_by_hand():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    stage3_paramserver.train(stage9_tensor.parallelize(model), [], 0.1)
+
+
+def test_slices_of_one_layer_are_not_overwritten_by_each_other():
+    with pytest.raises(RankError, match=r"parameter 0.weight is split over ranks of this process"):
+        launch(average_by_hand, world_size=2)
 
 
 def test_nothing_trainable_is_refused():

@@ -1,5 +1,6 @@
 """Which models can be cut into parts."""
 
+from ..stage3_paramserver import trainable
 from ..stage6_ddp.checks import same_on_all_ranks
 from .blocks import Sharded
 from .parts import Part
@@ -19,8 +20,5 @@ def check_model(module, group):
         for each in module.modules()
     ):
         raise ValueError("the model, or a part of it, is compiled already; wrap it first")
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError(
-            "the model has no trainable parameters: nothing to average, nothing to train"
-        )
+    trainable(module)
     same_on_all_ranks(parameters, group)
