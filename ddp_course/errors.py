@@ -41,14 +41,18 @@ class RankError(CourseError):
     """
 
     def __init__(self, failures: list, world_size: int):
-        self.failures, self.world_size = failures, world_size
+        self.failures = failures
+        self.world_size = world_size
         culprit = failures[0]
-        self.rank, self.type_name, self.message = culprit.rank, culprit.type_name, culprit.message
+        self.rank = culprit.rank
+        self.type_name = culprit.type_name
+        self.message = culprit.message
         self.traceback = culprit.traceback
         super().__init__(failures, world_size)
 
     def __str__(self):
-        culprit, others = self.failures[0], self.failures[1:]
+        culprit = self.failures[0]
+        others = self.failures[1:]
         lines = [f"{culprit} (of {self.world_size} ranks)"]
         if culprit.traceback:
             lines += ["", culprit.traceback.rstrip()]
@@ -82,7 +86,9 @@ class LaunchTimeout(CourseError):
     """
 
     def __init__(self, timeout: float, states: list, cause: str = ""):
-        self.timeout, self.states, self.cause = timeout, states, cause
+        self.timeout = timeout
+        self.states = states
+        self.cause = cause
         super().__init__(timeout, states, cause)
 
     def __str__(self):

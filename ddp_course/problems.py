@@ -84,7 +84,8 @@ class Problem:
 
     def __init__(self, samples, held_out, dtype, device):
         (self.inputs, self.targets), (self.test_inputs, self.test_targets) = samples, held_out
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
 
     def model(self, seed: int = 0) -> nn.Module:
         """A new model whose weights depend on `seed` only; the state of the random generators stays
@@ -199,7 +200,9 @@ class Bytes(Problem):
             windows[:-held_out, 1:],
         )  # The target of each byte is the byte after it.
         super().__init__(samples, (tested[:, :-1], tested[:, 1:]), dtype, device)
-        self.parameters, self.context, self.dropout = parameters, context, dropout
+        self.parameters = parameters
+        self.context = context
+        self.dropout = dropout
 
     def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, both (N, context) of int64, on the device."""
@@ -258,7 +261,8 @@ class Synthetic(Problem):
         super().__init__(
             (data[:samples], labels[:samples]), (data[samples:], labels[samples:]), dtype, device
         )
-        self.layers, self.width = max(1, round(parameters / width**2)), width
+        self.layers = max(1, round(parameters / width**2))
+        self.width = width
 
     def new_model(self) -> nn.Module:
         """Linear layers with ReLU between: (N, width) to (N, width)."""
@@ -278,8 +282,10 @@ class TransformerBlock(nn.Module):
     def __init__(self, width, heads, dropout):
         super().__init__()
         self.head_width = width // heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.before_attention = nn.LayerNorm(width)
+        self.before_mlp = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -307,12 +313,14 @@ class ByteGPT(nn.Module):
 
     def __init__(self, layers, width, context, dropout=0.0):
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(
             *(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers))
         )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256)
         for quiet in (
             self.positions,
             self.head,
@@ -344,7 +352,8 @@ class Step(nn.Module):
 
     def __init__(self, method, *layers):
         super().__init__()
-        self.method, self.used = method, nn.ModuleList(layers)
+        self.method = method
+        self.used = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the method returns."""

@@ -42,10 +42,11 @@ def gradients(module):
     equal sizes, with a `Missing` where this rank has no gradient. ValueError if there is no such
     parameter.
     """
-    return [
-        Missing(parameter) if parameter.grad is None else parameter.grad
-        for parameter in trainable(module)
-    ]
+    for_average = []
+    for parameter in trainable(module):
+        missing = parameter.grad is None
+        for_average.append(Missing(parameter) if missing else parameter.grad)
+    return for_average
 
 
 class Missing(torch.Tensor):

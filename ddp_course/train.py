@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     waiting = "seconds to wait for a rank that does not answer (default 1800)"
     add("--timeout", type=positive_number, default=1800.0, metavar="S", help=waiting)
-    add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
+    add(
+        "--seed",
+        type=partial(whole_number, least=0),
+        default=0,
+        help="seed of weights, batches and dropout (default 0)",
+    )
     counts = {
         "--steps": ("N", None, "training steps in all (default: the problem's)"),
         "--every": ("N", 10, "steps between checkpoints (default 10)"),
@@ -157,7 +163,9 @@ def complete(options: argparse.Namespace, saved: Any) -> Job:
         dropout=options.dropout,
         device=str(rank_device()),
     )
-    options.steps, options.global_batch, options.lr = job.steps, job.global_batch, job.lr
+    options.steps = job.steps
+    options.global_batch = job.global_batch
+    options.lr = job.lr
     return job
 
 
@@ -199,7 +207,9 @@ def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[st
     """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is
     saved.
     """
-    stage, world_size, start = ladder.find(options.stage), dist.get_world_size(), state["step"]
+    stage = ladder.find(options.stage)
+    world_size = dist.get_world_size()
+    start = state["step"]
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
     model.load_state_dict(state["model"])

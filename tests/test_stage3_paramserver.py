@@ -141,7 +141,9 @@ def train_with_decay(average):
 
     def loss(model, number):
         outputs = model["all"](inputs[number])
-        return (model["some"](outputs) if number else outputs).square().mean()
+        if number:
+            outputs = model["some"](outputs)
+        return outputs.square().mean()
 
     for model, numbers in zip(models, ([rank], [0, 1]), strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)

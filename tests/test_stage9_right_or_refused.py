@@ -244,9 +244,9 @@ def penalty(wanted):
     gradient.as_subclass(torch.Tensor).square().sum().backward()
 
 
-def steps_before():
+def steps_before(optimizer, **settings):
     model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = optimizer(model.parameters(), lr=0.1, **settings)
     cross_entropy(model(data()[0]), data()[1]).backward()
     optimizer.step()
     stage9_tensor.parallelize(model)
@@ -292,6 +292,13 @@ def each_weight(function):
 PART = "this rank has a part of the tensor only"
 AXIS = "is split over ranks of this process group"
 INIT = nn.init
+WITH_STATE = [
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.Adagrad, {"fused": True}),
+]
 REFUSED = {
     "a gradient penalty": ("differentiate twice", lambda: penalty(lambda m, x: x)),
     "one of the weights": ("differentiate twice", lambda: penalty(lambda m, x: m[0].weight)),
@@ -306,7 +313,13 @@ REFUSED = {
         "compiled already",
         lambda: stage9_tensor.parallelize(torch.compile(net(), backend="eager")),
     ),
-    "an optimizer with steps": ("make the optimizer anew", steps_before),
+    **{
+        f"an optimizer with steps, {optimizer.__name__} {settings}": (
+            "make the optimizer anew",
+            partial(steps_before, optimizer, **settings),
+        )
+        for optimizer, settings in WITH_STATE
+    },
     "a weight exchanged": ("was exchanged", exchanged),
     "other shapes": ("all ranks must have the same model", other_shapes),
     "nothing to split": (

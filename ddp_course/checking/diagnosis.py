@@ -89,7 +89,8 @@ def values_of(
     values = []
     for case, right in expected.items():
         if isinstance(right, dict) and all(type(rank) is int for rank in right):
-            of_case, of_idle = actual.get(case, {}), idle.get(case, {})
+            of_case = actual.get(case, {})
+            of_idle = idle.get(case, {})
             values += [
                 Value(case, rank, of_case.get(rank), item, of_idle.get(rank))
                 for rank, item in right.items()
@@ -240,7 +241,9 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     places = apart(actual, expected, bound).reshape(-1).nonzero()
     if not len(places):
         return ""
-    place, x, y = int(places[0]), actual.reshape(-1).double(), expected.reshape(-1).double()
+    place = int(places[0])
+    x = actual.reshape(-1).double()
+    y = expected.reshape(-1).double()
     odd = (
         "; such numbers come up when bytes are read as another dtype, or when nobody has filled a"
         " buffer"

@@ -48,18 +48,21 @@ def gather(
     """
     warm_up()
     results: list[Evidence] = []
-    waiting, tries = list(attempts), 0
+    waiting = list(attempts)
+    tries = 0
     while waiting:
         task = find(waiting[0].number)
         done, failure = launched(waiting, task, patience, enter)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
-        waiting, tries = waiting[len(done) :], 0 if done else tries + 1
+        waiting = waiting[len(done) :]
+        tries = 0 if done else tries + 1
         if not failure:
             break
         if waiting and (BUSY not in str(failure) or tries == TRIES):
-            failed, tries = waiting.pop(0), 0
+            failed = waiting.pop(0)
+            tries = 0
             results.append(Evidence(None, explain(failure, find(failed.number))))
     return results
 

@@ -16,12 +16,14 @@ def duplex_server_all_reduce(
     comes in.
     """
     flat = flattened(tensor)
-    parts, serving = flat.tensor_split(pieces), dist.get_rank(group) == 0
+    parts = flat.tensor_split(pieces)
+    serving = dist.get_rank(group) == 0
     peers = wire.others(0, group) if serving else [wire.global_rank(0, group)]
     for coming in range(
         pieces + 1
     ):  # this piece goes to the server, while the piece before it comes back
-        there, back = parts[coming : coming + 1], parts[coming - 1 : coming] if coming else ()
+        there = parts[coming : coming + 1]
+        back = parts[coming - 1 : coming] if coming else ()
         if serving:
             arriving = [(torch.empty_like(part), peer) for part in there for peer in peers]
             wire.exchange_all([(part, peer) for part in back for peer in peers], arriving, group)

@@ -22,7 +22,8 @@ def halving_doubling_all_reduce(
     even rank, and waits for the sum.
     """
     flat = flattened(tensor)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     power = 2 ** (world_size.bit_length() - 1)
     folded = 2 * (world_size - power)
     other = wire.global_rank(rank ^ 1, group) if rank < folded else None

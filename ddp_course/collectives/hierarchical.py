@@ -48,8 +48,7 @@ def reduce_scatter_among(
     """Stage 4's reduce-scatter in the ring of the ranks `members`; return the index of the chunk
     finished here.
     """
-    size, place = len(members), members.index(dist.get_rank(group))
-    left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
+    place, size, left, right = ring_of(members, group)
     scratch = torch.empty_like(chunks[0])
     for step in range(size - 1):
         target = chunks[(place - step - 1) % size]
@@ -62,9 +61,17 @@ def allgather_among(
     chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
 ) -> None:
     """Stage 4's allgather in the ring of the ranks `members`."""
-    size, place = len(members), members.index(dist.get_rank(group))
-    left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
+    place, size, left, right = ring_of(members, group)
     for step in range(size - 1):
         wire.exchange(
             chunks[(place + 1 - step) % size], right, chunks[(place - step) % size], left, group
         )
+
+
+def ring_of(
+    members: list[int], group: dist.ProcessGroup | None = None
+) -> tuple[int, int, int, int]:
+    """Return this rank's place among `members`, their number, and the neighbours' global ranks."""
+    size, place = len(members), members.index(dist.get_rank(group))
+    left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
+    return place, size, left, right

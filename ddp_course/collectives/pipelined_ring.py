@@ -25,7 +25,8 @@ def pipelined_ring_all_reduce(
     ring.
     """
     flat = flattened(tensor)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     if world_size == 1:
         return tensor
     chunks = flat.tensor_split(world_size)
@@ -39,7 +40,8 @@ def pipelined_ring_all_reduce(
 
 def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup | None) -> None:
     """Reduce-scatter and allgather, segment by segment."""
-    world_size, parts = len(chunks), max(1, -(-chunks[0].nbytes // SEGMENT))
+    world_size = len(chunks)
+    parts = max(1, -(-chunks[0].nbytes // SEGMENT))
     steps = range(2 * (world_size - 1))
     arriving = [
         segment

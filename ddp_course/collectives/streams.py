@@ -31,7 +31,9 @@ import torch.distributed as dist
 from ..running import clocks, wire
 from ..running.torch_inside import timeout_of
 
-ADDRESS_BYTES, PASSWORD_BYTES, SIZE_BYTES = 128, 16, 8
+ADDRESS_BYTES = 128
+PASSWORD_BYTES = 16
+SIZE_BYTES = 8
 PASSWORD_SECONDS = 5.0  # A connection that sends no password for this many seconds is closed.
 _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
@@ -74,7 +76,8 @@ class Streams:
     def __init__(self, group):
         _, _, self.left, self.right = wire.neighbours(group)
         self.incoming, self.outgoing = connect(self.left, self.right, group)
-        self.writer, self.leaving = ThreadPoolExecutor(1, "send"), []
+        self.writer = ThreadPoolExecutor(1, "send")
+        self.leaving = []
 
     def agree(self, nbytes: int) -> None:
         """Raise ValueError if the left neighbour is about to sum another number of bytes.
@@ -133,7 +136,8 @@ class Streams:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        leaving, self.leaving = self.leaving, []
+        leaving = self.leaving
+        self.leaving = []
         for sent in leaving:
             sent.result()
 
@@ -155,7 +159,8 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
         text = f"{address} {door.getsockname()[1]} {password.hex()}".encode().ljust(ADDRESS_BYTES)
         mine = torch.tensor(list(text), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
-        arriving, leaving = dist.irecv(theirs, right, group), dist.isend(mine, left, group)
+        arriving = dist.irecv(theirs, right, group)
+        leaving = dist.isend(mine, left, group)
         arriving.wait()
         host, port, their_password = bytes(theirs.tolist()).decode().split()
         outgoing = socket.create_connection((host, int(port)), timeout=seconds)

@@ -16,11 +16,10 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     - d.
     """
     flat = flattened(tensor)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    incoming, distances = (
-        torch.empty_like(flat),
-        [2**i for i in range(max(1, world_size - 1).bit_length())],
-    )
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    incoming = torch.empty_like(flat)
+    distances = [2**i for i in range(max(1, world_size - 1).bit_length())]
     for distance in distances:
         if rank % (2 * distance) == distance:
             wire.send(flat, wire.global_rank(rank - distance, group), group)

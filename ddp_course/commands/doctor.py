@@ -51,7 +51,8 @@ def machine() -> Iterator[tuple[str, ...]]:
     """
     from ..running.linux import free_memory, processor_share
 
-    memory, cores = free_memory() / 2**30, processor_share()
+    memory = free_memory() / 2**30
+    cores = processor_share()
     two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "cores", f"{cores:g}", *([f"four ranks want two cores; {two}"] if cores < 2 else [])

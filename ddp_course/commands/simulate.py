@@ -37,13 +37,15 @@ def main(args: argparse.Namespace) -> None:
     """Print the table, write the figure."""
     from ..showing.simulator_plots import scaling_figure
 
-    devices, algorithm = parse_devices(args.devices), args.algorithm.replace("-", "_")
+    devices = parse_devices(args.devices)
+    algorithm = args.algorithm.replace("-", "_")
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
     between, within = (
         theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag))
         for speed, lag in links
     )
-    network, folder = Network(between, within, args.per_host), files.writable_folder(args.out)
+    network = Network(between, within, args.per_host)
+    folder = files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
     names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
     lines = {

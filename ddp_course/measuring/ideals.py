@@ -59,7 +59,8 @@ def alone(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
 
 def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step in which communication follows the backward pass."""
-    nbytes, seconds = job.gradient_bytes, job.work(device, job.world_size).compute_s
+    nbytes = job.gradient_bytes
+    seconds = job.work(device, job.world_size).compute_s
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
@@ -186,7 +187,8 @@ def fully_sharded(
         return line_free
 
     for place, (moment, kind, number) in enumerate(events):
-        now, worked = now + moment - worked, moment
+        now = now + moment - worked
+        worked = moment
         if kind == "done":
             travel(number)
         elif kind != "end":

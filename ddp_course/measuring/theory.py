@@ -97,11 +97,13 @@ def hierarchical_ring(
     middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively Distributed SGD", 2018
     (2D-torus all-reduce).
     """
-    hosts, shard = host_count(world_size, per_host), nbytes / world_size
+    hosts = host_count(world_size, per_host)
+    shard = nbytes / world_size
     inside = 2 * (per_host - 1) * (local or costs).message(nbytes / per_host)
     if hosts == 1:
         return inside
-    alone, shared = costs.message(shard), per_host * shard * costs.beta
+    alone = costs.message(shard)
+    shared = per_host * shard * costs.beta
     return (
         inside + (per_host - 1) * shard * costs.beta + (2 * hosts - 3) * max(shared, alone) + alone
     )

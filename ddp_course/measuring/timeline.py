@@ -91,7 +91,9 @@ class Recorder:
     """Notes the `spans` of a process. The thread that makes the recorder drives device 0."""
 
     def __init__(self):
-        self.spans, self.thread, self.inside = [], threading.current_thread(), threading.local()
+        self.spans = []
+        self.thread = threading.current_thread()
+        self.inside = threading.local()
 
     @contextmanager
     def span(self, name: str, tensor: Any) -> Iterator[None]:
@@ -100,7 +102,8 @@ class Recorder:
         """
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
         first = tensor is None or threading.current_thread() is self.thread
-        number, start = 0 if first else device_number(tensor), wire.now(gpu)
+        number = 0 if first else device_number(tensor)
+        start = wire.now(gpu)
         try:
             yield
         finally:

@@ -74,6 +74,7 @@ def synchronize(tensor: torch.Tensor) -> None:
 @contextmanager
 def stopwatch() -> Iterator[SimpleNamespace]:
     """Time a block: `with stopwatch() as watch: …`, then `watch.seconds`."""
-    watch, start = SimpleNamespace(seconds=0.0), perf_counter()
+    watch = SimpleNamespace(seconds=0.0)
+    start = perf_counter()
     yield watch
     watch.seconds = perf_counter() - start

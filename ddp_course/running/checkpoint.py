@@ -28,7 +28,8 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from . import files
 
-WRITER, PATIENCE_SECONDS = ".writer", 3.0
+WRITER = ".writer"
+PATIENCE_SECONDS = 3.0
 OWNER_ONLY = 0o600
 NOT_WRITTEN = (
     'no checkpoint could be written to "{}": {}. Those before are untouched; free some space, or'
@@ -48,7 +49,8 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
-    folder, content = Path(path), packed(state)
+    folder = Path(path)
+    content = packed(state)
     with writing_to(folder):
         try:
             for leftover in folder.glob(

@@ -65,7 +65,8 @@ class CommunicationThread:
     """
 
     def __init__(self, group):
-        self.group, self.streams = twin(group), {}
+        self.group = twin(group)
+        self.streams = {}
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
         finalize(self, self.jobs.put, None)
@@ -79,7 +80,8 @@ class CommunicationThread:
         processor.
         """
         stream = self.stream(device)
-        job, ready = Future(), stream and torch.cuda.current_stream(device).record_event()
+        job = Future()
+        ready = stream and torch.cuda.current_stream(device).record_event()
         self.jobs.put((job, lambda: self.carry_out(function, ready, stream)))
 
         def wait():

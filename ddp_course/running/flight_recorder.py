@@ -26,7 +26,8 @@ import torch.distributed as dist
 from ..errors import MismatchError
 
 CALLS_PER_RANK = 64  # ranks are never more than this many calls apart
-TEXT_BYTES, MOST_MEMBERS = 200, 128
+TEXT_BYTES = 200
+MOST_MEMBERS = 128
 
 _own = SimpleNamespace(
     memory=None, rank=0
@@ -76,10 +77,8 @@ def size(world_size: int) -> int:
 
 def attach(descriptor: int, rank: int, world_size: int) -> None:
     """Record this process's collectives as those of rank `rank` in the shared file `descriptor`."""
-    _own.memory, _own.rank = (
-        (Call * CALLS_PER_RANK * world_size).from_buffer(mmap.mmap(descriptor, 0)),
-        rank,
-    )
+    _own.memory = (Call * CALLS_PER_RANK * world_size).from_buffer(mmap.mmap(descriptor, 0))
+    _own.rank = rank
 
 
 @contextmanager
@@ -117,10 +116,8 @@ def tag() -> int:
 
 def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     """Record that a collective begins, and compare it with the other ranks' calls."""
-    group_name, members = (
-        (group or dist.group.WORLD).group_name,
-        tuple(dist.get_process_group_ranks(group)),
-    )
+    group_name = (group or dist.group.WORLD).group_name
+    members = tuple(dist.get_process_group_ranks(group))
     sequence = sequences[group_name] = sequences.get(group_name, 0) + 1
     key = number_of(group_name)
     slot = (
@@ -129,7 +126,8 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     own = _own.memory[_own.rank][slot]
     own.sequence = 0
     own.digest, own.group, own.begin, own.end = tag(), key, time.monotonic(), 0.0
-    own.marks, own.words = marks(members), what.encode()[:TEXT_BYTES]
+    own.marks = marks(members)
+    own.words = what.encode()[:TEXT_BYTES]
     own.sequence = (
         sequence  # this is written last: a reader that sees it finds the other fields complete
     )

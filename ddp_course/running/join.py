@@ -102,12 +102,11 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     Any process that reaches a store can write into it: on one machine, the store listens on the
     loopback.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
-    host, port = (
-        LOOPBACK if one_machine else os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-    )
+    host = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
 
     def open_store(port):
         if one_machine:

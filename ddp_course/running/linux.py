@@ -20,15 +20,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = (
     0x00020000,
     0x04000000,
     0x10000000,
     0x40000000,
 )
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 1
 LISTENING = "0A"  # the kernel's number for the state of a socket that takes connections
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -85,7 +89,8 @@ def unshare_as_anyone(flags: int) -> None:
     try:
         call("unshare", flags)
     except PermissionError:
-        user, group = os.geteuid(), os.getegid()
+        user = os.geteuid()
+        group = os.getegid()
         call("unshare", flags | CLONE_NEWUSER)
         for name, text in (
             ("setgroups", "deny"),

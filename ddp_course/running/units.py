@@ -42,10 +42,10 @@ def bytes_per_second(text: str | int) -> float:
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
-def whole_number(text: str) -> int:
-    """Parse a whole number of 1 or more, for an option of a command, which names the option."""
-    if not re.fullmatch(r"\s*\+?0*[1-9][0-9]{0,11}\s*", text):
-        raise ArgumentTypeError(f'"{text}" must be a whole number, 1 or more')
+def whole_number(text: str, least: int = 1) -> int:
+    """Parse a whole number, for an option of a command, which names the option."""
+    if not re.fullmatch(r"\s*\+?[0-9]{1,12}\s*", text) or int(text) < least:
+        raise ArgumentTypeError(f'"{text}" must be a whole number, {least} to 999999999999')
     return int(text)
 
 
@@ -55,17 +55,9 @@ def positive_number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25')
+    if not 0 < value < 1e9:
+        raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25, below 1e9')
     return value
-
-
-def two_digits(value: float, up: bool = False) -> float:
-    """Return `value` cut to its two leading digits, or rounded `up` to them: a number that is easy
-    to type.
-    """
-    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return (math.ceil if up else math.floor)(value / digit) * digit
 
 
 def _parse(text, units, what, example, zero=False):

@@ -30,7 +30,8 @@ from typing import Any
 
 from . import linux
 
-SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
+SWITCH_ADDRESS = "10.77.255.254"
+PREFIX = 16
 FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has this many bytes
 # after a pause bytes pass at full speed for this long: the kernel's timers allow no less
 BURST_SECONDS = 0.0008
@@ -172,7 +173,8 @@ def forbidden_by() -> str | None:
     """
     if sys.platform != "linux":
         return "virtual hosts need Linux"
-    command, package = [sys.executable, "-m", __name__], Path(__file__).parents[2]
+    command = [sys.executable, "-m", __name__]
+    package = Path(__file__).parents[2]
     try:
         subprocess.run(
             command,

@@ -7,6 +7,7 @@ process has.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ import torch.distributed as dist
 
 from . import clocks, flight_recorder
 from .event_clock import Clock
-from .torch_inside import as_plain_tensors
+from .torch_inside import as_plain_tensors, default_store
 
 Group = dist.ProcessGroup | None
+SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def observing(callback: Callable[[Event], None], clock: Clock | None = None) -> 
     """Call `callback(event)` after every message and span of this process, from any thread; `clock`
     marks times.
     """
-    before, card.clock = card.clock, clock or card.clock
+    before = card.clock
+    card.clock = clock or card.clock
     card.observers.append(callback)
     try:
         yield
@@ -151,6 +154,31 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(tensors, *args, **kwargs)
 
     return announced
+
+
+@contextmanager
+def naming_absent(group: Group = None) -> Iterator[None]:
+    """Within this block, a collective of the backend that has waited in vain names the ranks that
+    have not come.
+
+    A rank whose collective fails says so in the job's store. One that came late fails with the
+    first that gives up, because that one closes its connections.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        members = dist.get_process_group_ranks(group)
+        key = f"ddp_course/waited/{members}/"
+        store = default_store()
+        store.set(f"{key}{dist.get_rank()}", "")
+        if "timed out" not in str(error).lower():
+            raise
+        time.sleep(SECONDS_TO_SAY)
+        absent = [rank for rank in members if not store.check([f"{key}{rank}"])]
+        raise RuntimeError(
+            f"ranks {absent} have not come to the collective that the others wait in (if there are"
+            f" none here, the ranks are in different ones): {error}"
+        ) from error
 
 
 class Transfer:
@@ -261,7 +289,8 @@ def neighbours(group: Group = None) -> tuple[int, int, int, int]:
     """Return this rank in `group`, the group's size, and the global ranks of the left and the right
     neighbour.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
 

@@ -62,7 +62,8 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
     member. Buckets that are still open at the end come last, those of the dtype seen last before
     the others.
     """
-    filling, closed = {}, []
+    filling = {}
+    closed = []
     for index in range(len(tensors)) if order is None else order:
         tensor = tensors[index]
         if index in sparse:
@@ -84,7 +85,9 @@ class Filling:
     """
 
     def __init__(self, limits):
-        self.members, self.size, self.limits = [], 0, limits
+        self.members = []
+        self.size = 0
+        self.limits = limits
 
 
 class Bucket:
@@ -96,7 +99,9 @@ class Bucket:
     """
 
     def __init__(self, index, parameters, as_view, dtype=None):
-        self.index, self.parameters, self.missing = index, parameters, len(parameters)
+        self.index = index
+        self.parameters = parameters
+        self.missing = len(parameters)
         dtype = dtype or parameters[0].dtype
         self.as_view = as_view and dtype == parameters[0].dtype
         offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
@@ -121,7 +126,8 @@ class Bucket:
         The division comes before the sum, as in torch: large gradients do not overflow, and the
         bits agree.
         """
-        parameter, view = self.parameters[slot], self.views[slot]
+        parameter = self.parameters[slot]
+        view = self.views[slot]
         grad = parameter.grad
         if grad is None:
             view.zero_()
@@ -156,7 +162,8 @@ class Bucket:
         """
         if averages.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(averages.view(-1))
-        grads, views = [], []
+        grads = []
+        views = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view or parameter in untouched:
                 continue

@@ -7,6 +7,7 @@ those of the others are lost.
 
 import torch.distributed as dist
 
+from ..running import wire
 from ..stage3_paramserver import flattened, unflatten
 
 
@@ -15,5 +16,6 @@ def broadcast_tensors(tensors, src, group):
     device.
     """
     for flat, members in flattened([tensor.detach() for tensor in tensors]):
-        dist.broadcast(flat, group_src=src, group=group)
+        with wire.naming_absent(group):
+            dist.broadcast(flat, group_src=src, group=group)
         unflatten(flat, members)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 from ..mesh import refuse_slices
-from ..running.torch_inside import default_group
+from ..running import wire
+from ..running.torch_inside import default_group, is_wrapper
 
 SHARDED = {
     "FullyShardedDataParallel",
@@ -29,6 +30,11 @@ def trainable(module, ignored):
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise RuntimeError(
                 f"parameter {name} is not initialised yet; run one batch through the model first"
+            )
+        if is_wrapper(type(parameter)):
+            raise ValueError(
+                f"parameter {name} is a {type(parameter).__name__}, which has its elements in"
+                " other tensors, on several ranks perhaps: give an ordinary one, by full_tensor()"
             )
     kinds = {parameter.device.type for parameter in managed.values()}
     if len(kinds) > 1:
@@ -64,9 +70,13 @@ def same_on_all_ranks(parameters, group=None):
     gradients = {
         name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()
     }
-    mine = [(name, tuple(g.shape), str(g.dtype), g.stride()) for name, g in gradients.items()]
+    mine = [
+        (name, f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}")
+        for name, gradient in gradients.items()
+    ]
     ranks = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, mine, group=group)
+    with wire.naming_absent(group):
+        dist.all_gather_object(ranks, mine, group=group)
     for rank, parameters_there in enumerate(ranks):
         difference = first_difference(ranks[0], parameters_there, rank)
         if difference:
@@ -75,13 +85,12 @@ def same_on_all_ranks(parameters, group=None):
 
 def first_difference(expected, actual, rank):
     """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not."""
-    for index, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
-        for what, a, b in zip(("shape", "dtype", "strides"), theirs[1:], ours[1:], strict=True):
-            if a != b:
-                return (
-                    f"parameter {index} ({theirs[0]}) has {what} {a} on rank 0, and ({ours[0]}) {b}"
-                    f" on rank {rank}"
-                )
+    for index, ((name, form), (own_name, own)) in enumerate(zip(expected, actual, strict=False)):
+        if form != own:
+            return (
+                f"parameter {index} ({name}) has {form} on rank 0, and ({own_name}) {own} on rank"
+                f" {rank}"
+            )
     if len(expected) != len(actual):
         longer = max(expected, actual, key=len)
         extra = ", ".join(name for name, *_ in longer[min(len(expected), len(actual)) :])

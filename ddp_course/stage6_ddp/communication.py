@@ -75,7 +75,8 @@ def by_backend(group=None):
 
     def start(bucket):
         """Have the backend sum the bucket."""
-        began, flat = wire.now(), bucket.buffer()
+        began = wire.now()
+        flat = bucket.buffer()
         work = (group or default_group()).allreduce(
             [torch.view_as_real(flat) if flat.is_complex() else flat], options
         )
@@ -83,7 +84,8 @@ def by_backend(group=None):
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 
         def wait():
-            work.wait()
+            with wire.naming_absent(group):
+                work.wait()
             return bucket.buffer()
 
         return wait
@@ -95,7 +97,8 @@ def by_algorithm(all_reduce, group=None):
     """Our own `all_reduce`, such as a ring, in the communication thread; the backend sums sparse
     gradients.
     """
-    thread, backend = communication_thread(group), by_backend(group)
+    thread = communication_thread(group)
+    backend = by_backend(group)
 
     def start(bucket):
         """Have the communication thread sum the bucket."""

@@ -80,27 +80,23 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             )
         super().__init__()
         Joinable.__init__(self)
-        self.process_group, self.device_mesh = (
-            checks.group_of(process_group, device_mesh),
-            device_mesh,
-        )
+        self.process_group = checks.group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
         checks.refuse_modules(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = checks.trainable(module, self.parameters_to_ignore)
-        self.module, self.device = module, next(iter(parameters.values())).device
+        self.module = module
+        self.device = next(iter(parameters.values())).device
         self.device_ids, self.output_device = checks.devices_of(
             parameters, device_ids, output_device
         )
-        self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = (
-            bucket_cap_mb,
-            bucket_cap_mb_list,
-            static_graph,
-        )
-        self.gradient_as_bucket_view, self.find_unused_parameters = (
-            gradient_as_bucket_view,
-            find_unused_parameters,
-        )
-        self.all_reduce, self.comm_hook = all_reduce, None
+        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_cap_mb_list = bucket_cap_mb_list
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.all_reduce = all_reduce
+        self.comm_hook = None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         older = broadcast_buffers is not False
         self.forward_sync_buffers = older if forward_sync_buffers is None else forward_sync_buffers
@@ -118,7 +114,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def make_reducer(self):
         """Lay out the buckets and listen to the gradients; unpickling calls this too."""
         self.has_buffers = bool(self.named_buffers_in_sync())
-        group, automatically = self.process_group, self.bucket_cap_mb == "auto"
+        group = self.process_group
+        automatically = self.bucket_cap_mb == "auto"
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
         kind = (
             StaticGraph
@@ -178,7 +175,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         backward pass. The first forward and backward after the context average all that was
         accumulated, once.
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
@@ -233,7 +231,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def use_comm_hook(self):
         """Have the registered hook communicate, and divide by the number of ranks."""
-        self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
+        self.reducer.start = by_hook(*self.comm_hook)
+        self.reducer.hooked = True
 
     def join(
         self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
@@ -267,5 +266,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self.process_group, self.comm_hook = dist.group.WORLD, None
+        self.process_group = dist.group.WORLD
+        self.comm_hook = None
         self.make_reducer()

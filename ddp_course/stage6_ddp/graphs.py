@@ -5,14 +5,13 @@ static_graph              a gradient may come in no part or in several, but in t
                           every pass
 """
 
-from ..running.torch_inside import after_backward
+from ..running.torch_inside import after_backward, tensors_in
 from .reducer import Reducer
 from .unused import (
     CHANGED,
     UNUSED_ALTHOUGH_SEARCHED,
     behind_entrance,
     count_users,
-    tensors_in,
     used_anew,
     used_by,
 )
@@ -68,7 +67,8 @@ class FindUnused(Reducer):
 
     def untouched(self):
         """The parameters that are 0 in the sum of the bitmaps."""
-        self.users, self.used = self.counting(), [0] * len(self.parameters)
+        self.users = self.counting()
+        self.used = [0] * len(self.parameters)
         return {
             parameter
             for parameter, count in zip(self.parameters, self.users, strict=True)
@@ -91,14 +91,16 @@ class StaticGraph(Reducer):
     reason = CHANGED
 
     def __init__(self, parameters, *settings, **named):
-        self.counts, self.counted = [0] * len(parameters), False
+        self.counts = [0] * len(parameters)
+        self.counted = False
         self.idle = None  # it becomes the set of parameters that no rank used in the first pass
         super().__init__(parameters, *settings, **named)
 
     def start_over(self):
         """As in every reducer; also expect all parts of all gradients."""
         super().start_over()
-        self.end_is_queued, self.remaining = False, list(self.counts)
+        self.end_is_queued = False
+        self.remaining = list(self.counts)
         self.unused = [index for index, count in enumerate(self.counts) if count == 0]
 
     def expect(self, outputs):
@@ -134,7 +136,8 @@ class StaticGraph(Reducer):
 
     def reduce_all(self):
         """At the end of the first pass, reduce all gradients, in however many parts they came."""
-        self.counted, self.ready = True, set()
+        self.counted = True
+        self.ready = set()
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)
         for index in range(len(self.parameters)):
             self.mark_ready(index)

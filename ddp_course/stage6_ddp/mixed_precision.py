@@ -11,10 +11,19 @@ optimizer, checkpoints, accumulated gradients. A bucket in half precision has ha
 float32.
 """
 
+from contextlib import ExitStack
+
 import torch
 from torch.func import functional_call
 
-from ..running.torch_inside import tree_map_only
+from ..running.torch_inside import (
+    after_backward,
+    backward_pass,
+    tensors_in,
+    tree_map_only,
+    uncompiled,
+    with_weights,
+)
 
 
 class LowPrecision:
@@ -26,11 +35,12 @@ class LowPrecision:
     """
 
     def __init__(self, wanted, module, ignored):
-        self.compute, self.communicate = (
-            wanted.param_dtype,
-            wanted.reduce_dtype or wanted.param_dtype,
-        )
-        self.module, self.ignored = module, ignored
+        self.compute = wanted.param_dtype
+        self.communicate = wanted.reduce_dtype or wanted.param_dtype
+        self.module = module
+        self.ignored = ignored
+        self.in_backward = ExitStack()
+        self.latest = -1  # This is the number of the latest backward pass.
         for name, buffer in module.named_buffers():
             if name not in ignored and buffer.is_floating_point() and wanted.buffer_dtype:
                 buffer.data = buffer.to(wanted.buffer_dtype)
@@ -39,13 +49,28 @@ class LowPrecision:
         """Run the module with low-precision weights and inputs."""
         if self.compute is None:
             return self.module(*inputs, **kwargs)
-        weights = {
-            n: p
-            for n, p in self.module.named_parameters()
-            if n not in self.ignored and p.is_floating_point()
-        }
-        low = {name: parameter.to(self.compute) for name, parameter in weights.items()}
+        self.in_backward.close()  # The pass before may have ended with an exception.
         cast = lambda tensor: tensor.to(self.compute) if tensor.is_floating_point() else tensor  # noqa: E731
-        return functional_call(
-            self.module, low, *tree_map_only(torch.Tensor, cast, (inputs, kwargs))
-        )
+        low = tree_map_only(torch.Tensor, cast, (inputs, kwargs))
+        outputs = functional_call(self.module, self.weights(), *low)
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self.enter_backward)
+        return outputs
+
+    @torch.enable_grad()  # Hooks run without.
+    def weights(self):
+        """{name: low-precision weight}, made from the module's own."""
+        return {
+            name: parameter.to(self.compute)
+            for name, parameter in self.module.named_parameters()
+            if name not in self.ignored and parameter.is_floating_point()
+        }
+
+    @uncompiled
+    def enter_backward(self, gradient):
+        """The hook on outputs: activation checkpointing will run parts of the module again."""
+        if backward_pass() != self.latest:
+            self.latest = backward_pass()
+            self.in_backward.enter_context(with_weights(self.module, self.weights()))
+            after_backward(self.in_backward.close)

@@ -56,7 +56,8 @@ class Reducer:
         calibrate=None,
         order_is_known=False,
     ):
-        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
         self.sparse = {
             index for index, parameter in enumerate(self.parameters) if parameter in sparse
         }
@@ -67,9 +68,13 @@ class Reducer:
             as_view,
             dtype,
         )
-        self.divisor, self.hooked = dist.get_world_size(group), False
-        self.order, self.rebuilt, self.expecting = [], False, False
-        self.calibrate, self.moments = calibrate, []
+        self.divisor = dist.get_world_size(group)
+        self.hooked = False
+        self.order = []
+        self.rebuilt = False
+        self.expecting = False
+        self.calibrate = calibrate
+        self.moments = []
         self.clock = Clock(self.parameters[0].device) if calibrate else None
         first_limits = limits if order_is_known else [NO_LIMIT]
         self.make_buckets(assign_buckets(self.parameters, first_limits, self.sparse)[::-1])
@@ -103,7 +108,8 @@ class Reducer:
 
     def start_over(self):
         """Get ready for the next backward pass: no gradient is there, no bucket has left."""
-        self.ready, self.waits = set(), []
+        self.ready = set()
+        self.waits = []
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
@@ -114,7 +120,9 @@ class Reducer:
         is to use.
         """
         self.start_over()
-        self.expecting, self.order, self.moments = True, [], []
+        self.expecting = True
+        self.order = []
+        self.moments = []
         return outputs
 
     def check_finished(self):
@@ -141,9 +149,11 @@ class Reducer:
                 self.parameters, self.sparse, self.order, moments, *self.calibrate()
             )
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
-        dist.broadcast(plan, group_src=0, group=self.group)
+        with wire.naming_absent(self.group):
+            dist.broadcast(plan, group_src=0, group=self.group)
         numbers = plan.tolist()  # the processor waits for a GPU here, once
-        order, limits = numbers[: len(self.order)], numbers[len(self.order) :]
+        order = numbers[: len(self.order)]
+        limits = numbers[len(self.order) :]
         self.rebuilt = True
         self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
 

@@ -83,7 +83,8 @@ class SyncBatchNorm(BatchNorm):
         """
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
-                layer.__class__, layer.process_group = cls, process_group
+                layer.__class__ = cls
+                layer.process_group = process_group
         return module
 
 

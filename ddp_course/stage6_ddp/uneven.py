@@ -21,17 +21,16 @@ class Shadow(JoinHook):
 
     def __init__(self, ddp, divide_by_initial_world_size=True):
         super().__init__()
-        self.ddp, ddp.divides_by_initial_world_size, ddp.buffers_from = (
-            ddp,
-            divide_by_initial_world_size,
-            0,
-        )
+        self.ddp = ddp
+        ddp.divides_by_initial_world_size = divide_by_initial_world_size
+        ddp.buffers_from = 0
 
     def main_hook(self):
         """Shadow one iteration: rebuild buckets, sync buffers, and reduce all buckets if the other
         ranks do.
         """
-        ddp, reducer = self.ddp, self.ddp.reducer
+        ddp = self.ddp
+        reducer = self.ddp.reducer
         reducer.rebuild()
         if ddp.syncs_buffers():
             ddp.sync_buffers(common_rank(ddp, False))

@@ -28,7 +28,9 @@ def graph_behind(roots, stop=()):
     """Return `roots` and the autograd functions that they lead to without passing through `stop`,
     and the leaves.
     """
-    functions, leaves, seen = [*roots], set(), {None, *roots, *stop}
+    functions = [*roots]
+    leaves = set()
+    seen = {None, *roots, *stop}
     for function in functions:  # the loop also visits the functions that it appends
         if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
             leaves.add(function.variable)
@@ -37,20 +39,6 @@ def graph_behind(roots, stop=()):
                 seen.add(following)
                 functions.append(following)
     return functions, leaves
-
-
-def tensors_in(outputs):
-    """All tensors in the result of a forward pass: in lists, tuples, dicts and dataclasses."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    if hasattr(outputs, "__dataclass_fields__"):
-        outputs = vars(outputs)
-    children = outputs.values() if isinstance(outputs, dict) else outputs
-    return (
-        [t for child in children for t in tensors_in(child)]
-        if isinstance(outputs, (dict, list, tuple))
-        else []
-    )
 
 
 def count_users(used_here, device, group=None):
@@ -130,7 +118,8 @@ def not_finished(missing, rank, reason):
     """The error when the next iteration begins and the parameters `missing`, {index: name}, still
     have no gradient.
     """
-    indices, names = " ".join(map(str, missing)), ", ".join(missing.values())
+    indices = " ".join(map(str, missing))
+    names = ", ".join(missing.values())
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one."
         f" {reason}\nParameter indices which did not receive grad for rank {rank}:"

@@ -117,7 +117,9 @@ class Flat:
         """
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
-        message, self.gradient, self.places = self.gradient, None, {}
+        message = self.gradient
+        self.gradient = None
+        self.places = {}
         self.averages = chunks[self.index].clone()
         return message if communication.is_queued(message.device) else None
 
@@ -205,7 +207,9 @@ def whole_state(optimizer, flats, group=None):
     every rank.
     """
     wait_for_all_ranks("the state dict of a sharded optimizer", group)
-    members, everyone, state = shards_of(optimizer, flats), [None] * dist.get_world_size(group), {}
+    members = shards_of(optimizer, flats)
+    everyone = [None] * dist.get_world_size(group)
+    state = {}
     mine = [optimizer.state.get(shard, {}) if shard.numel() else {} for _, _, shard in members]
     dist.all_gather_object(
         everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group
@@ -227,10 +231,8 @@ def load_whole_state_dict(optimizer, flats, state_dict):
     Raises torch's errors, with nothing changed, if it has other groups, or parameters of other
     sizes.
     """
-    saved, state = (
-        [number for members in state_dict["param_groups"] for number in members["params"]],
-        {},
-    )
+    saved = [number for members in state_dict["param_groups"] for number in members["params"]]
+    state = {}
     for number, (flat, parameter, shard) in zip(saved, shards_of(optimizer, flats), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if (

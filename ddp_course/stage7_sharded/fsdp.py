@@ -11,10 +11,9 @@ from contextlib import suppress
 import torch
 
 from ..running import communication, flight_recorder, wire
-from ..running.torch_inside import after_backward, backward_pass, uncompiled
+from ..running.torch_inside import after_backward, backward_pass, tensors_in, uncompiled
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
-from ..stage6_ddp.unused import tensors_in
 from .blocks import Block, assign_blocks, default_blocks, holders_of
 from .checks import check_model
 from .clipping import clip_grad_norm_
@@ -204,7 +203,8 @@ class FullyShardedDataParallel(torch.nn.Module):
                 " them"
             )
         if self.backward_pass is None:
-            self.latest, self.backward_pass = None, backward_pass()
+            self.latest = None
+            self.backward_pass = backward_pass()
             after_backward(self.finish)
         if self.backward_pass != backward_pass():
             raise RuntimeError(

@@ -33,7 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
         super().__init__(params, check_elementwise(optimizer_cls, kwargs).defaults)
-        self.group, self.averaged = group, False
+        self.group = group
+        self.averaged = False
         self.parameters = torch.nn.ParameterList(
             p for members in self.param_groups for p in members["params"]
         )

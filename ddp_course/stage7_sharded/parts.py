@@ -62,6 +62,12 @@ ALIASES = {
 }
 
 
+STATE_OF_WHOLE = (
+    "this rank has a part of the tensor only. An optimizer that has taken steps keeps state for"
+    " whole tensors: make the optimizer anew after the model is split"
+)
+
+
 class Part(torch.Tensor):
     """A tensor of which other ranks have other parts; for functions that work element by element,
     an ordinary tensor.
@@ -85,24 +91,14 @@ class Part(torch.Tensor):
             with as_plain_tensors():
                 return function(*args, **kwargs)
         name = function.__name__
-        if name == "__set__" and label(function) == "data" and not cls.takes(*args):
-            raise RuntimeError(
-                "this parameter is a part of one, and lies in memory of its own: write values into"
-                " it by copy_(…), and whole weights before the model is wrapped or split"
-            )
-        if not cls.allows(function, args):
-            raise RuntimeError(f"{label(function)} {cls.refusal}")
+        cls.check(name, function, args)
         try:
             with as_plain_tensors():
                 result = function(*args, **kwargs)
         except RuntimeError as error:
             if "must match the size" not in str(error):
                 raise
-            raise RuntimeError(
-                f"{error}; this rank has a part of the tensor only. An optimizer that has taken"
-                " steps keeps state for whole tensors: make the optimizer anew after the model is"
-                " split"
-            ) from error
+            raise RuntimeError(f"{error}; {STATE_OF_WHOLE}") from error
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
@@ -111,6 +107,21 @@ class Part(torch.Tensor):
             if not {each.shape for each in made} <= {each.shape for each in parts}:
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
         return marked(result, cls.kind_of_results())
+
+    @classmethod
+    def check(cls, name, function, args):
+        """Raise RuntimeError if parts may not be among the arguments."""
+        if name == "__set__" and label(function) == "data" and not cls.takes(*args):
+            raise RuntimeError(
+                "this parameter is a part of one, and lies in memory of its own: write values into"
+                " it by copy_(…), and whole weights before the model is wrapped or split"
+            )
+        if not cls.allows(function, args):
+            raise RuntimeError(f"{label(function)} {cls.refusal}")
+        if name.startswith("_fused_"):
+            parameters, _, state, *_ = args
+            if state and [each.shape for each in state] != [each.shape for each in parameters]:
+                raise RuntimeError(STATE_OF_WHOLE)  # It would take as many elements from there.
 
     @classmethod
     def allows(cls, function, args):

@@ -92,12 +92,12 @@ class Transfers:
         result = self.expected[rank].popleft()
         if result.cut not in self.forms:
             form = [None]
-            dist.recv_object_list(form, *self.channel_from(rank), device=CPU)
+            dist.recv_object_list(form, *self.channel(rank, rank, self.rank), device=CPU)
             self.forms[result.cut] = form[0]
         dtype, shape = self.forms[result.cut]
         samples = len(self.inputs[result.microbatch])
         room = torch.empty(samples, *shape, dtype=dtype, device=self.device)
-        self.arriving[result] = wire.irecv(room, *self.channel_from(rank))
+        self.arriving[result] = wire.irecv(room, *self.channel(rank, rank, self.rank))
 
     def announce(self, outputs, stage):
         """Before the first activations over a cut, tell the next rank their dtype and shape.
@@ -116,7 +116,7 @@ class Transfers:
             )
         peer = self.homes[stage + 1]
         if stage not in self.forms and peer != self.rank:
-            dist.send_object_list([form], *self.channel_to(peer), device=CPU)
+            dist.send_object_list([form], *self.channel(peer, self.rank, peer), device=CPU)
         self.forms[stage] = form
 
     def send(self, result, tensor):
@@ -125,20 +125,16 @@ class Transfers:
         if rank == self.rank:
             self.own[result] = tensor
         else:
-            self.leaving[result] = wire.isend(tensor, *self.channel_to(rank))
+            self.leaving[result] = wire.isend(tensor, *self.channel(rank, self.rank, rank))
 
     def finish(self):
         """Wait until all that was sent has left."""
         for transfer in self.leaving.values():
             transfer.wait()
 
-    def channel_from(self, peer):
-        """The global rank of `peer`, and the group for messages from it."""
-        return wire.global_rank(peer, self.group), self.group_for((peer, self.rank))
-
-    def channel_to(self, peer):
-        """The global rank of `peer`, and the group for messages to it."""
-        return wire.global_rank(peer, self.group), self.group_for((self.rank, peer))
+    def channel(self, peer, *ends):
+        """The global rank of `peer`, and the group for messages between the two ranks `ends`."""
+        return wire.global_rank(peer, self.group), self.group_for(ends)
 
     def group_for(self, ends):
         """The group for messages between the two ranks `ends`, from the first to the second.

@@ -138,6 +138,8 @@ def strided_and_grouped():
         columns.copy_(rank_tensor(dist.get_rank(), (6, 4)))
         assert algorithm(columns) is columns and (base[:, 1::2] == 0).all()
         sums[name] = columns.clone()
+        single = torch.ones(10).as_strided([1], [3], 2)
+        assert algorithm(single).item() == 4.0
         mine = rank_tensor(dist.get_rank(), (50,))
         sums[name + " pair"] = algorithm(mine, group=pair) if dist.get_rank() in (1, 3) else mine
     return sums

@@ -5,7 +5,8 @@ import pytest
 from ddp_course import cli, problems, train
 from ddp_course.running.units import positive_number, whole_number
 
-WHOLE = "must be a whole number, 1 or more"
+WHOLE = "must be a whole number, 1 to 999999999999"
+WHOLE_OR_ZERO = "must be a whole number, 0 to 999999999999"
 POSITIVE = "must be a positive number"
 COMMANDS = {
     "compare": [
@@ -29,6 +30,8 @@ COMMANDS = {
         ("--pipeline", WHOLE),
         ("--tensor", WHOLE),
         ("--lr", POSITIVE),
+        ("--timeout", POSITIVE),
+        ("--seed", WHOLE_OR_ZERO),
     ],
 }
 OPTIONS = [(command, *option) for command, options in COMMANDS.items() for option in options]
@@ -36,7 +39,10 @@ OPTIONS = [(command, *option) for command, options in COMMANDS.items() for optio
 
 @pytest.mark.parametrize("command, option, words", OPTIONS)
 def test_every_option_with_a_number_refuses_what_cannot_be(command, option, words, capsys):
-    for text in ("0", "-5", "nan", "inf", "", "many", "1e400"):
+    texts = ["-5", "nan", "inf", "", "many", "1e400", "99999999999999"]
+    if words != WHOLE_OR_ZERO:
+        texts.append("0")
+    for text in texts:
         arguments = [f"{option}={text}"]
         with pytest.raises(SystemExit) as ended:
             if command == "train":

@@ -8,12 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ddp_course.stage6_ddp import DistributedDataParallel, checks
 
 
 def parameters(device="cpu"):
     return dict(nn.Linear(3, 2, device=device).named_parameters())
+
+
+def in_other_tensors(layer):
+    """Like a DTensor, which needs several ranks."""
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()))
+    return layer
 
 
 SPREAD = {**parameters(), "other": torch.empty(1, device="meta")}
@@ -58,6 +65,11 @@ REFUSED = [
         RuntimeError,
         r"0\.weight is not initialised yet",
     ),
+    (
+        partial(checks.trainable, in_other_tensors(nn.Linear(3, 2)), ()),
+        ValueError,
+        "parameter weight is a TwoTensor, which has its elements in other tensors",
+    ),
     (partial(checks.trainable, MIXED, ()), ValueError, "different types of device: cpu, meta"),
 ]
 
@@ -87,9 +99,9 @@ def test_accepted():
 
 
 def test_a_difference_is_told_with_both_names():
-    ours = [("a", (2,), "float32", (1,)), ("b", (3,), "float32", (1,))]
-    theirs = [("a", (2,), "float32", (1,)), ("c", (3,), "float64", (1,))]
-    said = "parameter 1 (b) has dtype float32 on rank 0, and (c) float64 on rank 2"
+    ours = [("a", "shape (2,)"), ("b", "shape (3,)")]
+    theirs = [("a", "shape (2,)"), ("c", "shape (4,)")]
+    said = "parameter 1 (b) has shape (3,) on rank 0, and (c) shape (4,) on rank 2"
     assert checks.first_difference(ours, theirs, 2) == said
     assert checks.first_difference(ours, ours, 2) is None
     said = "rank 0 has 2 parameters and rank 1 has 1; only one of them has b"

@@ -2,8 +2,11 @@
 test_stage6_ddp.py.
 """
 
+import pytest
 import torch
+from torch.nn.functional import linear
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 from ddp_course.stage6_ddp.mixed_precision import LowPrecision
 
@@ -49,3 +52,42 @@ def test_buffers_are_cast_for_good():
         model, _, _ = run(param_dtype=torch.bfloat16, buffer_dtype=wanted)
         assert model.moving.dtype == moving and model.moving.tolist() == [1, 1, 1]
         assert (model.kept_buffer.dtype, model.count.dtype) == (torch.float32, torch.int64)
+
+
+class Checkpointed(torch.nn.Module):
+    """Its second layer is computed again in the backward pass, by its weights; `again` says how."""
+
+    def __init__(self, again):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.again = again
+
+    def last(self, inputs):
+        return linear(inputs, self.second.weight, self.second.bias).relu()
+
+    def forward(self, inputs):
+        inputs = self.first(inputs)
+        if self.again is None:
+            return self.last(inputs)
+        return checkpoint(self.last, inputs, use_reentrant=self.again)
+
+
+def gradients(again, failing=False):
+    model = Checkpointed(again)
+    low = LowPrecision(_MixedPrecision(param_dtype=torch.bfloat16), model, ())
+    outputs = low(torch.arange(6.0).view(2, 3))
+    if failing:
+        outputs.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            outputs.sum().backward()
+        outputs = low(torch.arange(6.0).view(2, 3))
+    outputs.sum().backward()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("failing", [True, False])
+def test_what_is_computed_again_is_in_few_bits_too(again, failing):
+    assert gradients(again, failing) == gradients(None)

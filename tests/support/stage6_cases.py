@@ -60,7 +60,7 @@ class Branches(nn.Module):
         return self.last(x)
 
 
-@dataclass
+@dataclass(slots=True)
 class Structure:
     """An output that is neither a tensor nor a list of tensors."""
 

@@ -57,7 +57,8 @@ def gloo_ring(
     """
     segments = max(-(-int(nbytes) // 2**20), 2 * world_size)
     segments += -segments % world_size
-    size, moved = nbytes / segments, segments - segments // world_size
+    size = nbytes / segments
+    moved = segments - segments // world_size
     for _ in ("reduce-scatter", "allgather"):
         in_flight = deque()
         for step in range(moved + 2):
@@ -86,12 +87,11 @@ def nccl_ring(
 
 
 def _nccl_channel(rank, world_size, nbytes, simulation, channel):
-    rounds, slices = max(1, -(-int(nbytes) // (2**21 * world_size))), 2
-    size, right, left = (
-        nbytes / (rounds * world_size * slices),
-        (rank + 1) % world_size,
-        (rank - 1) % world_size,
-    )
+    rounds = max(1, -(-int(nbytes) // (2**21 * world_size)))
+    slices = 2
+    size = nbytes / (rounds * world_size * slices)
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
     for _ in range(rounds):
         arriving = deque()
         for place in range(2 * (world_size - 1) * slices):

@@ -53,7 +53,8 @@ class Simulation:
         import simpy  # A machine without simpy can still use the closed forms.
 
         self.network, self.clock, self.busy, self.queue = network, simpy.Environment(), set(), []
-        self.senders, self.receivers = defaultdict(deque), defaultdict(deque)
+        self.senders = defaultdict(deque)
+        self.receivers = defaultdict(deque)
 
     def play(self, ranks: Iterable[Generator]) -> float:
         """Play what each rank does; returns the seconds. RuntimeError if ranks wait for each other
@@ -91,7 +92,8 @@ class Simulation:
         return arrival
 
     def _match(self, source: int, target: int, tag: int) -> None:
-        senders, receivers = self.senders[source, target, tag], self.receivers[source, target, tag]
+        senders = self.senders[source, target, tag]
+        receivers = self.receivers[source, target, tag]
         if senders and receivers:
             sent, nbytes = senders.popleft()
             self.clock.process(self._message(source, target, nbytes, [sent, receivers.popleft()]))

@@ -27,7 +27,8 @@ def replay(collective: Callable[..., Any], nbytes: int, world_size: int, network
 
 def _messages_on_rank(collective, nbytes):
     """On each rank: the messages of one call as (kind, peer, bytes, start, end)."""
-    tensor, events = torch.zeros(nbytes // 4), []
+    tensor = torch.zeros(nbytes // 4)
+    events = []
     with wire.observing(events.append):
         collective(tensor)
     dist.barrier()

@@ -27,11 +27,14 @@ def layers(name: str) -> Iterator[tuple[int, int]]:
     """
     blocks, groups, group_width = SHAPES[name]
     yield _convolution(3, 64, 7, 112)
-    channels, side = 64, 56
+    channels = 64
+    side = 56
     for stage, count in enumerate(blocks):
-        middle, out = groups * group_width * 2**stage, 256 * 2**stage
+        middle = groups * group_width * 2**stage
+        out = 256 * 2**stage
         for block in range(count):
-            before, side = side, side // 2 if stage and not block else side
+            before = side
+            side = side // 2 if stage and not block else side
             yield _convolution(channels, middle, 1, before)
             yield _convolution(middle, middle, 3, side, groups)
             yield _convolution(middle, out, 1, side)

@@ -78,7 +78,8 @@ def simulate(
         for bucket in buckets
     }
     begin = now = sum(layer.forward_s for layer in profile.layers)
-    spans, free = [Span("forward", 0.0, begin)], 0.0
+    spans = [Span("forward", 0.0, begin)]
+    free = 0.0
     for index in reversed(range(len(profile.layers))):
         slow = max(0.0, free - now)  # A collective is on its way for this many seconds more.
         seconds = profile.layers[index].backward_s
@@ -128,11 +129,9 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     and a server adds up local and remote messages. ValueError where ranks do not fill hosts evenly,
     and for other algorithms.
     """
-    link, local, per_host = (
-        network.link,
-        network.local or network.link,
-        min(network.per_host, world_size),
-    )
+    link = network.link
+    local = network.local or network.link
+    per_host = min(network.per_host, world_size)
     hosts = theory.host_count(world_size, per_host)
     if hosts == 1 or per_host == 1:
         return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)

@@ -23,7 +23,9 @@ class Device:
     def __init__(self, rate, memory=None):
         self.rate = units.flops_per_second(rate)
         self.memory = None if memory is None else units.bytes_per_second(memory)
-        self.name, self.slowed, self.link = None, 1.0, None
+        self.name = None
+        self.slowed = 1.0
+        self.link = None
 
     @classmethod
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
@@ -38,7 +40,8 @@ class Device:
         device = cls(
             f"{known.rate / (slowed * scale)}FLOP/s", f"{known.memory / (slowed * scale)}B/s"
         )
-        device.name, device.slowed = name, slowed
+        device.name = name
+        device.slowed = slowed
         return device
 
     def __str__(self):
@@ -53,7 +56,8 @@ class Device:
         """Return the seconds of an operation with these flops and bytes, and what bounds it:
         "flops" or "memory".
         """
-        computing, moving = flops / self.rate, nbytes / self.memory if self.memory else 0.0
+        computing = flops / self.rate
+        moving = nbytes / self.memory if self.memory else 0.0
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
     def over(self, link: Any) -> "Device":

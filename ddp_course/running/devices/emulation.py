@@ -57,7 +57,8 @@ class Emulation:
     current: "Emulation | None" = None  # a process has at most one emulation
 
     def __init__(self, device: Any, record: bool, sleep: bool):
-        self.device, self.active = device, False
+        self.device = device
+        self.active = False
         self.operations = [] if record else None
         self.sleep = sleep
         self.free: dict[int, int] = defaultdict(int)  # this moment of each device is in picoseconds
@@ -79,7 +80,8 @@ class Emulation:
         ):
             self.stack.enter_context(around(owner, name, self.on_its_device))
         self.stack.enter_context(OnDevice(self, 0))
-        self.active, Emulation.current = True, self
+        self.active = True
+        Emulation.current = self
         return self
 
     def __exit__(self, *exception):
@@ -123,7 +125,8 @@ class Emulation:
         """Advance the clock of device `number` by the operation's time, and wait for that
         moment.
         """
-        flops, nbytes = formula(*args, **kwargs, out_val=result) if formula else 0, 0
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        nbytes = 0
         if self.device.memory or self.operations is not None:  # each tensor is read or written once
             nbytes = sum(tensor.nbytes for tensor in roofline.tensors_in(args, kwargs, result))
         seconds, bound = self.device.seconds(flops, nbytes)
@@ -186,7 +189,8 @@ class OnDevice(TorchDispatchMode):
 
     def __init__(self, emulation, number):
         super().__init__()
-        self.emulation, self.number = emulation, number
+        self.emulation = emulation
+        self.number = number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.emulation.perform(self.number, func, args, kwargs or {})

@@ -6,12 +6,14 @@ Patterson, "Roofline: an insightful visual performance model for multicore archi
 (2009).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+
+from ..torch_inside import tensors_in as tensors_in
 
 aten = torch.ops.aten
 ATTENTION = {  # attention has names of its own on the CPU; its work is the same
@@ -46,14 +48,3 @@ def has_traffic(operation: Any) -> bool:
     """
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
-
-
-def tensors_in(*operands: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes
-    twice as long.
-    """
-    for operand in operands:
-        if isinstance(operand, torch.Tensor):
-            yield operand
-        elif isinstance(operand, (list, tuple, dict)):
-            yield from tensors_in(*(operand.values() if isinstance(operand, dict) else operand))

@@ -276,7 +276,7 @@ def words_of(error: BaseException) -> str:
     """Return the message of an exception, even if its class cannot say it."""
     try:
         return str(error)
-    except Exception as second:
+    except BaseException as second:
         return f"(its message cannot be shown: __str__ raised {type(second).__name__})"
 
 

@@ -23,7 +23,8 @@ class Link:
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
-        self.bandwidth, self.latency = parse_bandwidth(bandwidth), units.seconds(latency)
+        self.bandwidth = parse_bandwidth(bandwidth)
+        self.latency = units.seconds(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise EmulationError(
                 f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per"

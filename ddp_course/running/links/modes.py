@@ -22,7 +22,8 @@ class VirtualHosts:
     collectives too.
     """
 
-    name, title = "hosts", "virtual hosts"
+    name = "hosts"
+    title = "virtual hosts"
     master_address = virtual_hosts.SWITCH_ADDRESS
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
@@ -52,7 +53,8 @@ class VirtualHosts:
 class VirtualTime:
     """A message is booked on a model of its hosts' links, and nobody waits for it in real time."""
 
-    name, title = "virtual", "virtual time"
+    name = "virtual"
+    title = "virtual time"
     master_address = LOOPBACK
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float):

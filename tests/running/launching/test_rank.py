@@ -67,7 +67,7 @@ def closes_its_output():
 
 class Speechless(Exception):
     def __str__(self):
-        raise ValueError
+        raise KeyboardInterrupt
 
 
 class Interrupting:
@@ -89,7 +89,7 @@ def test_a_rank_may_close_its_output():
         (
             raise_it,
             [Speechless],
-            r"Speechless: \(its message cannot be shown: __str__ raised Value",
+            r"Speechless: \(its message cannot be shown: __str__ raised Keyb",
         ),
         (Interrupting, [], r"is a Interrupting, which cannot be sent to the caller \(KeyboardInt"),
     ],
