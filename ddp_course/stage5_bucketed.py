@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from .mesh import refuse_slices
 from .running import wire
 from .running.communication import communication_thread, keep_for_backward
 from .running.torch_inside import uncompiled
@@ -183,6 +184,7 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
 
 def check_model(module, group):
     """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
+    refuse_slices(dict(module.named_parameters()), group)
     mine = [parameter.shape for parameter in trainable(module)]
     shapes = [None] * dist.get_world_size(group)
     dist.all_gather_object(shapes, mine, group=group)
