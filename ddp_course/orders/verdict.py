@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..running.torch_inside import tree_leaves
+from ..running.torch_inside import tree_map_only
 
 WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
@@ -82,5 +82,4 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
 
 def values_of(result: Any) -> str:
     """All values of a result: as text NaN is like NaN."""
-    leaves = tree_leaves(result)
-    return str([leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, result))

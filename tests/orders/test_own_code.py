@@ -28,7 +28,8 @@ def assert_right(program, *args, world_size=RANKS, threads=False):
     """Assert that one run proves the program right; of ranks with threads, that 21 orders are."""
     verdict = every_order(program, *args, world_size=world_size)
     assert verdict.ok, verdict
-    assert verdict.runs == (21 if threads else 1), verdict
+    runs = 21 if threads else 1
+    assert verdict.runs == runs, verdict
     assert verdict.events, "nothing was sent"
 
 
