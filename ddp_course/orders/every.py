@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import RankError
+from ..errors import CourseError
 from ..running.clocks import DeadlockError
 from ..running.launching.launch import launch
 from ..running.links import Link
@@ -53,7 +53,7 @@ def run(seeds: Iterable, world_size: int, *program: Any) -> tuple:
         given = (log.name, list(seeds), *program)
         try:
             results = launch(run_on_rank, *given, world_size=world_size, device="cpu", link=SLOW)
-        except RankError as error:
+        except CourseError as error:
             failure = error
         lines = Path(log.name).read_text(encoding="utf-8").splitlines()
     events = sorted(Event(*json.loads(line)) for line in lines)

@@ -107,6 +107,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         for flight in self.flights.values():
             text = f"nobody waits for what was begun ({flight.line}) {flight.what}"
             self.tell("not waited for", text, flight.line)
+            raise OrderError(text)  # gloo forgets such a message, and its receiver would hang.
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
         """Around an operation of a group, remember what it begins. Its first argument is what the
