@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import OrderError
 from ..running.clocks import group, now, own
 from ..running.clocks.stalls import line_of
+from ..running.clocks.table import FOREVER
 from ..running.devices import roofline
 from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
 
@@ -79,6 +79,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
         """Write an event of this rank down, in one piece."""
         self.log.write((json.dumps([now(), dist.get_rank(), kind, text, lines]) + "\n").encode())
 
+    def fault(self, kind: str, text: str, *lines: str) -> None:
+        """Write a fault down, and stop: the other ranks go on as far as they can, so that it does
+        not matter which of them is the fastest.
+        """
+        self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
+        own().sleep_until(FOREVER, "after a fault")  # type: ignore[union-attr]
+
     def doubt(self, reason: str) -> None:
         """Note that the program does something for which one run proves nothing."""
         if reason not in self.doubts:
@@ -99,15 +106,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
                     line = line_of(sys._getframe())
                     kind, touch = FAULTS[written, writes]
                     begun = f"begun ({flight.line}) {flight.what}, and not waited for"
-                    self.tell(kind, f"{name} {touch} ({line}): {begun}", flight.line, line)
-                    raise OrderError(touch)
+                    self.fault(kind, f"{name} {touch} ({line}): {begun}", flight.line, line)
 
     def ended(self) -> None:
         """The program is over on this rank: everything must have been waited for."""
         for flight in self.flights.values():
             text = f"nobody waits for what was begun ({flight.line}) {flight.what}"
-            self.tell("not waited for", text, flight.line)
-            raise OrderError(text)  # gloo forgets such a message, and its receiver would hang.
+            self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
         """Around an operation of a group, remember what it begins. Its first argument is what the

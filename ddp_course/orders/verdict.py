@@ -69,8 +69,7 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
         waits = WAITS.findall(fault.text)
         ranks = [int(rank) for rank, _ in waits] or [fault.rank]
         lines = [line for _, line in waits] or fault.lines
-        text = f"rank {fault.rank}: {fault.text}"
-        return Verdict(False, runs, text, fault.kind, ranks, lines, shown)
+        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, shown)
     if len(set(map(values_of, results))) < 2:
         return Verdict(True, runs, proof, events=shown)
     doubts = [event for event in events if event.kind == "doubt"]

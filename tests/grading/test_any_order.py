@@ -140,7 +140,7 @@ def test_a_planted_fault_is_refuted_in_words_with_the_learners_line(fault):
     number, source, words, line = PLANTED[fault]
     parts = said_of(number, source)
     message = parts.pop(find(number).every_order)
-    assert message.startswith("right here, but not in every order: rank ")
+    assert message.startswith("right here, but not in every order: ")
     assert words in message
     assert line in message
     assert "of your cell" in message

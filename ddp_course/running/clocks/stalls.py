@@ -17,7 +17,7 @@ PATIENCE_S = (
     3.0  # virtual time may stand still for so long before the watchdog says who holds it up
 )
 LOOK_S = 0.5
-GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
+GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
