@@ -398,6 +398,16 @@ def init_group(original):
     return init_process_group
 
 
+def destroy_group(original):
+    """`dist.destroy_process_group`, which notes that a process takes its leave."""
+
+    def destroy_process_group(group=None):
+        original(group)
+        note("farewell", str(group))
+
+    return destroy_process_group
+
+
 def install():
     """Put this in the place of torch's NCCL."""
     tensors.hooks["collective"] = collective
@@ -406,3 +416,4 @@ def install():
     for module in (dist, distributed_c10d):
         module.batch_isend_irecv = batched(module.batch_isend_irecv)
         module.init_process_group = init_group(module.init_process_group)
+        module.destroy_process_group = destroy_group(module.destroy_process_group)
