@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from queue import SimpleQueue
 
 import torch
@@ -377,6 +378,7 @@ def one_batch():
 def batched(original):
     """`dist.batch_isend_irecv`, which on NCCL is one call."""
 
+    @wraps(original)  # An exercise may forbid it, and looks for torch's own.
     def batch_isend_irecv(operations):
         if not any(isinstance(each.tensor, tensors.PretendTensor) for each in operations):
             return original(operations)
@@ -390,6 +392,7 @@ def batched(original):
 def init_group(original):
     """`dist.init_process_group`, which notes on which GPU this rank is."""
 
+    @wraps(original)
     def init_process_group(*args, **kwargs):
         original(*args, **kwargs)
         if dist.get_world_size() > 1 and contexts:
@@ -401,6 +404,7 @@ def init_group(original):
 def destroy_group(original):
     """`dist.destroy_process_group`, which notes that a process takes its leave."""
 
+    @wraps(original)
     def destroy_process_group(group=None):
         original(group)
         note("farewell", str(group))
