@@ -29,10 +29,14 @@ from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .harness import Row, medians, slowest, timed
 
-WARM_UP, STEPS = 3, 5
+WARM_UP = 3  # steps that are not timed
+STEPS = 5
 MESSAGES = [2**10, 2**15, 2**20, 2**25]  # bytes of an all-reduce
-SMALL, LARGE = 2**12, 2**24  # Two messages of so many bytes measure alpha and beta.
-BACKEND, RING, SERVER = "backend's all-reduce", "our ring", "our server"
+SMALL = 2**12  # Two messages of so many bytes measure alpha and beta.
+LARGE = 2**24
+BACKEND = "backend's all-reduce"
+RING = "our ring"
+SERVER = "our server"
 
 
 def finished(function: Callable) -> None:
@@ -86,7 +90,7 @@ def step_seconds(parameters: int, samples: int) -> float:
     """On each rank: the median seconds of a step of stage 6; the slowest rank counts."""
     torch.set_num_threads(1)
     problem = problems.make("bytes", parameters=parameters, device=rank_device())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = dist.get_rank(), dist.get_world_size()
     parallel: Any = DistributedDataParallel(problem.model())
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     faster: Any = nullcontext()
@@ -101,7 +105,7 @@ def step_seconds(parameters: int, samples: int) -> float:
         optimizer.step()
 
     seconds = []
-    for batch in problem.batches(samples, WARM_UP + STEPS, 0, rank, world_size):
+    for batch in problem.batches(samples, WARM_UP + STEPS, 0, *share):
         dist.barrier()
         began = time.perf_counter()
         finished(partial(step, *batch))
@@ -117,8 +121,8 @@ def all_reduces(count: int, device: str, repeats: int) -> list[Row]:
         measure_all_reduces, repeats, world_size=count, device=device, timeout=180
     )
     for row in rows:
-        row["ring, derived"] = theory.ring(row["bytes"], count, costs)
-        row["server, derived"] = theory.parameter_server(row["bytes"], count, costs)
+        row[f"{RING}, derived"] = theory.ring(row["bytes"], count, costs)
+        row[f"{SERVER}, derived"] = theory.parameter_server(row["bytes"], count, costs)
         row |= {"devices": count, "alpha_s": costs.alpha, "beta_s_per_byte": costs.beta}
     return rows
 
@@ -168,20 +172,25 @@ def traced(count: int, file: Path) -> list[Row]:
     return [{**row, "share hidden": hidden_share(step.gpu)}]
 
 
+def points(rows: list[Row], x: str, y: str) -> tuple[list, list]:
+    """Two columns of the rows."""
+    return [row[x] for row in rows], [row[y] for row in rows]
+
+
 def figures(parts: Row, device: str, folder: Path) -> list[Path]:
     """Draw the parts of a report that are there: scaling, all-reduces, and the trace."""
-    from ddp_course.showing.plots import curves
+    from ddp_course.showing.plots import STAGE_COLOURS, curves
 
+    lines: dict[str, Any] = {}
     pictures = {}
     rows = [row for row in parts.get("scaling", {}).get("rows", []) if "scaling" in row]
     if rows:
-        lines = {}
         for way in ("weak", "strong"):
             chosen = [row for row in rows if row["scaling"] == way]
-            xs = [row["devices"] for row in chosen]
-            lines[way] = (xs, [row["efficiency"] for row in chosen])
+            lines[way] = points(chosen, "devices", "efficiency")
+        xs, efficiencies = lines["weak"]
         title = (
-            f"On {xs[-1]} devices a step has {lines['weak'][1][-1]:.0%} of one device's speed if"
+            f"On {xs[-1]} devices a step has {efficiencies[-1]:.0%} of one device's speed if"
             f" the batch grows with them, {lines['strong'][1][-1]:.0%} if it does not"
         )
         kind = f"measured on {device}, {rows[0]['dtype']}"
@@ -191,11 +200,13 @@ def figures(parts: Row, device: str, folder: Path) -> list[Path]:
         )
     rows = [row for row in parts.get("all_reduce", {}).get("rows", []) if BACKEND in row]
     if rows:
-        xs = [row["bytes"] for row in rows]
-        lines = {name: (xs, [row[name] for row in rows]) for name in (BACKEND, RING, SERVER)}
-        derived = {
-            name: (xs, [row[name] for row in rows]) for name in ("ring, derived", "server, derived")
-        }
+        colours = {RING: STAGE_COLOURS["4"], SERVER: STAGE_COLOURS["3"]}
+        lines = {BACKEND: points(rows, "bytes", BACKEND)}
+        derived: dict[str, Any] = {}
+        for name, colour in colours.items():
+            formula = f"{name}, derived"
+            lines[name] = (*points(rows, "bytes", name), colour)
+            derived[formula] = (*points(rows, "bytes", formula), colour)
         ratio = rows[-1][RING] / rows[-1][BACKEND]
         title = f"For the longest message our ring takes {ratio:.1f} times the backend's time"
         pictures["gpu_all_reduce.png"] = curves(

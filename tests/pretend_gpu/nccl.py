@@ -145,6 +145,7 @@ class Communicator:
             note("late", f"{place()} makes a communicator while {waiting[0]} receives")
         rank = members.index(group.rank())
         self.store.set(f"gpu/{rank}", str(physical(device.index)))
+        note("own", str(physical(device.index)))
         self.gpus = [self.read(f"gpu/{each}", name) for each in range(self.size)]
         if len(set(self.gpus)) < self.size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise dist.DistBackendError(

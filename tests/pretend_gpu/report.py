@@ -53,7 +53,7 @@ def read(path):
         process, kind, what = line.split("\t", 2)
         by_kind[kind].append(what)
         if kind == "own":
-            own[process] = what
+            own.setdefault(process, what)
         elif kind == "context":
             contexts[process].append(what.split("\t"))
         elif kind == "peak":

@@ -59,10 +59,6 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "8", "stage8_pipeline/transfers.py", "            transfer.wait()\n        sent",
         "            pass\n        sent", "race",
     ),
-    "a pipeline connects its ranks when it must send": (
-        "8", "stage8_pipeline/transfers.py", "            self.connect(schedule)",
-        "            pass", "communicator",
-    ),
     "nobody holds a message's memory until it has been sent": (
         "7", "stage7_sharded/flat.py",
         "return message if communication.is_queued(message.device) else None", "return None",
