@@ -66,7 +66,8 @@ def make_attempts(
     """On each rank: make every attempt and write its evidence into a file named by the attempt's
     place and the rank. `enter(folder)` sets a submission's limits before anything of it runs.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     tasks = [find(attempt.number) for attempt in attempts]
     prepare(patience)
     if enter:
@@ -203,9 +204,11 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
     changed = []
     for name in forbidden:
         with suppress(ImportError, AttributeError):  # This version of torch may lack the function.
-            function, depth = resolve_name(name), 1
+            function = resolve_name(name)
+            depth = 1
             while hasattr(function, "__wrapped__"):
-                function, depth = function.__wrapped__, depth + 1
+                function = function.__wrapped__
+                depth = depth + 1
             sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
             message = (
                 f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"

@@ -139,8 +139,10 @@ def bring(folder: Path) -> list[str]:
     record = read_record(record_path)
     kept = []
     for name, source in course_files():
-        content, there = source.read_bytes(), folder / name
-        mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
+        content = source.read_bytes()
+        there = folder / name
+        mine = digest(there.read_bytes()) if there.exists() else None
+        theirs = digest(content)
         if mine in (None, theirs, record.get(name)):
             there.parent.mkdir(parents=True, exist_ok=True)
             if mine != theirs:

@@ -112,8 +112,11 @@ def watched(source: str, arguments: list[str]) -> Seen:
     epochs: list[
         tuple[Any, list[int]]
     ] = []  # Each pair is a loader and the samples of one pass over it.
-    trained, optimizers, states = [], [], []
-    batches, save = data.DataLoader.__iter__, torch.save
+    trained = []
+    optimizers = []
+    states = []
+    batches = data.DataLoader.__iter__
+    save = torch.save
 
     def noted(loader):
         samples: list[int] = []
@@ -148,7 +151,8 @@ def run_script(source: str, arguments: list[str]) -> None:
     """Run the script as `__main__`, in the environment that torchrun gives; what it prints is not
     shown.
     """
-    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    rank = str(dist.get_rank())
+    world_size = str(dist.get_world_size())
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
     )

@@ -38,14 +38,17 @@ class Later:
     """
 
     def __init__(self, names):
-        self.names, self.sums, self.backward_pass = names, {}, None
+        self.names = names
+        self.sums = {}
+        self.backward_pass = None
 
     def note(self, parameter: nn.Parameter) -> None:
         """Queue the sum of a gradient that has just been made; nothing waits for it."""
         if self.backward_pass != (
             now := backward_pass()
         ):  # The last pass may have ended in an error.
-            self.sums, self.backward_pass = {}, now
+            self.sums = {}
+            self.backward_pass = now
             after_backward(self.look)
         if not parameter.grad.is_sparse:
             gradient = parameter.grad.as_subclass(torch.Tensor)  # It may be a part of one.
@@ -53,7 +56,8 @@ class Later:
 
     def look(self) -> None:
         """Wait for all sums at once; raise NotFiniteError for the first that is not finite."""
-        sums, self.sums = self.sums, {}
+        sums = self.sums
+        self.sums = {}
         totals = torch.stack(list(sums.values())).tolist() if sums else []
         bad = [name for name, total in zip(sums, totals, strict=True) if not math.isfinite(total)]
         if bad:

@@ -149,7 +149,8 @@ def checked(
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
     own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
-    steps, lr = own.steps if steps is None else steps, own.learning_rate if lr is None else lr
+    steps = own.steps if steps is None else steps
+    lr = own.learning_rate if lr is None else lr
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
@@ -168,7 +169,8 @@ def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Pr
     """
     model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))
-    optimizer, ready = SGD(model.parameters(), lr=0.0), {}
+    optimizer = SGD(model.parameters(), lr=0.0)
+    ready = {}
     with device.emulate(sleep=False) as emulation:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(

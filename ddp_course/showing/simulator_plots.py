@@ -44,10 +44,8 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
     message = "; ".join(f"{label(name)}: {text}" for name, text in zip(knees, reach, strict=True))
     with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
-            ranks, efficiencies = (
-                [step.world_size for step in row],
-                [100 * step.efficiency for step in row],
-            )
+            ranks = [step.world_size for step in row]
+            efficiencies = [100 * step.efficiency for step in row]
             colour = ALGORITHM_COLOURS[name]
             axes.plot(ranks, efficiencies, "o-", ms=3.5, color=colour, label=label(name))
             if knees[name] and knees[name] != ranks[-1]:
@@ -103,7 +101,8 @@ def winners_figure(costs: Any) -> Picture:
         axes.set_xticks(list(MESSAGE_TICKS), MESSAGE_TICKS.values())
         axes.set_yticks(range(len(RANKS)), [str(count) for count in RANKS])
         axes.grid(visible=False)
-        latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
+        latency = costs.alpha * 1e6
+        bandwidth = 8 / costs.beta / 1e9
         title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
         axes.set(xlabel="message", ylabel="devices K", title=title)
         handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]

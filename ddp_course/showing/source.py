@@ -26,7 +26,8 @@ class Source:
     """
 
     def __init__(self, *things, click=""):
-        self.text, self.click = "\n\n".join(text(thing) for thing in things).rstrip("\n"), click
+        self.text = "\n\n".join(text(thing) for thing in things).rstrip("\n")
+        self.click = click
 
     def __repr__(self):
         return self.text
@@ -63,7 +64,8 @@ class Diff:
     """
 
     def __init__(self, before, after):
-        before, after = text(before).splitlines(), text(after).splitlines()
+        before = text(before).splitlines()
+        after = text(after).splitlines()
         self.lines = [line for line in difflib.ndiff(before, after) if line[0] != "?"]
         self.changed = sum(line[0] in "+-" for line in self.lines)
 

@@ -39,11 +39,9 @@ class Explorer(ipywidgets.VBox):
     """
 
     def __init__(self, draw, maker, *arguments, **controls):
-        self.draw, self.controls, self.recipe = (
-            draw,
-            controls,
-            {"explorer": maker, "arguments": arguments},
-        )
+        self.draw = draw
+        self.controls = controls
+        self.recipe = {"explorer": maker, "arguments": arguments}
         self.image = ipywidgets.Image(
             layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)")
         )
@@ -60,7 +58,8 @@ class Explorer(ipywidgets.VBox):
         # would jump.
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
-        self.message.value, self.alt = picture.caption, picture.alt
+        self.message.value = picture.caption
+        self.alt = picture.alt
 
     def picture(self) -> Picture:
         """The figure of the present values, as a plain `Picture`."""
@@ -141,7 +140,8 @@ class Prediction(ipywidgets.VBox):
     """
 
     def __init__(self, question, answers):
-        self.question, self.answers = question, list(answers)
+        self.question = question
+        self.answers = list(answers)
         options = [
             ("I have not decided", None),
             *((str(answer), answer) for answer in self.answers),
@@ -157,7 +157,8 @@ class Prediction(ipywidgets.VBox):
         """
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
-        guess, line = self.buttons.value, f"{kind}: {result}"
+        guess = self.buttons.value
+        line = f"{kind}: {result}"
         if guess is not None:
             keep("guesses", self.question, guess == answer)
             line = f"your guess: {guess}; {line} – {'right' if guess == answer else 'a surprise'}"
@@ -241,7 +242,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     from ..measuring.job import Job
     from ..running.devices import Device
 
-    job, device = Job("digits", world_size, 1, global_batch=192, lr=0.05), Device("1GFLOP/s")
+    job = Job("digits", world_size, 1, global_batch=192, lr=0.05)
+    device = Device("1GFLOP/s")
     one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(
         8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s
@@ -359,13 +361,13 @@ def pipeline_explorer(
     """
     from .. import stage8_pipeline
 
-    chunks, rounded = 1, ""
+    chunks = 1
+    rounded = ""
     if schedule == "interleaved":
-        chunks, more = 2, -microbatches % world_size
-        microbatches, rounded = (
-            microbatches + more,
-            f" (a multiple of {world_size})" if more else "",
-        )
+        chunks = 2
+        more = -microbatches % world_size
+        microbatches = microbatches + more
+        rounded = f" (a multiple of {world_size})" if more else ""
     instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
     rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
     title = f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}"

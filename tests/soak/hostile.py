@@ -39,7 +39,7 @@ REFUSED = "refused"
 AS_TORCH = "fails as torch's does"
 WAYS_OUT = """
     instead before after only must call make wrap write use take choose give see set stage freeze
-    launch free cannot return print leave
+    launch free cannot return print leave once_differentiable
 """
 REFUSALS = (RuntimeError, ValueError, TypeError, CourseError)
 
@@ -439,6 +439,12 @@ def copy_split(change):
     return stage9_tensor.restore(model).state_dict().values()
 
 
+def copy_alone(change):
+    model = copy.deepcopy(changed(change))  # torch's copies have no hooks of weights.
+    trained(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    return model.state_dict().values()
+
+
 def average_split(change):
     model = stage9_tensor.parallelize(changed(change))
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -502,7 +508,7 @@ def split():
             partial(train_split_foreach, change),
             partial(train_alone, change, torch.optim.SGD, momentum=0.9),
         )
-        yield f"{name}: copy", partial(copy_split, change), partial(train_alone, change)
+        yield f"{name}: copy", partial(copy_split, change), partial(copy_alone, change)
         yield f"{name}: average", partial(average_split, change), partial(train_alone, change)
         yield (
             f"{name}: checkpointing",

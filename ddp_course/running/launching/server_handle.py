@@ -9,12 +9,15 @@ import threading
 from contextlib import suppress
 from typing import IO
 
+from ...errors import LaunchError
 from ..files import open_memory
+from ..linux import PROCESS_LIMIT
 from . import stacks
 from .decision import how_it_ended
 from .environment import SCRIPT, preloading_environment
 from .setting import start_method
 
+NO_PROCESS = "Resource temporarily unavailable"
 LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
 # ranks need these as well if the caller has loaded them, and they load slowly
 NEEDED_TOO = ("torch._dynamo", "pytest")
@@ -56,7 +59,8 @@ class Server:
         except subprocess.TimeoutExpired:
             return ""
         log = "" if self.complaints.closed else text_in(self.complaints)
-        return f"the launch server {ending_in_words(code)}\n{log}"
+        told = log.replace(NO_PROCESS, f"{NO_PROCESS} ({PROCESS_LIMIT})")
+        return f"the launch server {ending_in_words(code)}\n{told}"
 
     def close(self) -> None:
         """End the server, and with it all running launches, unless a process that forked this one
@@ -86,7 +90,10 @@ def ask_for_agent(launch: socket.socket) -> Server:
     """
     with _lock:
         if not (servers and servers[0].usable()):
-            use_server(Server())
+            try:
+                use_server(Server())
+            except BlockingIOError:
+                raise LaunchError(f"no launch server can be started: {PROCESS_LIMIT}") from None
         # if the server is just dying, the launch tries again
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])

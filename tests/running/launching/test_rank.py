@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.errors import RankError
+from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.files import open_memory
-from ddp_course.running.launching import rank
+from ddp_course.running.launching import rank, server_handle
 
 
 class Posing(torch.Tensor):
@@ -102,3 +103,23 @@ def test_the_cause_is_told_even_if_it_cannot_speak(function, arguments, words):
 @pytest.mark.parametrize("words", ["Resource temporarily unavailable", "can't start new thread"])
 def test_a_user_without_processes_is_told_of_the_limit(words):
     assert "see `ulimit -u`: launch fewer" in rank.describe(RuntimeError(words))["message"]
+
+
+def no_process(*arguments, **settings):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+def test_a_user_who_can_start_no_server_is_told_of_the_limit(monkeypatch):
+    server_handle.use_server(None)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(LaunchError, match="see `ulimit -u`: launch fewer ranks"):
+        launch(no_process, world_size=1)
+
+
+def test_a_server_that_can_start_no_agent_says_why(monkeypatch):
+    server = server_handle.Server()
+    server.complaints.write(b"BlockingIOError: [Errno 11] Resource temporarily unavailable")
+    server.complaints.flush()
+    server.process.kill()
+    assert "see `ulimit -u`: launch fewer ranks" in server.how_it_ended(60.0)
+    server.close()
