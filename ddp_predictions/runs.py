@@ -120,8 +120,6 @@ class Reader:
         if value is None:
             return 0.0
         text = str(value).strip()
-        if text in presets.LINKS:
-            return presets.LINKS[text].bandwidth
         try:
             plain = re.fullmatch(r"\d+(\.\d+)?", text)
             bits = 1e9 * float(text) if plain else float(units.bits_per_second(text))
@@ -149,8 +147,7 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
         raise reader.wrong("gpu", f"choose one of {', '.join([*names, *presets.ALIASES])}")
     way = str(fields.get("way") or reader.assume("way", "fsdp"))
     fields["way"] = WAY_NAMES.get(way.lower(), way)
-    assumed = "bfloat16 with a float32 copy"
-    precision = str(fields.get("precision") or reader.assume("precision", "bf16 mixed", assumed))
+    precision = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed")
     run = Run(
         **shape,
         gpu=str(gpu),
@@ -164,8 +161,8 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
         pipeline=reader.whole("pipeline", 1),
         way=reader.choice("way", WAYS, "fsdp"),
         recompute=read_recompute(reader),
-        pure="pure" in precision,
-        reduce_bytes=reader.whole("reduce_bytes", 4 if "mixed" in precision else 2),
+        pure=precision == "bf16 pure",
+        reduce_bytes=reader.whole("reduce_bytes", 4 if precision == "bf16 mixed" else 2),
         attention=reader.choice("attention", ("fused", "unfused"), "fused"),
         kernels=reader.choice("kernels", ("compiled", "eager"), "compiled"),
         overlap=reader.choice("overlap", ("yes", "no"), "yes") == "yes",
@@ -187,6 +184,8 @@ def read_shape(reader: Reader) -> Row:
     known = models().get(name, {})
     for column, value in known.items():
         fields.setdefault(column, value)
+    if "num_local_experts" in fields:
+        raise reader.wrong("num_local_experts", "layers of experts are not foretold")
     missing = [column for column in SHAPE if column not in fields]
     if missing and fields.get("model"):
         expected = f"give layers, hidden and heads, or one of {', '.join(models())}"
