@@ -82,9 +82,7 @@ def global_batch(row: Row) -> int:
     return 2560 if row["gpus"] == 640 else 2240
 
 
-def megatron_tflops(
-    row: Row, zero3: Sequence[float] | None = None, values: Any = None
-) -> float:
+def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any = None) -> float:
     """TFLOP/s per GPU, by the authors' count of operations, of a row of their table, with the
     constants of 2021 unless other `values` are given.
 

@@ -130,8 +130,8 @@ class Score(NamedTuple):
 
 
 def score() -> Score:
-    """How well the model chooses among published runs of one model on as many GPUs, with sequences as
-    long and as many tokens per step.
+    """How well the model chooses among published runs of the same work: one model on as many GPUs,
+    with sequences as long and as many tokens per step.
 
     A blind choice takes any run of a group. What nobody published is not scored.
     """

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ddp_course.running import presets, units
+from ddp_course.running import presets
 
 from .transformers import WAYS, Run
 
@@ -122,7 +122,7 @@ class Reader:
         text = str(value).strip()
         try:
             plain = re.fullmatch(r"\d+(\.\d+)?", text)
-            bits = 1e9 * float(text) if plain else float(units.bits_per_second(text))
+            bits = 1e9 * float(text) if plain else float(presets.bandwidth(text))
         except Exception:
             bits = 0.0
         if not 0 < bits < 1e15:

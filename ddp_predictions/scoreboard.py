@@ -40,9 +40,9 @@ did not see;
 
 SCORE = """## Choosing a way
 
-The model of `decide` chooses among published runs of one model on as many GPUs, with sequences as \
-long and as many tokens per
-step: {0.groups} groups of two ways or more. A blind choice takes any run of a group. A way that nobody published is not scored.
+The model of `decide` chooses among published runs of one model on as many GPUs, with sequences as
+long and as many tokens per step: {0.groups} groups of two ways or more. A blind choice takes any
+run of a group. A way that nobody published is not scored.
 
 | choice | groups within 5 % of the best | speed kept, of the best (mean) |
 |:-------|------------------------------:|-------------------------------:|
@@ -73,15 +73,15 @@ def summary(table: Table) -> Row:
     """Errors of a table: (median, nine in ten, worst) of "calibrated" and "predicted" rows, median
     "left out"; rows "held back".
     """
-    errors: dict[bool | None, list[float]] = {True: [], False: [], None: []}
+    errors: dict[bool, list[float]] = {True: [], False: []}
     for row in table.rows:
-        known = row["error"] is not None
-        errors[row["calibrated"] if known else None].append(abs(row["error"] or 0.0))
+        if row["error"] is not None:
+            errors[row["calibrated"]].append(abs(row["error"]))
     return {
         "calibrated": spread(errors[True]),
         "predicted": spread(errors[False]),
         "left out": table.left_out,
-        "held back": len(errors[None]),
+        "held back": len(table.rows) - len(errors[True]) - len(errors[False]),
     }
 
 

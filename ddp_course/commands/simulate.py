@@ -10,7 +10,7 @@ from ..measuring import theory
 from ..measuring.simulate import resnets
 from ..measuring.simulate.network import Network
 from ..measuring.simulate.step import Step, simulate
-from ..running import files, units
+from ..running import files, presets, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), or 6")
     parser.add_argument("--per-host", type=units.whole_number, default=8, help="devices on a host")
-    parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts, or a known link")
+    parser.add_argument(
+        "--link", default="100Gbit", help="bandwidth between hosts, or a link's name"
+    )
     parser.add_argument(
         "--local-link", default="NVLink H100", help="bandwidth between the devices of a host"
     )
@@ -44,11 +46,9 @@ def main(args: argparse.Namespace) -> None:
     network = Network(between, within, args.per_host)
     folder = files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
-    names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
-    lines = {
-        name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices]
-        for name in names
-    }
+    lines = {}
+    for name in (algorithm, "ring", "hierarchical_ring", "parameter_server"):
+        lines[name] = [simulate(profile, k, network, name, args.bucket_cap) for k in devices]
     hosts = f"{args.per_host} devices per host at {args.local_link}, link {args.link}"
     print(
         f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of"
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
 
 def costs(link: str, latency: str) -> theory.Costs:
     """What messages cost over a link, from its bandwidth or its name, and a latency."""
-    return theory.Costs.of_link(units.bits_per_second(link), units.seconds(latency))
+    return theory.Costs.of_link(presets.bandwidth(link), units.seconds(latency))
 
 
 def table(steps: list[Step]) -> str:
@@ -72,9 +72,13 @@ def table(steps: list[Step]) -> str:
     for step in steps:
         seconds = (step.step_s, step.compute_s, step.communication_s, step.exposed_s)
         rows.append([step.world_size, *(1e3 * each for each in seconds), f"{step.efficiency:.1%}"])
-    titles = ["devices", "step ms", "computing", "sending", "exposed", "efficiency"]
     return tabulate(
-        rows, titles, "plain", floatfmt=".3f", colalign=["right"] * 6, disable_numparse=[5]
+        rows,
+        ["devices", "step ms", "computing", "sending", "exposed", "efficiency"],
+        "plain",
+        floatfmt=".3f",
+        colalign=["right"] * 6,
+        disable_numparse=[5],
     )
 
 

@@ -7,7 +7,6 @@ import re
 from argparse import ArgumentTypeError
 
 from ..errors import EmulationError
-from . import presets
 
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -16,11 +15,9 @@ MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s", or the name of a known link;
-    raises EmulationError for other text.
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; raises EmulationError for
+    other text.
     """
-    if text in presets.LINKS:
-        return presets.LINKS[text].bandwidth
     return _parse(
         text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)"
     )
