@@ -255,7 +255,7 @@ def split(model, rank, ranks, all_reduce):
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no two linear layers that could be split over {ranks}"
-            " ranks"
+            " ranks: layers with hooks, shared weights or a class of their own must stay whole"
         )
     for parent, first, last, *units in chosen:
         rows, columns = (

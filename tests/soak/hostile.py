@@ -39,7 +39,7 @@ REFUSED = "refused"
 AS_TORCH = "fails as torch's does"
 WAYS_OUT = """
     instead before after only must call make wrap write use take choose give see set stage freeze
-    launch free cannot return print leave once_differentiable
+    launch free cannot return print leave once_differentiable stay
 """
 REFUSALS = (RuntimeError, ValueError, TypeError, CourseError)
 
