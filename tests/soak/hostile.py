@@ -28,7 +28,7 @@ from ddp_course import (
     launch,
     stage9_tensor,
 )
-from ddp_course.errors import CourseError
+from ddp_course.errors import CourseError, LaunchTimeout
 from ddp_course.running.join import from_slurm
 from ddp_course.stage3_paramserver import average_on_server, broadcast_parameters, gradients
 from ddp_course.stage4_ring import average_on_ring
@@ -39,7 +39,7 @@ REFUSED = "refused"
 AS_TORCH = "fails as torch's does"
 WAYS_OUT = """
     instead before after only must call make wrap write use take choose give see set stage freeze
-    launch free cannot return print leave once_differentiable stay
+    launch free cannot return print leave once_differentiable stay name allows
 """
 REFUSALS = (RuntimeError, ValueError, TypeError, CourseError)
 
@@ -48,8 +48,17 @@ def words_of(error):
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
-def outcome(ours, expected):
-    """What became of a case, as one rank sees it; anything else than the three names is wrong."""
+def refusal(error):
+    if any(word in str(error).partition("\n")[0] for word in WAYS_OUT.split()):
+        return REFUSED
+    return f"poor words: {words_of(error)}"
+
+
+def outcome(ours, expected, ranks_differ=False):
+    """What became of a case, as one rank sees it; anything else than the three names is wrong.
+
+    An error of a single rank must end the launch: the others would wait for it.
+    """
     try:
         wanted = expected()
         torchs_error = None
@@ -58,10 +67,11 @@ def outcome(ours, expected):
     try:
         got = ours()
     except REFUSALS as error:
+        if ranks_differ:
+            raise
         if torchs_error is not None:
             return AS_TORCH
-        says_what_to_do = any(word in str(error) for word in WAYS_OUT.split())
-        return REFUSED if says_what_to_do else f"poor words: {words_of(error)}"
+        return refusal(error)
     except Exception as error:
         return f"another error: {words_of(error)}"
     if torchs_error is not None:
@@ -689,13 +699,13 @@ PARTS = {"weights": weights, "split": split, "stages": stages}
 
 def all_of(part, names):
     """On a rank: the outcome of each case. Where ranks may have stopped at different points, the
-    next cases could not begin: such cases have a launch of their own.
+    next cases could not begin: such a case has a launch of its own.
     """
     torch.set_num_threads(1)
     return {
-        name: outcome(ours, expected)
+        name: outcome(ours, expected, ranks_differ=len(names) == 1)
         for name, ours, expected in PARTS[part]()
-        if names is None or name in names
+        if name in names
     }
 
 
@@ -708,8 +718,11 @@ def report(part):
     for chosen in [together, *([name] for name in alone)]:
         try:
             ranks = launch(all_of, part, chosen, world_size=2, timeout=300)
+        except LaunchTimeout as error:
+            outcomes.update({name: f"hangs: {words_of(error)}" for name in chosen})
+            continue
         except CourseError as error:
-            outcomes.update({name: f"broke: {words_of(error)}" for name in chosen})
+            outcomes.update(dict.fromkeys(chosen, refusal(error)))
             continue
         for name in chosen:
             kinds = {rank[name] for rank in ranks}
@@ -830,7 +843,7 @@ SETTINGS = {
     "DDP_COURSE_NETWORK": ["privat", "AUTO", "1", "no", " private"],
     "DDP_COURSE_START": ["forkserver", "FORK", "1"],
 }
-WORLD_SIZES = [0, -1, 2.0, "2", None, True, 10**9, 10**30]
+WORLD_SIZES = [0, -1, 2.0, "2", 10**9, 10**30]
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_PROCID": "1",
@@ -853,8 +866,7 @@ def refused(**settings):
     try:
         launch(os.getpid, **settings)
     except (ValueError, TypeError) as error:
-        says = any(word in str(error) for word in WAYS_OUT.split())
-        return REFUSED if says else f"poor words: {words_of(error)}"
+        return refusal(error)
     return f"accepted: {settings}"
 
 
