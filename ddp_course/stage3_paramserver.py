@@ -17,15 +17,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from .mesh import refuse_slices
+from .missing import gradient_of
 from .running import wire
 
 
 @torch.no_grad()
 def broadcast_parameters(module, src=0, group=None):
-    """Give every rank the parameters and buffers of rank `src`, by point-to-point messages.
-
-    Raises ValueError for a model of stage 9 that is split over these ranks.
-    """
+    """Give every rank the parameters and buffers of rank `src`, by point-to-point messages."""
     refuse_slices(dict(module.named_parameters()), group)
     for tensor in [*module.parameters(), *module.buffers()]:
         message = tensor.detach().contiguous()
@@ -38,43 +36,8 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradients of all trainable parameters, to be averaged in place: all ranks send
-    equal sizes, with a `Missing` where this rank has no gradient. ValueError if there is no such
-    parameter.
-    """
-    for_average = []
-    for parameter in trainable(module):
-        missing = parameter.grad is None
-        for_average.append(Missing(parameter) if missing else parameter.grad)
-    return for_average
-
-
-class Missing(torch.Tensor):
-    """In place of a gradient that a rank does not have: negative zeros, which change no sum, as
-    -0.0 + 0.0 is 0.0. If the average is still negative zero, no rank has a gradient, and the
-    parameter gets none: zeros would let weight decay and momentum change it.
-    """
-
-    def __new__(cls, parameter):
-        return torch.full_like(parameter, -0.0).as_subclass(cls)
-
-    def __init__(self, parameter):
-        self.parameter = parameter
-
-    def copy_(self, average):
-        """Take the average over, as the gradient of the parameter."""
-        if not average.signbit().logical_and(average == 0).all():
-            self.parameter.grad = average.clone()
-
-
-def trainable(module):
-    """The parameters that are trained; ValueError if there is none."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError(
-            "the model has no trainable parameters: nothing to average, nothing to train"
-        )
-    return parameters
+    """Return the gradients of all trainable parameters: all ranks send equal sizes."""
+    return [gradient_of(parameter) for parameter in trainable(module)]
 
 
 @wire.collective
@@ -138,3 +101,14 @@ def train(model, batches, lr, average=average_on_server):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+# Guards: a model that nobody could train.
+
+
+def trainable(module):
+    """The parameters that are trained; ValueError if there is none."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no trainable parameters: nothing to average, or to train")
+    return parameters

@@ -1,0 +1,28 @@
+"""What a rank sends for a parameter that it has no gradient of, so that all ranks send equal sizes.
+
+Zeros would do for the sum. But a parameter that no rank has used must have no gradient after the
+average either: a gradient of zeros lets weight decay and momentum change it. Negative zeros tell
+the two apart, without another message: -0.0 + 0.0 is 0.0, and only sums of -0.0 alone are -0.0.
+"""
+
+import torch
+
+
+class Missing(torch.Tensor):
+    """Negative zeros in place of the gradient of `parameter`; the average is copied here."""
+
+    parameter: torch.Tensor
+
+    def copy_(self, average: torch.Tensor) -> None:  # type: ignore[override]
+        """Make the average the parameter's gradient, unless no rank has one."""
+        if not average.signbit().logical_and(average == 0).all():
+            self.parameter.grad = average.clone()
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of `parameter`, or a `Missing` in its place."""
+    if parameter.grad is not None:
+        return parameter.grad
+    missing = torch.full_like(parameter, -0.0).as_subclass(Missing)
+    missing.parameter = parameter
+    return missing
