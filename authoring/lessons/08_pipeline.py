@@ -61,7 +61,7 @@ for name, ranks in (("parameters", by_parameters), ("flops", by_flops)):
     work |= {f"{name},\nrank {r}": sum(f for f, rank in zip(flops, ranks) if rank == r) for r in range(K)}
 title = "Cut by parameters, the slowest rank computes {:.0f} Mflop; cut by flops, {:.0f}"
 show.bars(work, "forward pass (Mflop)", title.format(max(work.values()), max([*work.values()][K:])), form="{:.0f}", width=9,
-          kind="counted", colours=dict(zip(work, ["#999999"] * K + [show.STAGE_COLOURS["8"]] * K)))  # fmt: skip
+          kind="counted", colours=dict(zip(work, ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K)))  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -288,7 +288,7 @@ schedule they are a third as long, $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble
 1F1B's first rank. With twice that memory the white parts vanish but for the update's.) What is 1F1B for, then, if it idles as long as GPipe?
 Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
 most K. (Interleaving has a price here: with K = 4, by the lists above, rank 0 keeps 11 thin micro-batches, as much as 5.5 whole
-ones.) In the figure the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small,
+ones.) In the figure the second stage of an interleaved rank is an outline. Move the sliders: which makes the bubble small,
 more ranks or more micro-batches?
 """
 
