@@ -40,7 +40,7 @@ figures are dark too. */
 /* The kernel that these sliders belong to has ended: what they cannot move is the picture. */
 .widget-vbox.jupyter-widgets-disconnected .widget-inline-hbox { display: none; }
 .jp-OutputArea-output > .widget-vbox.jupyter-widgets-disconnected::after {
-  content: "Run this cell again to use it: its kernel has ended.";
+  content: "Its kernel has ended. Run the cells down to this one again to use it.";
 }"""
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -189,6 +189,7 @@ def without_outputs(content: bytes) -> bytes:
 
     notebook = json.loads(content)
     notebook["metadata"]["language_info"] = IPythonKernel.language_info
+    notebook["metadata"].pop("widgets", None)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell.update(outputs=[], execution_count=None)

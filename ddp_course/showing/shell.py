@@ -39,7 +39,7 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
                     for text in output.splitlines()
                     if text.strip() and not re.match(NOISE, text)
                 ]
-                print(f"$ {line}", *said[-12:], sep="\n")
+                print(f"$ {line}", *said[-20:], sep="\n")
         finally:
             for process in running:
                 if process.poll() is None:

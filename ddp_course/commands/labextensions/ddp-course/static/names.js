@@ -53,6 +53,9 @@ function nameSlider(row) {
 function nameChoice(box) {
   box.setAttribute("role", "radiogroup");
   box.setAttribute("aria-label", box.closest(".widget-vbox")?.querySelector(".widget-html-content").textContent);
-  const group = box.dataset.group ??= `choice-${++groups}`;
-  for (const button of box.querySelectorAll("input")) button.name = group; // so arrows move the choice
+  if (box.dataset.group) return;
+  box.dataset.group = `choice-${++groups}`;
+  for (const button of box.querySelectorAll("input")) button.name = box.dataset.group;
+  // Arrows move the choice, and not to another cell.
+  box.addEventListener("keydown", event => { if (event.key.startsWith("Arrow")) event.stopPropagation(); });
 }
