@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from queue import SimpleQueue
 
 import torch
@@ -144,6 +145,7 @@ class Communicator:
             note("late", f"{place()} makes a communicator while {waiting[0]} receives")
         rank = members.index(group.rank())
         self.store.set(f"gpu/{rank}", str(physical(device.index)))
+        note("own", str(physical(device.index)))
         self.gpus = [self.read(f"gpu/{each}", name) for each in range(self.size)]
         if len(set(self.gpus)) < self.size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise dist.DistBackendError(
@@ -377,6 +379,7 @@ def one_batch():
 def batched(original):
     """`dist.batch_isend_irecv`, which on NCCL is one call."""
 
+    @wraps(original)  # An exercise may forbid it, and looks for torch's own.
     def batch_isend_irecv(operations):
         if not any(isinstance(each.tensor, tensors.PretendTensor) for each in operations):
             return original(operations)
@@ -390,12 +393,24 @@ def batched(original):
 def init_group(original):
     """`dist.init_process_group`, which notes on which GPU this rank is."""
 
+    @wraps(original)
     def init_process_group(*args, **kwargs):
         original(*args, **kwargs)
         if dist.get_world_size() > 1 and contexts:
             note("own", str(physical(torch.cuda.current_device())))
 
     return init_process_group
+
+
+def destroy_group(original):
+    """`dist.destroy_process_group`, which notes that a process takes its leave."""
+
+    @wraps(original)
+    def destroy_process_group(group=None):
+        original(group)
+        note("farewell", str(group))
+
+    return destroy_process_group
 
 
 def install():
@@ -406,3 +421,4 @@ def install():
     for module in (dist, distributed_c10d):
         module.batch_isend_irecv = batched(module.batch_isend_irecv)
         module.init_process_group = init_group(module.init_process_group)
+        module.destroy_process_group = destroy_group(module.destroy_process_group)
