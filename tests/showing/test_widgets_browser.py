@@ -205,7 +205,7 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
         inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
         assert inverted == (theme == "Dark")
-        for row in explorer.locator(".widget-inline-hbox").all():
+        for row in explorer.locator(".widget-inline-hbox:has(.noUi-target)").all():
             title = row.locator(".widget-label").bounding_box()
             track = row.locator(".noUi-target").bounding_box()
             assert title["y"] + title["height"] <= track["y"] + 4 and track["width"] > 150
