@@ -399,7 +399,9 @@ def own_tests(args: argparse.Namespace) -> Part:
     ]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     summary = (ended.stdout.strip() or ended.stderr.strip() or "nothing printed").splitlines()[-1]
-    return Part([{"tests": summary}], [Promise("exit code of pytest", ended.returncode, at_most=0)])
+    failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
+    rows = [{"tests": line} for line in [*failed, summary]]
+    return Part(rows, [Promise("exit code of pytest", ended.returncode, at_most=0)])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

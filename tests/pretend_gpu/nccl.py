@@ -301,6 +301,26 @@ def collective(func, args, kwargs):
     return queue(communicator, bare_call(func, raw), used, func, values, batch)
 
 
+def functional(func, args, kwargs):
+    """Meet an operator of torch's functional collectives, which DTensor calls: the result is new,
+    and the stream has waited for it.
+    """
+    name = func._schema.name.partition("::")[2]
+    tensor = args[0]
+    if name in ("_wrap_tensor_autograd", "wait_tensor"):
+        return tensor
+    group = distributed_c10d._resolve_process_group(args[-1])
+    if name == "all_gather_into_tensor":
+        gathered = tensor.new_empty(len(tensor) * args[1], *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+        return gathered
+    if name == "all_reduce":
+        summed = tensor.clone()
+        dist.all_reduce(summed, getattr(dist.ReduceOp, args[1].upper()), group)
+        return summed
+    raise NotImplementedError(f"pretended NCCL has no {func}")
+
+
 def by_gloo(func, values, used):
     """gloo takes tensors on GPUs too, and ranks may share one; its `wait` holds the host up."""
     key = current_stream(used[0][0].device).key
@@ -416,6 +436,7 @@ def destroy_group(original):
 def install():
     """Put this in the place of torch's NCCL."""
     tensors.hooks["collective"] = collective
+    tensors.hooks["functional"] = functional
     distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = PretendNCCL
     distributed_c10d._NCCL_AVAILABLE = True
     for module in (dist, distributed_c10d):

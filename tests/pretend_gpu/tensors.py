@@ -33,7 +33,7 @@ HOST_WAITS = {  # these need the values on the host
 }
 loading = threading.local()  # `device`, where `torch.load` shall put tensors
 generators = {}  # this maps a GPU to the state of its random generator
-hooks = {"collective": None}  # nccl.py puts its function here
+hooks = {"collective": None, "functional": None}  # nccl.py puts its functions here
 
 
 class PretendTensor(torch.Tensor):
@@ -167,6 +167,8 @@ class PretendTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return hooks["collective"](func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            return hooks["functional"](func, args, kwargs)
         if not facts_of(func).view:
             for value in (*args, *kwargs.values()):
                 for tensor in tensors_in(value):

@@ -1,7 +1,10 @@
 """What runs outside of lessons, on pretended GPUs: scripts under torchrun, the doctor, a trace."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,18 +12,25 @@ import pretend_gpu
 from pretend_gpu import build
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=str(build.why_not()))
+ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
-def run(gpus, log, *words):
-    """Run `python WORDS` with so many GPUs: what it printed, and findings."""
+def started(gpus, log, *words):
+    """Run `python WORDS` with so many GPUs: the ended process, and findings."""
     done = subprocess.run(
         [sys.executable, *words],
         env=pretend_gpu.environment(gpus, log), cwd=log.parent,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+    return done, pretend_gpu.read(log)
+
+
+def run(gpus, log, *words):
+    """The same, where nothing may fail: what was printed, and findings."""
+    done, findings = started(gpus, log, *words)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-3000:])
-    return done.stdout, pretend_gpu.read(log)
+    return done.stdout, findings
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -71,6 +81,20 @@ print(torch.cuda.max_memory_allocated(0) - before)
 def test_a_replica_is_made_where_it_works_and_not_on_the_master(tmp_path):
     printed, _ = run(2, tmp_path / "log", "-c", ON_THE_MASTER)
     assert int(printed) < 512 * 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["exactness", "scaling", "all_reduce", "trace"])
+def test_make_gpu_runs(part, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    words = ["-m", "benchmarks", "gpu", "--small", "--repeats", "1", "--only", part, "--out", "out"]
+    done, _ = started(2, tmp_path / "log", *words)
+    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # A promise about speed may be broken.
+    rows = report["parts"][part]["rows"]
+    assert rows and not any("ended by" in row or "left out" in row for row in rows), rows
+    for promise in report["parts"][part]["promises"]:
+        assert promise["kept"] or "efficiency" in promise["promise"], promise
 
 
 OWN_TRACE = """
