@@ -164,13 +164,14 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         is_legible(cells["diff"], cells["table"])
         cells["kept"].scroll_into_view_if_needed()
         cells["kept"].get_by_text("[rank 1] 43").wait_for()
+        has_names(cells)
+        cells["kept"].locator(".cm-content").click()
+        page.keyboard.press("Control+s")
+        page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
         for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
-        has_names(cells)
-        page.keyboard.press("Control+s")
-        page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
 
 
 def has_names(cells):
