@@ -13,15 +13,15 @@ from torch import nn
 
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, name_rows, panels
 
-RANK_COLOURS = [
+RANK_COLOURS = [  # White letters can be read on each.
     "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#7F7F7F",
-    "#F0E442",
+    "#9A6A00",
+    "#007F5C",
+    "#A63F86",
+    "#5D3FA8",
+    "#BF5200",
+    "#6E6E6E",
+    "#1A1A1A",
 ]
 CENTRE: Any = {"ha": "center", "va": "center"}
 APART: Any = {"shrinkA": 22, "shrinkB": 22}  # An arrow begins and ends at the edge of a node.
@@ -60,8 +60,7 @@ def _box(axes, x, y, label, colour, width=1.5, height=0.62, **look):
     axes.add_patch(
         FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colour, **shape)
     )
-    shade = "#111111" if colour in ("#E69F00", "#56B4E9", "#F0E442") else "white"
-    axes.text(x, y, label, color=shade, fontsize=9, zorder=4, **CENTRE)
+    axes.text(x, y, label, color="white", fontsize=9, zorder=4, **CENTRE)
 
 
 def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
@@ -79,8 +78,7 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
-    others = world_size - 1
-    s = "s" if world_size > 2 else ""
+    others, s = world_size - 1, "s" if world_size > 2 else ""
     message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
     seen = "A star: rank 0 in the middle, all others around it"
     title = "The star: gradients in, averages out"
@@ -92,7 +90,7 @@ def star(world_size: int = 4) -> Picture:
         for rank, place in enumerate(_places(others, 1.25), 1):
             _node(axes, place, str(rank), "#5F5F5F")
             _arrow(axes, place, (0, 0), STAGE_COLOURS["3"], 0.16, **APART)
-            _arrow(axes, (0, 0), place, "#999999", 0.16, **APART)
+            _arrow(axes, (0, 0), place, "#808080", 0.16, **APART)
     return picture
 
 
@@ -130,8 +128,7 @@ def scatter_gather(devices: int = 4) -> Picture:
         for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
             _box(axes, 2 * place, 0, name, "#333333", height=0.74)
         for device in range(devices):
-            colour = RANK_COLOURS[device % len(RANK_COLOURS)]
-            y = -0.9 * device
+            colour, y = RANK_COLOURS[device % len(RANK_COLOURS)], -0.9 * device
             axes.text(
                 -1.35,
                 y,
@@ -176,15 +173,14 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
     ):
         row = 0
         for position, group in enumerate(groups):
-            colour = RANK_COLOURS[position % 6]
+            colour = RANK_COLOURS[position % len(RANK_COLOURS)]
             sizes = [parameter.nbytes / 1024 for parameter in group]
             axes.barh(range(row, row + len(group)), sizes, color=colour, height=0.75)
             row += len(group)
-            note = f"bucket {position}: {sum(sizes):,.0f} KiB"
-            place = (0.99, (row - len(group) / 2 - 0.5))
             axes.text(
-                *place,
-                note,
+                0.99,
+                row - len(group) / 2 - 0.5,
+                f"bucket {position}: {sum(sizes):,.0f} KiB",
                 color="black",
                 transform=axes.get_yaxis_transform(),
                 ha="right",
@@ -214,8 +210,7 @@ def ring_states(world_size: int) -> list[Any]:
 
 def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
     """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
-    ranks = range(world_size)
-    steps = range(world_size - 1)
+    ranks, steps = range(world_size), range(world_size - 1)
     reduce = [("reduce-scatter", [(rank - step) % world_size for rank in ranks]) for step in steps]
     return reduce + [
         ("allgather", [(rank + 1 - step) % world_size for rank in ranks]) for step in steps
@@ -227,7 +222,7 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     the next step.
     """
     schedule = ring_schedule(world_size)
-    step = min(step, 2 * (world_size - 1))
+    step = min(step, len(schedule))
     state = ring_states(world_size)[step]
     done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
     last = step == len(schedule)
@@ -264,8 +259,7 @@ def _chunks(state, sent, message, title, labels):
 
     The arrow of the last rank leaves on the right and comes in on the left.
     """
-    world_size = len(state)
-    height = 0.62 * len(labels) + 1.4
+    world_size, height = len(state), 0.62 * len(labels) + 1.4
     width = max(5.6, 1.7 * world_size + 0.6)
     with panels(1, 1, width, height, message, "A grid of ranks and chunks") as (picture, axes):
         axes.set_axis_off()
@@ -276,8 +270,7 @@ def _chunks(state, sent, message, title, labels):
         for chunk, label in enumerate(labels):
             axes.text(-0.42, chunk + 0.36, label, ha="right", va="center", fontsize=9)
         for rank, chunk in enumerate(sent):
-            y = chunk + 0.36
-            start = 1.7 * rank + 1.2
+            y, start = chunk + 0.36, 1.7 * rank + 1.2
             _arrow(axes, (start, y), (start + 0.5, y), "#222222", linewidth=1.8)
             if rank == world_size - 1:
                 _arrow(axes, (-0.36, y), (0, y), "#222222", linewidth=1.8)
@@ -301,10 +294,9 @@ def _chunk(axes, x, y, contributors, world_size):
             edgecolor="white",
             linewidth=0.8,
         )
-        if rank in contributors and world_size <= 6:
+        if rank in contributors:
             centre = (x + (rank + 0.5) * width, y + 0.37)
-            shade = "black" if rank in (1, 4, 7) else "white"
-            axes.text(*centre, str(rank), color=shade, fontsize=9, **CENTRE)
+            axes.text(*centre, str(rank), color="white", fontsize=9, **CENTRE)
     if len(contributors) == world_size:
         axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
@@ -318,7 +310,7 @@ PASSES = {  # Each pass of a pipeline has a colour.
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is
-    paler.
+    an outline.
 
     `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
     row per rank.
@@ -357,7 +349,7 @@ def _pass(axes, rank, ranks, span, last):
     letter = instruction.letter
     colour = PASSES[letter]
     second = instruction.stage >= ranks
-    look = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
+    look = {"facecolors": "white" if second else colour, "edgecolor": colour if second else "white"}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:
@@ -384,17 +376,14 @@ def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
     message = f"{data * pipeline * tensor} ranks: " + " × ".join(
         f"{n} {what}" for what, n in sizes.items() if n > 1
     )
-    width = pipeline * (tensor + 0.6)
-    bottom = -1.7 * (data - 1) - 0.75
+    width, bottom = pipeline * (tensor + 0.6), -1.7 * (data - 1) - 0.75
     limits: Any = {"title": message, "xlim": (-1.5, width - 0.9), "ylim": (bottom - 0.8, 0.9)}
     seen = "A mesh of ranks, hosts as boxes"
     with _blank(1.1 * width + 2.6, 1.4 * data + 1.4, seen, message, **limits) as (picture, axes):
         for rank, (replica, part, slot) in enumerate(
             product(range(data), range(pipeline), range(tensor))
         ):
-            left = part * (tensor + 0.6)
-            x = part * (tensor + 0.6) + slot
-            y = -1.7 * replica
+            left, x, y = part * (tensor + 0.6), part * (tensor + 0.6) + slot, -1.7 * replica
             if slot == 0:
                 look: Any = {"edgecolor": "#BBBBBB", "boxstyle": "round,pad=0.05", "zorder": 1}
                 _box(
