@@ -103,12 +103,15 @@ def measure_all(
     """
     stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
-    single, alone_ms, entries = None, None, []
+    single = None
+    alone_ms = None
+    entries = []
     for stage in stages:
         entry = measured(stage, job, device, link, single)
         weights = entry.pop("weights")
         if stage.key == "1":
-            single, alone_ms = weights, entry["step_ms"]
+            single = weights
+            alone_ms = entry["step_ms"]
         formula = None if stage.bytes_sent is None else round(stage.bytes_sent(job))
         entry |= {"bytes_formula": formula, "ideal_ms": ideal_ms.get(stage.key)}
         entries.append({**entry, "device": str(device), "speed_up": alone_ms / entry["step_ms"]})

@@ -49,7 +49,9 @@ class Picture(Figure):
 
     def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
         super().__init__(figsize=(width, height), layout="constrained")
-        self.message, self.seen, self.kind = message, seen, kind
+        self.message = message
+        self.seen = seen
+        self.kind = kind
 
     @property
     def caption(self) -> str:
@@ -73,7 +75,8 @@ class Picture(Figure):
     def _ipython_display_(self):
         from IPython.display import display
 
-        image, metadata = base64.b64encode(self.png()).decode(), {"image/png": {"alt": self.alt}}
+        image = base64.b64encode(self.png()).decode()
+        metadata = {"image/png": {"alt": self.alt}}
         display(
             {"image/png": image, "text/plain": self.message or "figure"},
             metadata=metadata,
@@ -286,7 +289,8 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]], kind: str) ->
     """One step of every stage, a lane per rank; the lower half of a lane is its communication
     thread.
     """
-    row, ticks = 0.0, []
+    row = 0.0
+    ticks = []
     for stage in stages:
         lanes = stage.get("timeline") or [[]]
         ticks.append(row + (len(lanes) - 1) / 2)
@@ -353,7 +357,8 @@ def timeline_figure(
     ]
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
-    height, seen = 1.7 + 0.45 * len(lanes), f"Timeline with {len(lanes)} lanes"
+    height = 1.7 + 0.45 * len(lanes)
+    seen = f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(

@@ -78,7 +78,8 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
-    others, s = world_size - 1, "s" if world_size > 2 else ""
+    others = world_size - 1
+    s = "s" if world_size > 2 else ""
     message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
     seen = "A star: rank 0 in the middle, all others around it"
     title = "The star: gradients in, averages out"
@@ -128,7 +129,8 @@ def scatter_gather(devices: int = 4) -> Picture:
         for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
             _box(axes, 2 * place, 0, name, "#333333", height=0.74)
         for device in range(devices):
-            colour, y = RANK_COLOURS[device % len(RANK_COLOURS)], -0.9 * device
+            colour = RANK_COLOURS[device % len(RANK_COLOURS)]
+            y = -0.9 * device
             axes.text(
                 -1.35,
                 y,
@@ -210,7 +212,8 @@ def ring_states(world_size: int) -> list[Any]:
 
 def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
     """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
-    ranks, steps = range(world_size), range(world_size - 1)
+    ranks = range(world_size)
+    steps = range(world_size - 1)
     reduce = [("reduce-scatter", [(rank - step) % world_size for rank in ranks]) for step in steps]
     return reduce + [
         ("allgather", [(rank + 1 - step) % world_size for rank in ranks]) for step in steps
@@ -259,7 +262,8 @@ def _chunks(state, sent, message, title, labels):
 
     The arrow of the last rank leaves on the right and comes in on the left.
     """
-    world_size, height = len(state), 0.62 * len(labels) + 1.4
+    world_size = len(state)
+    height = 0.62 * len(labels) + 1.4
     width = max(5.6, 1.7 * world_size + 0.6)
     with panels(1, 1, width, height, message, "A grid of ranks and chunks") as (picture, axes):
         axes.set_axis_off()
@@ -270,7 +274,8 @@ def _chunks(state, sent, message, title, labels):
         for chunk, label in enumerate(labels):
             axes.text(-0.42, chunk + 0.36, label, ha="right", va="center", fontsize=9)
         for rank, chunk in enumerate(sent):
-            y, start = chunk + 0.36, 1.7 * rank + 1.2
+            y = chunk + 0.36
+            start = 1.7 * rank + 1.2
             _arrow(axes, (start, y), (start + 0.5, y), "#222222", linewidth=1.8)
             if rank == world_size - 1:
                 _arrow(axes, (-0.36, y), (0, y), "#222222", linewidth=1.8)
@@ -376,14 +381,17 @@ def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
     message = f"{data * pipeline * tensor} ranks: " + " × ".join(
         f"{n} {what}" for what, n in sizes.items() if n > 1
     )
-    width, bottom = pipeline * (tensor + 0.6), -1.7 * (data - 1) - 0.75
+    width = pipeline * (tensor + 0.6)
+    bottom = -1.7 * (data - 1) - 0.75
     limits: Any = {"title": message, "xlim": (-1.5, width - 0.9), "ylim": (bottom - 0.8, 0.9)}
     seen = "A mesh of ranks, hosts as boxes"
     with _blank(1.1 * width + 2.6, 1.4 * data + 1.4, seen, message, **limits) as (picture, axes):
         for rank, (replica, part, slot) in enumerate(
             product(range(data), range(pipeline), range(tensor))
         ):
-            left, x, y = part * (tensor + 0.6), part * (tensor + 0.6) + slot, -1.7 * replica
+            left = part * (tensor + 0.6)
+            x = part * (tensor + 0.6) + slot
+            y = -1.7 * replica
             if slot == 0:
                 look: Any = {"edgecolor": "#BBBBBB", "boxstyle": "round,pad=0.05", "zorder": 1}
                 _box(

@@ -65,7 +65,8 @@ class Ranks:
     def __init__(self, setting: Setting, show: Callable, advance_to: Callable[[int], None]):
         self.mark = secrets.token_hex(8)
         self.setting = replace(setting, environ={**setting.environ, MARK: self.mark})
-        self.show, self.advance_to = show, advance_to
+        self.show = show
+        self.advance_to = advance_to
         self.heard: list[Event] = []  # what has arrived since the last `read`
         self.inbox = Inbox()
         self.server: Server | None = None

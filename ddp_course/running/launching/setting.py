@@ -92,7 +92,8 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False
     """
     own = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
     needed = own + argument_bytes  # every rank gets its own copy of the arguments
-    free, files = free_memory(), free_files()
+    free = free_memory()
+    files = free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
     pipes = (
         f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"

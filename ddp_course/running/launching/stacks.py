@@ -34,7 +34,8 @@ def look(
     The dicts are by rank: results of finished ranks, states of processes in words (""
     before the start), stacks that faulthandler wrote, and collectives.
     """
-    states, entered = [], {}
+    states = []
+    entered = {}
     for rank in range(world_size):
         dump = dumps.get(rank, "")
         calls_of_torch = [
