@@ -104,7 +104,8 @@ def load_tasks(exercise: int) -> Any:
     """Import the file of an exercise's tasks, once per process; return the module, or None if there
     is no file.
     """
-    folder, package = course_folder("exercises") / "checks", ModuleType("exercise_checks")
+    folder = course_folder("exercises") / "checks"
+    package = ModuleType("exercise_checks")
     sys.modules.setdefault(package.__name__, package).__path__ = [str(folder)]
     return (
         import_module(f"exercise_checks.{exercise:02d}")

@@ -15,7 +15,8 @@ from typing import Any
 import numpy
 import torch
 
-MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
+MOST_ITEMS = 1 << 20
+MOST_DIGITS = 60
 LAZY = (
     GeneratorType,
     range,

@@ -40,7 +40,8 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     other names.
     """
     statements, last = compile_cell(source, filename)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     provided = dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
     given = {"__name__": "__main__", **given, **provided}
     assigned_here = {name for name, value in _names.items() if value is not _sent.get(name, _sent)}

@@ -40,7 +40,8 @@ class KeptRanks(Launch):
     def __init__(self, world_size: int, device: str):
         setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
         super().__init__(replace(setting, idle=IDLE_SECONDS), 0.0, show_line, keeps=True)
-        self.payload, self.last_use = open_memory("call"), time.monotonic()
+        self.payload = open_memory("call")
+        self.last_use = time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
         """Run a packed call on all ranks, which the first call starts; results and errors are those
