@@ -72,6 +72,7 @@ def ring_of(
     members: list[int], group: dist.ProcessGroup | None = None
 ) -> tuple[int, int, int, int]:
     """Return this rank's place among `members`, their number, and the neighbours' global ranks."""
-    size, place = len(members), members.index(dist.get_rank(group))
+    size = len(members)
+    place = members.index(dist.get_rank(group))
     left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
     return place, size, left, right

@@ -114,11 +114,13 @@ def answer(function: Callable[[], Any], files: RankFiles) -> None:
     """
     process = os.getpid()
     try:
-        kind, value = "result", function()
+        value = function()
+        kind = "result"
     except BaseException as error:
         if os.getpid() != process and not isinstance(error, SystemExit):
             traceback.print_exc()
-        kind, value = "failed", describe(error)
+        kind = "failed"
+        value = describe(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed or replaced the stream
             stream.flush()
