@@ -134,8 +134,7 @@ class LowRank:
         rows = [m.T @ each for m, each in zip(matrices.values(), columns, strict=True)]
         average_on_ring(rows, group)
         for (parameter, matrix), left, right in zip(matrices.items(), columns, rows, strict=True):
-            self.left[parameter] = matrix - left @ right.T
-        self.directions[parameter] = right
+            self.left[parameter], self.directions[parameter] = matrix - left @ right.T, right
             gradient_of[parameter].copy_((left @ right.T).view_as(gradient_of[parameter]))
         return done(bucket.buffer())
 
