@@ -60,14 +60,6 @@ def positive_number(text: str) -> float:
     return value
 
 
-def two_digits(value: float, up: bool = False) -> float:
-    """Return `value` cut to its two leading digits, or rounded `up` to them: a number that is easy
-    to type.
-    """
-    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return (math.ceil if up else math.floor)(value / digit) * digit
-
-
 def _parse(text, units, what, example, zero=False):
     match = re.fullmatch(
         r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(/s)?\s*", str(text), re.IGNORECASE

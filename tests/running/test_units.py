@@ -21,10 +21,6 @@ def test_units_are_read(parse, text, value):
     assert parse(text) == pytest.approx(value, rel=1e-12)
 
 
-def test_numbers_are_cut_to_two_digits():
-    assert units.two_digits(1.29e8) == 1.2e8 and units.two_digits(32_100, up=True) == 33_000
-
-
 @pytest.mark.parametrize(
     ("parse", "text", "words"),
     [

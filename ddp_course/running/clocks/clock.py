@@ -73,7 +73,7 @@ class Clock:
             self.advance(self.moment + QUESTION)
         return answer
 
-    def stop(self, timer: int = FOREVER, row: int | None = None, side: int = 0) -> None:
+    def stop(self, timer: int = FOREVER, row: int = -1, side: int = 0) -> None:
         """Stop this clock, under the lock, until another thread, the `timer` or the booking of a
         `row` releases it, at the moment that the row's `side` then has.
         """
@@ -81,7 +81,7 @@ class Clock:
         slot = self.slot
         threads[CLOCK, slot] = self.moment
         threads[TIMER, slot] = timer
-        threads[AWAITS, slot] = 0 if row is None else row + 1
+        threads[AWAITS, slot] = row + 1
         threads[SIDE, slot] = side
         self.table.words[slot] = 0
         threads[STATE, slot] = BLOCKED

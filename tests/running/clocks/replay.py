@@ -79,7 +79,7 @@ class Replay:
         self.turns: dict = {}  # events of threads that wait for their turn
         self.works: dict = {}
         self.processes: dict = {}
-        self.shared: dict = {}  # locks, with what queues and events keep under them, by rank and name
+        self.shared: dict = {}  # locks of queues and events, by rank and name
 
     def run(self) -> dict:
         """Play the program; returns the moments after all steps, by (rank, thread)."""
