@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
@@ -50,13 +50,14 @@ from .harness import (
     take_turns,
     timed,
 )
+from .scaling import all_reduces, figures, finished, scaling, traced
 from .training import model_and_batch, step
 
 ONE_GPU = "NCCL wants a GPU for each of two ranks"
 UNDER_NCCL = ("a rank killed in mid-collective", "a rank that never comes")
 EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = ("bytes", {"parameters": 100_000_000}, 8)
-SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # This model is for trying the command on a CPU.
+SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # This model is for trying the command.
 VECTORS = {
     "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,
@@ -73,6 +74,8 @@ NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "steps": "Not looked at without a GPU: a GPU's step times and memory; these are a processor's.",
     "own_tests": "Not looked at without a GPU: what these tests test; they are skipped.",
 }
+SEVERAL = "it needs several GPUs"
+WEAK = 0.7  # On all GPUs a step may take 1 / 0.7 times as long as on one, each with its own batch.
 NOTHING_LEFT = "no process is left on a GPU"
 CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
@@ -136,7 +139,7 @@ def distances() -> dict[str, float]:
             problem.model(0),
             (dist.get_rank(), world_size) if stage.splits_batch else (0, 1),
         )
-        with races(model):
+        with races(() if key == "9" else model.parameters()):  # Stage 9 splits no layer with hooks.
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
         pairs = zip(model.parameters(), single.parameters(), strict=True)
         distance[key] = max((weight - other).abs().max().item() for weight, other in pairs)
@@ -144,14 +147,14 @@ def distances() -> dict[str, float]:
 
 
 @contextmanager
-def races(model: torch.nn.Module) -> Any:
-    """Make wrong orders visible on a GPU: gradients come late, and the training itself runs on a
-    stream of its own.
+def races(parameters: Iterable[torch.nn.Parameter]) -> Any:
+    """Make wrong orders visible on a GPU: the gradients of `parameters` come late, and the training
+    itself runs on a stream of its own.
     """
     if rank_device().type != "cuda":
         yield
         return
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.register_hook(lambda gradient: busy_gpu(CYCLES))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -286,13 +289,14 @@ def steps(args: argparse.Namespace) -> Part:
     orders.
     """
     rows: list[Row] = []
+    small = args.small or args.device == "cpu"
     for world_size in world_sizes(args.device):
         setting = {
             "world_size": world_size,
-            "parameters": (SMALL if args.device == "cpu" else LARGE)[1]["parameters"],
+            "parameters": (SMALL if small else LARGE)[1]["parameters"],
         }
         for order in permutations(("torch", "ours")):
-            measure = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
+            measure = partial(launch, step_times, args.repeats, order, small, timeout=300)
             rows.append(
                 {
                     **setting,
@@ -309,11 +313,11 @@ def steps(args: argparse.Namespace) -> Part:
     return Part(rows, promises)
 
 
-def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
+def step_times(repeats: int, order: tuple[str, ...], small: bool) -> Row:
     """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its
     peak.
     """
-    make, inputs, targets = model_and_batch(*(SMALL if device == "cpu" else LARGE))
+    make, inputs, targets = model_and_batch(*(SMALL if small else LARGE))
     inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
     wrappers: dict[str, Callable] = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
@@ -351,13 +355,6 @@ def allocated() -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
-
-
-def finished(function: Callable) -> None:
-    """Call `function`, and wait until the device has done all of it."""
-    function()
-    if rank_device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def compared(args: argparse.Namespace) -> Part:
@@ -402,7 +399,9 @@ def own_tests(args: argparse.Namespace) -> Part:
     ]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     summary = (ended.stdout.strip() or ended.stderr.strip() or "nothing printed").splitlines()[-1]
-    return Part([{"tests": summary}], [Promise("exit code of pytest", ended.returncode, at_most=0)])
+    failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
+    rows = [{"tests": line} for line in [*failed, summary]]
+    return Part(rows, [Promise("exit code of pytest", ended.returncode, at_most=0)])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -410,6 +409,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU"
     )
+    parser.add_argument("--small", action="store_true", help="a small model, to try the command")
 
 
 def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
@@ -462,6 +462,33 @@ def lessons(args: argparse.Namespace) -> Part:
     return Part(rows, [promise], also=also)
 
 
+def scaled(args: argparse.Namespace) -> Part:
+    """Weak and strong scaling of stage 6 over the GPUs; a promise of weak scaling on real ones."""
+    counts = [1, 2] if args.device == "cpu" else world_sizes("cuda")
+    if len(counts) == 1:
+        return Part([{"left out": SEVERAL}])
+    rows = scaling(counts, args.device)
+    weak = [row["efficiency"] for row in rows if row["scaling"] == "weak"][-1]
+    promise = Promise("efficiency of weak scaling on all GPUs", weak, at_least=WEAK)
+    return Part(rows, [promise] if args.device == "cuda" else [])
+
+
+def summed(args: argparse.Namespace) -> Part:
+    """All-reduces of the backend, our ring and our server, beside the closed forms."""
+    count = max([2] if args.device == "cpu" else world_sizes("cuda"))
+    if count == 1:
+        return Part([{"left out": SEVERAL}])
+    return Part(all_reduces(count, args.device, min(args.repeats, 5)))
+
+
+def recorded(args: argparse.Namespace) -> Part:
+    """A step of stage 6 as torch's profiler sees it, with NCCL's all-reduces on their stream."""
+    if args.device == "cpu" or usable_gpus() == 1:
+        return Part([{"left out": SEVERAL}])
+    rows = traced(max(world_sizes("cuda")), writable_folder(args.out) / "gpu_trace.json")
+    return Part(rows, [Promise("all-reduces in the trace", rows[0]["all-reduces"], at_least=1)])
+
+
 def answers(report: Row) -> list[Row]:
     """The table at the end: a row for each question, from the parts of the report."""
     parts = report["parts"]
@@ -503,6 +530,10 @@ def answers(report: Row) -> list[Row]:
     answer(
         "fast", "stage 6 takes as long and as much memory as torch's class", fast, "no GPU is here"
     )
+    weak = "on all GPUs a step keeps 70 % of its speed, if the batch grows with them"
+    answer("fast", weak, kept(parts.get("scaling")), SEVERAL)
+    seen = "NCCL's all-reduces are in the profiler's trace of a step"
+    answer("right", seen, kept(parts.get("trace")), SEVERAL)
     return rows
 
 
@@ -518,7 +549,11 @@ def finish(report: Row, folder: Path) -> list[Path]:
     report["answers"] = answers(report)
     print(table(report["answers"]))
     replace_file(folder / "gpu.json", (json.dumps(report, indent=1) + "\n").encode())
-    return [path for path in [folder / "gpu_lessons.png"] if path.exists()]
+    written = [path for path in [folder / "gpu_lessons.png"] if path.exists()]
+    if importlib.util.find_spec("matplotlib") is not None:
+        device = report["parts"].get("scaling", {}).get("device", "this machine")
+        written += figures(report["parts"], device, folder)
+    return written
 
 
 BENCHMARK = Benchmark(
@@ -530,6 +565,9 @@ BENCHMARK = Benchmark(
         "steps": on_device(steps),
         "compare": on_device(compared),
         "lessons": on_device(lessons),
+        "scaling": on_device(scaled),
+        "all_reduce": on_device(summed),
+        "trace": on_device(recorded),
         "tests": on_device(own_tests),
     },
     repeats=20,

@@ -130,9 +130,5 @@ class DeadlockError(CourseError, RuntimeError):
     """Under virtual time every thread of every rank waits for another; the message names all."""
 
 
-class OrderError(CourseError):
-    """A message's memory was touched before the wait, or nobody waited: other orders would show."""
-
-
 class TooSlow(BaseException):
     """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""

@@ -43,7 +43,7 @@ def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> 
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=32, sampler=sampler)
     model = digits.model().to(device)
-    parallel = wrap(model, device_ids=[local_rank] if cuda else None)
+    parallel = wrap(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)

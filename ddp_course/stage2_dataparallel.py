@@ -27,10 +27,16 @@ def scatter(tensor, devices):
 
 
 def replicate(module, devices):
-    """Return a copy of `module` on every device; the master's copy is `module` itself."""
-    copies = [deepcopy(module).to(device) for device in devices[1:]]
-    for copy in copies:
-        copy.zero_grad()
+    """Return a copy of `module` on every device, each with weights of its own and no gradients; the
+    master's copy is `module` itself.
+    """
+    copies = []
+    for device in devices[1:]:
+        known = {}  # What is in here deepcopy takes as it is, so no copy is made on the master.
+        for weight in module.parameters():
+            there = weight.detach().to(device, copy=True)
+            known[id(weight)] = torch.nn.Parameter(there, weight.requires_grad)
+        copies.append(deepcopy(module, known).to(device))
     return [module, *copies]
 
 
@@ -62,11 +68,9 @@ def reduce(module, replicas):
 
 def in_threads(function, *arguments):
     """Call `function` once per device, in parallel; the first exception is raised here."""
-    enabled = (
-        torch.is_grad_enabled()
-    )  # each thread has its own setting, so new threads must get this one
+    # Each thread has its own setting of gradients, so new threads must get this one's.
     with ThreadPoolExecutor(
-        len(arguments[0]), initializer=torch.set_grad_enabled, initargs=(enabled,)
+        len(arguments[0]), "", torch.set_grad_enabled, [torch.is_grad_enabled()]
     ) as threads:
         return list(threads.map(function, *arguments))
 

@@ -168,14 +168,12 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
     A checkpoint of another program has none of the options. One beyond `--steps` is refused: steps
     cannot be undone.
     """
-    values = {
-        name: (saved.get("settings", {}).get(name), getattr(options, name)) for name in MUST_MATCH
-    }
-    differences = [
-        f"--{n.replace('_', '-')} {old} (now {new})"
-        for n, (old, new) in values.items()
-        if old != new
-    ]
+    settings = saved.get("settings", {})
+    differences = []
+    for name in MUST_MATCH:
+        new = getattr(options, name)
+        if settings.get(name) != new:
+            differences.append(f"--{name.replace('_', '-')} {settings.get(name)} (now {new})")
     if differences:
         raise CheckpointError(
             f'the checkpoint in "{options.checkpoint}" was made with {", ".join(differences)}. '

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
@@ -101,7 +102,8 @@ class Judge:
         attempt = Attempt(number, inputs, content)
         (evidence,) = gather([attempt], self.patience[number], partial(enter, folder))
         with self.lock:
-            return verdict(find(number), evidence, right, others)
+            judged = verdict(find(number), evidence, right, others)
+        return confirmed(judged, attempt, partial(enter, folder))
 
 
 def grade_one(

@@ -18,12 +18,14 @@ An operation after which every rank has the sum over all ranks is an **all-reduc
 """
 
 # %% imports
+import time
+
 import torch
 import torch.distributed as dist
 
 from ddp_course import (
-    Link, average_on_server, claims, launch, on_your_gpus, ring_all_reduce, show, simulate,
-    stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring,
+    Link, average_on_server, claims, every_order, launch, on_your_gpus, ring_all_reduce, show, simulate,
+    stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring, wire,
 )  # fmt: skip
 from ddp_course.checking import task
 
@@ -137,6 +139,44 @@ print("the ring's sums are torch's sums, on every rank")
 
 # %% [markdown]
 r"""
+## Right today, and in every order?
+
+Here is a ring whose author was in a hurry: it sends finished chunks around, and nobody waits until they have left. On your
+machine that is no matter, because they have left long before the next backward pass writes into the gradient. Would it
+be on a network that is slow, or busy? One run says so: `every_order` holds all messages back for as long as they may travel, and
+looks at every operation that touches their memory meanwhile.
+"""
+
+
+# %% hasty-ring
+def hasty_ring(gradient):
+    rank, size, left, right = wire.neighbours()
+    chunks = gradient.tensor_split(size)
+    stage4_ring.reduce_scatter(chunks)
+    leaving = []
+    for step in range(size - 1):
+        leaving.append(wire.isend(chunks[(rank + 1 - step) % size], right))
+        wire.recv(chunks[(rank - step) % size], left)
+    total = gradient.clone()
+    time.sleep(0.05)  # the next forward pass
+    gradient.zero_()  # the next backward pass
+    return total
+
+
+def sums(ring):
+    return ring(torch.arange(1001.0) * (dist.get_rank() + 1))
+
+
+print("the same sums here:", all(map(torch.equal, launch(sums, hasty_ring), launch(sums, ring_all_reduce))))
+every_order(sums, hasty_ring).show()
+print(every_order(sums, ring_all_reduce))
+
+# %% [markdown]
+r"""
+The first answer names both lines, and then what happened last on that rank, in virtual time. Wait for what is leaving, as
+`wire.exchange` does, and the ring is right in every order. The checks of exercise 4 try yours in the same way;
+[EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
+
 ## Count
 
 In each of its 2(K-1) steps a rank sends one chunk of p/K bytes:

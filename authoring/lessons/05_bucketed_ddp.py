@@ -389,8 +389,15 @@ all-reduces; below, a few milliseconds are enlarged. Kernels of the backward pas
 all-reduces, and none beside the last one, which begins when backward is over. So far it is as derived.
 
 One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. Lesson 11 asks whose fault
-this is. To see your own GPU, record a few steps with `torch.profiler` and draw them: `show.trace("my_trace.json")`.
+this is. And on your GPUs? This records a step of stage 6 on all of them with `torch.profiler`, draws rank 0's and says how much
+is hidden. A trace of your own program, `show.trace("my_trace.json")` draws too.
+"""
 
+# %% own-trace
+show.own_trace()
+
+# %% [markdown]
+r"""
 ## Check yourself
 
 **1.** Why is the first bucket of torch's DDP smaller than the others?

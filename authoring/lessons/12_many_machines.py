@@ -270,6 +270,24 @@ show.winners_figure(theory.Costs.of_link(100e9, 10e-6))
 
 # %% [markdown]
 r"""
+## On your GPUs: which way does NCCL go?
+
+Two programs tell. `nvidia-smi topo -m` prints how each pair of GPUs and cards is joined, from near to far: `NV12` means 12
+NVLinks; `PIX`, one PCIe bridge; `PXB`, several of them; `PHB`, by way of the processor; `NODE`, between two PCIe roots of one
+processor; `SYS`, by way of the wires between two processors. A card beside a GPU (`PIX`) is the one that its messages should
+leave by. `NCCL_DEBUG=INFO torchrun …` lets NCCL say what it has chosen. Look for three kinds of line:
+
+    NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE …      the cards; NET/Socket means plain TCP, several times slower
+    NCCL INFO Channel 00/16 : 0 1 2 3 4 5 6 7        the first of 16 rings, as an order of ranks
+    NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P    how one hop goes
+
+`via P2P` is the direct way between two GPUs. `via SHM` goes through the host's memory: fine across `SYS`, a pity across
+`NV12`. `via NET/IB/0/GDRDMA` leaves the host straight from the GPU's memory; without `GDRDMA` the bytes pass through the
+processor first. If `SHM` or `NET/Socket` stands where you paid for more, ask for more lines (`NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET`),
+and look for a variable such as `NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE` or `NCCL_SOCKET_IFNAME` that somebody has set. Then measure:
+`make gpu` draws NCCL's all-reduce on your GPUs beside lesson 04's ring and lesson 03's server, and the closed forms with α
+and β of your machine.
+
 ## What torch does
 
 The same all-reduce call uses NCCL's own topology search: rings or trees over NVLink inside a machine, InfiniBand or

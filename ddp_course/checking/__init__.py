@@ -2,7 +2,8 @@
 
 `evidence` tries an answer on ranks (`attempt`), as `exercises/checks/NN.py` says (`checks`), and
 returns plain data (`plain`). `diagnosis` compares that data with the solution's and with that of
-known wrong answers. `ddp_grading` grades whole folders in the same way.
+known wrong answers, and `any_order` tries a right answer in every order of its messages.
+`ddp_grading` grades whole folders in the same way.
 """
 
 import os
@@ -30,7 +31,8 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     if HAND_OVER in os.environ:  # This is the kernel of a submission that is being graded.
         hand_over(number, answers)
         return
-    from .diagnosis import verdict  # These import torch, which takes seconds.
+    from .any_order import confirmed  # These import torch, which takes seconds.
+    from .diagnosis import verdict
     from .evidence import Attempt, find, gather, known, solved
 
     task = find(number)
@@ -39,8 +41,10 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
         raise ValueError(f"{call}) is how this check is called")
     seed = secrets.randbelow(100_000) if seed is None else seed
     inputs = task.inputs(seed)
-    right, evidence = gather([solved(task, inputs), Attempt(number, inputs, answers)])
+    attempt = Attempt(number, inputs, answers)
+    right, evidence = gather([solved(task, inputs), attempt])
     result = verdict(task, evidence, right, lambda: gather(known(task, inputs)))
+    result = confirmed(result, attempt)
     if result.message.startswith(UNSOLVED):
         print(f'{number} is not solved yet; hint("{number}") helps.')
         return

@@ -67,15 +67,8 @@ def make_attempts(
     place and the rank. `enter(folder)` sets a submission's limits before anything of it runs.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     tasks = [find(attempt.number) for attempt in attempts]
-    for size in range(1, ranks + 1) if ranks > 1 else ():
-        groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
-    # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
-    # process.
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    prepare(patience)
     if enter:
         enter(folder)
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
@@ -84,6 +77,21 @@ def make_attempts(
             dist.barrier()  # No rank waits in an answer for one that is still loading.
         limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
         Path(folder, f"{place}-{rank}").write_bytes(pack(probed(task, answers, attempt.inputs)))
+
+
+def prepare(patience: float) -> None:
+    """Make what probes need in a rank: groups whose members wait for each other for so many
+    seconds, and silence.
+    """
+    torch.manual_seed(dist.get_rank())
+    torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
+    ranks = dist.get_world_size()
+    for size in range(1, ranks + 1) if ranks > 1 else ():
+        groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
+    # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
+    # process.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def limit_processor_time(seconds: float) -> None:

@@ -47,7 +47,8 @@ class Task:
     (of several ranks a list for each), and yields as `probe` does (of several ranks {rank: value}).
     Numbers may differ by `bound` times the largest. `forbidden` are dotted names of functions that
     an answer must not call. The values of `secret` parts are not told; `hang` is the hint if ranks
-    wait for ever; an attempt may take `seconds`.
+    wait for ever; an attempt may take `seconds`. `every_order` is the part that is wrong if an
+    answer is right, but not in every order of its messages; without it this is not tried.
     """
 
     number: str
@@ -61,6 +62,7 @@ class Task:
     secret: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
     seconds: float = 5.0
+    every_order: str = ""
     read: Callable | None = None
 
     @property

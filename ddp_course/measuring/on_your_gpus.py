@@ -4,18 +4,19 @@ yours = on_your_gpus("3")           trains
 show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from .. import problems, stage1_single
+from .. import ladder, problems, stage1_single
 from ..running.devices import rank_device
 from ..running.devices.placement import usable_gpus
 from ..running.launching.launch import launch
 from .comparison import run
+from .timing import stopwatch
 
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
 WIDEST = 768
@@ -72,15 +73,13 @@ def sizes(world_size: int) -> Iterator[Size]:
     """
     batch = 4 * world_size  # Stage 8 cuts a batch into four.
     width = 32 * world_size
-    while True:
+    while batch <= LARGEST_SHARE * world_size:
         layers = max(2, world_size - 2, -(-width // 64))
         yield Size(12 * layers * width**2 + 600 * width, batch)
-        if 2 * width > WIDEST:
-            break
-        width *= 2
-    while batch < LARGEST_SHARE * world_size:
-        batch *= 2
-        yield Size(12 * layers * width**2 + 600 * width, batch)
+        if 2 * width <= WIDEST:
+            width *= 2
+        else:
+            batch *= 2
 
 
 def find_size(world_size: int) -> tuple[Size, list[str]]:
@@ -98,9 +97,22 @@ def step_seconds(size: Size) -> float:
     problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
     model = problem.model()
     stage1_single.train(model, problem.batches(size.global_batch, 1), RATE)
-    begin = time.perf_counter()
-    stage1_single.train(model, problem.batches(size.global_batch, 2), RATE)
-    return (time.perf_counter() - begin) / 2
+    with stopwatch() as watch:
+        stage1_single.train(model, problem.batches(size.global_batch, 2), RATE)
+    return watch.seconds / 2
+
+
+def profile_step(size: Size, file: str) -> None:
+    """On each rank: train with stage 6; rank 0 writes a trace of its third step to `file`."""
+    share = dist.get_rank(), dist.get_world_size()
+    problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
+    model = problem.model()
+    third = torch.profiler.schedule(wait=0, warmup=3, active=1, repeat=1)
+    with torch.profiler.profile(schedule=third) as profiler:
+        model.register_forward_pre_hook(lambda *_: profiler.step())
+        ladder.find("6").trainer({})(model, problem.batches(size.global_batch, 4, 0, *share), RATE)
+    if share[0] == 0:
+        profiler.export_chrome_trace(file)
 
 
 def name_devices(names: list[str], ranks: int) -> str:

@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..running.torch_inside import tree_leaves
+from ..running.torch_inside import tree_map_only
 
-DEADLOCK = "deadlock"
 WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
-NO_FAULT = ("post", "wait", "doubt")  # All other kinds of events are faults.
-SHOWN = 6  # So many events of each rank, the last ones, are in the timeline.
 
 
 class Event(NamedTuple):
@@ -49,18 +46,16 @@ class Verdict:
         """Print the last events of the ranks that it is about, as a small timeline."""
         print(self)
         about = self.ranks or sorted({event.rank for event in self.events})
-        rows: list = []
-        for rank in about:
-            rows += [event for event in self.events if event.rank == rank][-SHOWN:]
-        for moment, rank, kind, text, lines in sorted(rows):
+        rows = [event for event in self.events if event.rank in about]
+        for moment, rank, kind, what, lines in rows[-6 * len(about) :]:
             column = "    " * about.index(rank)
             place = lines[0].partition(":")[0]
-            print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {kind} {text}  ({place})")
+            print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {kind} {what}  ({place})")
 
 
 def faults_in(events: list) -> list:
     """The events that say what is wrong."""
-    return [event for event in events if event.kind not in NO_FAULT]
+    return [event for event in events if event.kind not in ("post", "wait", "doubt")]
 
 
 def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
@@ -70,30 +65,20 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
     shown = [event for event in events if event.kind in ("post", "wait")]
     faults = faults_in(events)
     if faults:  # What a rank has touched is the cause of a deadlock of the others.
-        _, rank, kind, text, lines = min(faults, key=lambda event: event.kind == DEADLOCK)
-        waits = WAITS.findall(text)
-        if not waits:
-            return Verdict(False, runs, f"rank {rank}: {text}", kind, [rank], lines, shown)
-        words = (
-            f"if the network buffers nothing, all wait for ever: {text.removeprefix('deadlock: ')}"
-        )
-        ranks = [int(waiting) for waiting, _ in waits]
-        return Verdict(False, runs, words, kind, ranks, [line for _, line in waits], shown)
-    if any(differ(results[0], other) for other in results[1:]):
-        text = f"the results depend on the order of messages; {proof}"
-        return Verdict(False, runs, text, "unlike results", events=shown)
-    return Verdict(True, runs, proof, events=shown)
+        fault = min(faults, key=lambda event: event.kind == "deadlock")
+        waits = WAITS.findall(fault.text)
+        ranks = [int(rank) for rank, _ in waits] or [fault.rank]
+        lines = [line for _, line in waits] or fault.lines
+        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, shown)
+    if len(set(map(values_of, results))) < 2:
+        return Verdict(True, runs, proof, events=shown)
+    doubts = [event for event in events if event.kind == "doubt"]
+    ranks = sorted({event.rank for event in doubts})
+    lines = sorted({line for event in doubts for line in event.lines})
+    text = f"the results of {runs} orders differ, from these lines on: {'; '.join(lines)}"
+    return Verdict(False, runs, text, "unlike results", ranks, lines, shown)
 
 
-def differ(one: Any, other: Any) -> bool:
-    """Whether two results have different values anywhere."""
-    ours = tree_leaves(one)
-    theirs = tree_leaves(other)
-    return len(ours) != len(theirs) or not all(map(alike, ours, theirs))
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same, tensors bit by bit but for NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return type(one) is type(other) and (one == other or one != one)
+def values_of(result: Any) -> str:
+    """All values of a result: as text NaN is like NaN."""
+    return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, result))

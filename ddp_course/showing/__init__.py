@@ -17,7 +17,7 @@ _NAMES = {
     "sketches": ("sketches",),
     "widgets": ("widgets", "predict", "progress"),
     "shell": ("command",),
-    "trace_plot": ("trace",),
+    "trace_plot": ("trace", "own_trace"),
     "simulator_plots": ("scaling_figure", "winners_figure"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -9,7 +9,7 @@ from ddp_course.running import wire
 from .shared import RING, SERVER, tensors, worlds
 
 LENGTH = 17
-LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES}
+LOOP = {"ranks": 4, "every_order": "values", "forbidden": SERVER + RING + COLLECTIVES}
 
 
 def draw_server(random, whole=True):

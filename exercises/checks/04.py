@@ -79,7 +79,7 @@ def try_equal_chunks(function, chunks, group):
     require(not others[0].equal(others[1]), OWN_EVERY_TIME)
 
 
-@task("4.2", "reduce_scatter", {"sums": 2, "bytes": 1}, **LOOP)
+@task("4.2", "reduce_scatter", {"sums": 2, "bytes": 1}, every_order="sums", **LOOP)
 class ReduceScatter:
     """After K-1 steps rank r holds the sum of chunk r+1, and has sent K-1 chunks."""
 
@@ -89,7 +89,7 @@ class ReduceScatter:
         return probe_chunks(reduce_scatter, lengths, values, "sums", "chunk (rank + 1) mod K")
 
 
-@task("4.3", "allgather", {"chunks": 1, "bytes": 1}, **LOOP)
+@task("4.3", "allgather", {"chunks": 1, "bytes": 1}, every_order="chunks", **LOOP)
 class AllGather:
     """From rank r's finished chunk r+1 to all chunks everywhere."""
 
@@ -107,7 +107,7 @@ SHAPES = {
 }
 
 
-@task("4.4", "ring_all_reduce", {"sums": 1, "any shape": 1, "bytes": 1}, **LOOP)
+@task("4.4", "ring_all_reduce", {"sums": 1, "any shape": 1, "bytes": 1}, every_order="sums", **LOOP)
 class RingAllReduce:
     """Any shape, in place, uneven chunks, 1 to 4 ranks, and no rank sends more than 2 (K-1)
     chunks.
@@ -164,7 +164,14 @@ class StepSeconds:
             yield part, about, (cables, parameters, latency, computing)
 
 
-@task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, secret=("the line",), **LOOP)
+@task(
+    "4.6",
+    ("the_bug", "mended_ring"),
+    {"the line": 1, "mended": 1},
+    secret=("the line",),
+    every_order="mended",
+    **LOOP,
+)
 class FindTheBugInTheRing:
     """A ring that loses the remainder: line 3 cuts the tensor into chunks, and drops what is left
     over.

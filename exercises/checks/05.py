@@ -137,6 +137,7 @@ class TellWhenReady:
     ranks=3,
     hang=ORDER,
     bound=1e-5,
+    every_order="waiting",
 )
 class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
@@ -259,7 +260,13 @@ def buckets_of(model):
 
 
 @task(
-    "5.5", "Bucketed", {"mean": 1, "every pass": 1, "overlap": 2}, ranks=3, hang=ORDER, bound=1e-5
+    "5.5",
+    "Bucketed",
+    {"mean": 1, "every pass": 1, "overlap": 2},
+    ranks=3,
+    hang=ORDER,
+    bound=1e-5,
+    every_order="mean",
 )
 class AssembleBucketedDDP:
     """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward

@@ -305,6 +305,7 @@ class HookedModel:
     ranks=3,
     bound=1e-3,
     seconds=10.0,
+    every_order="weights",
     forbidden=SERVER + WHOLE + COLLECTIVES,
     hang="does every rank gather and reduce the same layers, in the same order?",
 )

@@ -344,6 +344,7 @@ class StageOfThree:
     ranks=3,
     bound=1e-5,
     forbidden=COLLECTIVES,
+    every_order="gradients",
 )
 class StageWithMessages:
     """Activations go right, their gradients come back, and the loss is a mean over micro-batches."""

@@ -192,6 +192,7 @@ class CountedCollectives:
     {"forward": 1, "backward": 2, "calls": 1},
     ranks=3,
     forbidden=COLLECTIVES,
+    every_order="forward",
     hang="does each rank make the same calls, in both passes?",
 )
 class SequenceParallel:

@@ -2,7 +2,9 @@
 not blame.
 """
 
+import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -80,10 +82,22 @@ def overwrites_what_it_sends():
     leaving.wait()
 
 
-def an_optimizer_overwrites_what_is_sent():
+def overwrites_a_slice_of_a_view_of_what_it_sends():
+    _, right, left = neighbours()
+    sent = torch.ones(6)
+    received = torch.zeros(6)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
+    sent.view(2, 3)[1, 1:].fill_(7)
+    arriving.wait()
+    leaving.wait()
+
+
+def an_optimizer_overwrites_what_is_sent(**kind):
+    """What `kind` of SGD: one parameter after the other, all at once, or all in one kernel."""
     _, right, left = neighbours()
     model = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **kind)
     model(torch.ones(2, 3)).sum().backward()
     received = torch.zeros(3, 3)
     arriving = dist.irecv(received, left)
@@ -104,6 +118,56 @@ def another_thread_reads():
     arriving.wait()
     leaving.wait()
     thread.join()
+
+
+def another_thread_overwrites():
+    _, right, left = neighbours()
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
+    thread = threading.Thread(target=double, args=(sent,))
+    thread.start()
+    arriving.wait()
+    leaving.wait()
+    thread.join()
+
+
+def double(tensor):
+    tensor.mul_(2)
+
+
+def another_thread_sleeps_and_reads():
+    """A sleep is no wait, however long it is."""
+    _, right, left = neighbours()
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
+    thread = threading.Thread(target=sleep_and_add_up, args=(received,))
+    thread.start()
+    arriving.wait()
+    leaving.wait()
+    thread.join()
+
+
+def sleep_and_add_up(tensor):
+    time.sleep(1)
+    return tensor.sum()
+
+
+def a_barrier_instead_of_a_wait():
+    """All have come to the barrier, but their messages may still be on their way."""
+    _, right, left = neighbours()
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
+    dist.barrier()
+    total = received.sum()
+    arriving.wait()
+    leaving.wait()
+    return total
 
 
 def add_up(tensor):
@@ -225,3 +289,20 @@ def another_thread_gets_it_after_the_wait():
     thread.start()
     leaving.wait()
     thread.join()
+
+
+# What a launch pays.
+
+
+def modules_and_hooks():
+    """The modules of `orders` in this rank, and those of their hooks that it would meet."""
+    loaded = sorted(name for name in sys.modules if name.startswith("ddp_course.orders"))
+    functions = [threading.Thread.start, torch.Tensor.numpy, type(dist.group.WORLD).send]
+    hooked = [each.__name__ for each in functions if hasattr(each, "__wrapped__")]
+    return loaded, hooked
+
+
+def pays_for_its_hooks():
+    loaded, hooked = modules_and_hooks()
+    assert "ddp_course.orders.in_flight" in loaded
+    assert hooked == ["start", "numpy", "send"]

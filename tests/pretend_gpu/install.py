@@ -12,9 +12,10 @@ def install():
     """Make `torch.cuda` and the backend "nccl" work on pretended GPUs."""
     import torch.distributed  # all of torch is there before it is changed
     import torch.optim.optimizer as optimizer
+    import torch.profiler
     import torch.utils._foreach_utils as foreach
 
-    from . import cuda, nccl, streams, tensors
+    from . import cuda, nccl, profiler, streams, tensors
 
     streams.start()
     cuda.install()
@@ -23,10 +24,12 @@ def install():
         if tensors.PretendTensor not in module._foreach_supported_types:
             module._foreach_supported_types.append(tensors.PretendTensor)
     torch.serialization.add_safe_globals([tensors.rebuild])
+    torch.load = tensors.load_by(torch.load)
     library = torch.library.Library("aten", "IMPL")
     _keep.append(library)
     tensors.register(library)
     nccl.install()
+    profiler.install()
     warm_up(streams, tensors)
     atexit.register(
         time.sleep, 0.1

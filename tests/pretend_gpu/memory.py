@@ -50,13 +50,16 @@ class Block:
     taken.
     """
 
-    def __init__(self, index, start, nbytes):
+    def __init__(self, index, storage):
         self.size = 0
+        self.storage = storage  # Its address is not given out again before this block is gone.
         self.place = place()
         self.uses = []
         self.recorded = set()
         self.messages = []
         self.key = current(open_context(index))
+        start = storage.data_ptr()
+        nbytes = storage.nbytes()
         size = -(-nbytes // 512) * 512
         with LOCK:
             if used[index] + size > SIZE:

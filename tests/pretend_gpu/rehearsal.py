@@ -27,12 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WAITS = Path(__file__).with_name("waits.csv")  # places of the course that may wait for the GPU
 OTHER_WAITS = 20  # so often may the ranks of one GPU wait anywhere else
 TABLE = ROOT / "results" / "gpu_rehearsal.csv"
-NAMES = ("notebook", "GPUs", "NCCL", "waits", "used", "MiB", "races", "seconds", "verdict")
-COLUMNS = "{:<44}{:>5}{:>7}{:>7}{:>6}{:>7}{:>7}{:>9}  {}"
+NAMES = ("notebook", "GPUs", "NCCL", "waits", "MiB", "figures", "races", "seconds", "verdict")
+COLUMNS = "{:<50}{:>5}{:>6}{:>6}  {:<40}{:>8}{:>6}{:>8}  {}"
 
 
 def run(path, gpus, log, timeout=300):
-    """Run a notebook with so many GPUs; return its errors: "cell 3: NameError: …"."""
+    """Run a notebook with so many GPUs; return its errors, such as "cell 3: NameError: …", and the
+    number of figures that it has made.
+    """
     notebook = nbformat.read(path, 4)
     folder = str(Path(path).resolve().parent)
     client = nbclient.NotebookClient(
@@ -42,14 +44,16 @@ def run(path, gpus, log, timeout=300):
     try:
         client.execute(env=environment(gpus, log))
     except Exception as error:  # the kernel died, or a cell took too long
-        return [f"stopped: {type(error).__name__}: {str(error)[:300]}"]
+        return [f"stopped: {type(error).__name__}: {str(error)[:300]}"], 0
     errors = []
+    figures = 0
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
+            figures += "image/png" in output.get("data", {})
             tags = cell.metadata.get("tags", [])
             if output.output_type == "error" and "raises-exception" not in tags:
                 errors.append(f"cell {number}: {output.ename}: {output.evalue[:600]}")
-    return errors
+    return errors, figures
 
 
 def may_wait(place):
@@ -75,7 +79,7 @@ def rehearse(path, gpus):
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "findings")
-        errors = run(path, gpus, log)
+        errors, figures = run(path, gpus, log)
         findings = read(log)
     wrong = judge(errors, findings, gpus)
     verdict = "WRONG" if wrong else "right"
@@ -84,8 +88,8 @@ def rehearse(path, gpus):
         "GPUs": gpus,
         "NCCL": findings.communicators,
         "waits": findings.syncs.total(),
-        "used": sum(size > 4096 for size in findings.peaks.values()),
-        "MiB": round(max(findings.peaks.values(), default=0) / 2**20, 1),
+        "MiB": " ".join(f"{findings.peaks.get(gpu, 0) / 2**20:.1f}" for gpu in range(gpus)),
+        "figures": figures,
         "races": len(findings.races),
         "seconds": round(time.perf_counter() - began),
         "verdict": verdict,

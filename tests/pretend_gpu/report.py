@@ -28,7 +28,8 @@ class Findings:
     - syncs: how often the host waited, by reason and line of code.
     - communicators: how many NCCL made, over all processes. launches: groups of ranks that
       have used NCCL.
-    - peaks: the most bytes that a process had on each GPU.
+    - peaks: the most bytes that a process had on each GPU. farewells: processes that have
+      destroyed their group.
     """
 
     races: list = field(default_factory=list)
@@ -37,6 +38,7 @@ class Findings:
     syncs: Counter = field(default_factory=Counter)
     communicators: int = 0
     launches: int = 0
+    farewells: int = 0
     peaks: dict = field(default_factory=dict)
 
 
@@ -46,26 +48,23 @@ def read(path):
     own = {}
     contexts = defaultdict(list)
     lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
-    groups = set()
+    by_kind = defaultdict(list)
     for line in lines:
         process, kind, what = line.split("\t", 2)
-        if kind == "race":
-            found.races.append(what)
-        elif kind == "late":
-            found.late.append(what)
-        elif kind == "sync":
-            found.syncs[what] += 1
-        elif kind == "own":
-            own[process] = what
+        by_kind[kind].append(what)
+        if kind == "own":
+            own.setdefault(process, what)
         elif kind == "context":
             contexts[process].append(what.split("\t"))
-        elif kind == "communicator":
-            found.communicators += 1
-            groups.add(what)
         elif kind == "peak":
             gpu, size = what.split("\t")
             found.peaks[int(gpu)] = max(found.peaks.get(int(gpu), 0), int(size))
-    found.launches = len(groups)
+    found.races = by_kind["race"]
+    found.late = by_kind["late"]
+    found.syncs = Counter(by_kind["sync"])
+    found.farewells = len(by_kind["farewell"])
+    found.communicators = len(by_kind["communicator"])
+    found.launches = len(set(by_kind["communicator"]))
     for process, gpu in own.items():
         found.foreign += [
             f"a rank whose GPU is {gpu} opened a context on GPU {other}: {where}"

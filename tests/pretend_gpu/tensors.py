@@ -3,6 +3,7 @@ other.
 """
 
 import functools
+import threading
 
 import torch
 from torch.utils._pytree import tree_map
@@ -30,8 +31,9 @@ HOST_WAITS = {  # these need the values on the host
     A.masked_select.default,
     A.is_nonzero.default,
 }
+loading = threading.local()  # `device`, where `torch.load` shall put tensors
 generators = {}  # this maps a GPU to the state of its random generator
-hooks = {"collective": None}  # nccl.py puts its function here
+hooks = {"collective": None, "functional": None}  # nccl.py puts its functions here
 
 
 class PretendTensor(torch.Tensor):
@@ -57,7 +59,7 @@ class PretendTensor(torch.Tensor):
         storage = raw.untyped_storage()
         self.block = memory.blocks.get(storage._cdata)
         if self.block is None:
-            self.block = Block(index, storage.data_ptr(), storage.nbytes())
+            self.block = Block(index, storage)
             memory.blocks[storage._cdata] = self.block
 
     def __repr__(self, **_):
@@ -165,6 +167,8 @@ class PretendTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return hooks["collective"](func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            return hooks["functional"](func, args, kwargs)
         if not facts_of(func).view:
             for value in (*args, *kwargs.values()):
                 for tensor in tensors_in(value):
@@ -182,8 +186,28 @@ def both(kind):
 
 
 def rebuild(raw, index, requires_grad):
-    """The tensor that was pickled."""
+    """The tensor that was pickled: on its GPU, or where `torch.load` was told to put it."""
+    place_for = getattr(loading, "device", None)
+    if place_for is not None:
+        index = None if place_for.type == "cpu" else index_of(place_for)
+    if index is None:
+        return raw.requires_grad_(requires_grad)
     return PretendTensor(raw, index).requires_grad_(requires_grad)
+
+
+def load_by(original):
+    """`torch.load` with a `map_location` that is a device or its name."""
+
+    @functools.wraps(original)
+    def load(file, map_location=None, **options):
+        named = isinstance(map_location, (str, torch.device))
+        loading.device = torch.device(map_location) if named else None
+        try:
+            return original(file, "cpu" if named else map_location, **options)
+        finally:
+            loading.device = None
+
+    return load
 
 
 class Facts:

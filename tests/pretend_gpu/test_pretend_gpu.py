@@ -27,19 +27,46 @@ MISTAKES = {
     "new_thread": "context",
     "item_in_the_loop": "waits",
 }
-MUTANTS = {  # in a file of the course, a line, what stands there instead, and how it must show
+THREAD = "running/communication.py"
+MUTANTS = {  # stage, a file of the course, a line, what stands there instead, and how it must show
     "the thread does not wait for the gradient": (
-        "running/communication.py", "                ready.wait()", "                pass", "race",
+        "5", THREAD, "                ready.wait()", "                pass", "race",
+    ),
+    "the thread waits for another stream": (
+        "5", THREAD, "torch.cuda.current_stream(device).record_event()",
+        "torch.cuda.Stream(device).record_event()", "race",
     ),
     "nobody waits for the thread's stream": (
-        "running/communication.py", "                finished.wait()", "                pass",
-        "race",
+        "5", THREAD, "                finished.wait()", "                pass", "race",
     ),
     "the thread stays on GPU 0": (
-        "running/communication.py", "torch.cuda.set_device(stream.device)", "pass", "context",
+        "5", THREAD, "torch.cuda.set_device(stream.device)", "pass", "context",
+    ),
+    "the ranks stay on GPU 0": (
+        "4", "running/devices/placement.py", "        torch.cuda.set_device(device)\n", "\n",
+        "context",
     ),
     "nobody waits for the backend": (
-        "stage6_ddp/communication.py", "            work.wait()", "            pass", "race",
+        "6", "stage6_ddp/communication.py", "            work.wait()", "            pass", "race",
+    ),
+    "nobody waits for a hook's future": (
+        "6", "stage6_ddp/communication.py", "future.wait()", "future.value()", "race",
+    ),
+    "the ring does not wait for its messages": (
+        "4", "running/wire.py", "        work.wait()\n    for", "        pass\n    for", "race",
+    ),
+    "a pipeline does not wait for an activation": (
+        "8", "stage8_pipeline/transfers.py", "            transfer.wait()\n        sent",
+        "            pass\n        sent", "race",
+    ),
+    "nobody holds a message's memory until it has been sent": (
+        "7", "stage7_sharded/flat.py",
+        "return message if communication.is_queued(message.device) else None", "return None",
+        "race",
+    ),
+    "the plan of the buckets is read number by number": (
+        "6", "stage6_ddp/reducer.py", "numbers = plan.tolist()",
+        "numbers = [number.item() for number in plan]", "waits",
     ),
 }  # fmt: skip
 EVERY_DAY = {"missing_wait", "nobody waits for the backend"}  # the others run in make test-rest
@@ -87,12 +114,12 @@ def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_
 
 @pytest.mark.parametrize("mutant", marked(MUTANTS))
 def test_a_wait_that_is_missing_in_the_course_is_found(mutant, tmp_path):
-    file, line, instead, shows = MUTANTS[mutant]
+    stage, file, line, instead, shows = MUTANTS[mutant]
     shutil.copytree(ROOT / "ddp_course", tmp_path / "ddp_course")
     path = tmp_path / "ddp_course" / file
     assert path.read_text().count(line) == 1, line
     path.write_text(path.read_text().replace(line, instead))
-    done, findings = run("train_all.py", log=tmp_path / "log", course=tmp_path)
+    done, findings = run("train_all.py", stage, log=tmp_path / "log", course=tmp_path)
     assert shows in found(findings), (done.stderr[-2000:], findings)
 
 

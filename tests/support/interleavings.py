@@ -10,9 +10,10 @@ A program has a list of steps for each rank, which has three buffers and a sum o
     ("read", buffer)                  sum = 31 sum + buffer
 
 Every interleaving of the ranks' steps with the moments at which bytes are read from the sender's
-buffer and written to
-the receiver's is tried, with buffers (a send ends when its bytes are read) and without (when they
-are delivered).
+buffer and written to the receiver's is tried, on three networks: one has buffers (a send ends when
+its bytes are read), one has none (a send ends when they are delivered), and one checks. That one
+reads a message when it is posted and marks the buffer that receives it, as MPI allows; a run is
+spoiled if the mark is gone when the message arrives, or if what was sent changes before the wait.
 """
 
 import random
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 BUFFERS = 3
 MODULUS = 2**20  # whole numbers up to here are exact in float64, also times 31
+BUFFERED, UNBUFFERED, CHECKING = range(3)  # the networks
 
 
 class Outcome(NamedTuple):
@@ -118,6 +120,29 @@ def with_fault(draw: random.Random, program: Program) -> Program:
     return Program(tuple(map(tuple, steps))) if makes_sense(steps) else with_fault(draw, program)
 
 
+def with_race(draw: random.Random, program: Program) -> Program | None:
+    """The program with one touch more, of a buffer between a post and its wait; None if it sends
+    nothing.
+    """
+    steps = [list(own) for own in program.steps]
+    posts = []
+    for rank, own in enumerate(steps):
+        for place, step in enumerate(own):
+            if step[0] in ("send", "receive"):
+                posts.append((rank, place))
+    if not posts:
+        return None
+    rank, place = draw.choice(posts)
+    own = steps[rank]
+    kind, message, buffer, _ = own[place]
+    touches = [("write", buffer, draw.randint(1, 99))]
+    if kind == "receive":
+        touches.append(("read", buffer))
+    wait = own.index(("wait", kind, message))
+    own.insert(draw.randint(place + 1, wait), draw.choice(touches))
+    return Program(tuple(map(tuple, steps)))
+
+
 def blocking(own: tuple) -> list:
     """The steps of a rank that waits for each of its sends at once, and posts each receive where
     it waits for it.
@@ -156,10 +181,11 @@ class State(NamedTuple):
     sums: tuple
     taken: tuple  # {message: the bytes that were read from the sender's buffer}, as pairs
     delivered: frozenset
+    spoiled: bool = False
 
 
 def all_interleavings(program: Program) -> Outcome:
-    """Try every interleaving, with buffers and without."""
+    """Try every interleaving, on each network."""
     waits = {
         (rank, *step[1:])
         for rank, own in enumerate(program.steps)
@@ -174,7 +200,7 @@ def all_interleavings(program: Program) -> Outcome:
     }
     ends: set = set()
     deadlock = False
-    for buffered in (False, True):
+    for network in (BUFFERED, UNBUFFERED, CHECKING):
         start = State(
             (0,) * program.ranks,
             tuple(starting_buffers(rank) for rank in range(program.ranks)),
@@ -186,7 +212,7 @@ def all_interleavings(program: Program) -> Outcome:
         todo = [start]
         while todo:
             state = todo.pop()
-            following = list(successors(program, state, buffered))
+            following = list(successors(program, state, network))
             if not following:
                 over = all(
                     place == len(own)
@@ -194,13 +220,13 @@ def all_interleavings(program: Program) -> Outcome:
                 )
                 deadlock = deadlock or not over
                 if over:
-                    ends.add((state.buffers, state.sums))
+                    ends.add((state.buffers, state.sums, state.spoiled))
             todo += [each for each in following if each not in reached]
             reached.update(following)
     return Outcome(frozenset(ends), deadlock, waits != posts)
 
 
-def successors(program: Program, state: State, buffered: bool) -> Any:
+def successors(program: Program, state: State, network: int) -> Any:
     """Yield the states that may follow: a rank makes a step, bytes are read, or bytes are
     delivered.
     """
@@ -213,36 +239,46 @@ def successors(program: Program, state: State, buffered: bool) -> Any:
     for send, receive in matched(program):
         if send in taken and receive in receives and receive not in state.delivered:
             rank, buffer = receives[receive]
-            buffers = changed(
-                state.buffers, rank, changed(state.buffers[rank], buffer, taken[send])
+            spoiled = network == CHECKING and state.buffers[rank][buffer] != mark_of(receive)
+            arrived = with_buffer(state, rank, buffer, taken[send])
+            yield arrived._replace(
+                delivered=state.delivered | {receive}, spoiled=state.spoiled or spoiled
             )
-            yield state._replace(buffers=buffers, delivered=state.delivered | {receive})
     for rank, own in enumerate(program.steps):
         if state.places[rank] < len(own):
-            following = after_step(program, state, rank, own[state.places[rank]], buffered, taken)
+            following = after_step(program, state, rank, own[state.places[rank]], network, taken)
             if following is not None:
                 yield following._replace(places=changed(state.places, rank, state.places[rank] + 1))
 
 
 def after_step(
-    program: Program, state: State, rank: int, step: tuple, buffered: bool, taken: dict
+    program: Program, state: State, rank: int, step: tuple, network: int, taken: dict
 ) -> State | None:
     """The state after a rank's step, but for its place; None if the step has to wait."""
     if step[0] == "write":
         buffer, number = step[1:]
         value = (3 * state.buffers[rank][buffer] + number) % MODULUS
-        return state._replace(
-            buffers=changed(state.buffers, rank, changed(state.buffers[rank], buffer, value))
-        )
+        return with_buffer(state, rank, buffer, value)
     if step[0] == "read":
         total = (31 * state.sums[rank] + state.buffers[rank][step[1]]) % MODULUS
         return state._replace(sums=changed(state.sums, rank, total))
+    if step[0] == "receive" and network == CHECKING:
+        return with_buffer(state, rank, step[2], mark_of(step[1]))
+    if step[0] == "send" and network == CHECKING:
+        value = state.buffers[rank][step[2]]
+        taken = {**taken, step[1]: value}
+        spoiled = state.spoiled or value < 0
+        return state._replace(taken=tuple(sorted(taken.items())), spoiled=spoiled)
     if step[0] != "wait":
         return state
     _, kind, message = step
     if kind == "receive":
         return state if message in state.delivered else None
-    if buffered:
+    if network == CHECKING:
+        (buffer,) = [each[2] for each in program.steps[rank] if each[:2] == ("send", message)]
+        changed_meanwhile = state.buffers[rank][buffer] != taken[message]
+        state = state._replace(spoiled=state.spoiled or changed_meanwhile)
+    if network == BUFFERED:
         return state if message in taken else None
     partners = dict(matched(program))
     return state if message in partners and partners[message] in state.delivered else None
@@ -271,6 +307,19 @@ def matched(program: Program) -> list[tuple]:
     return [
         pair for sends, receives in ways.values() for pair in zip(sends, receives, strict=False)
     ]
+
+
+def mark_of(message: int) -> int:
+    """What the checking network writes into a buffer that waits for a message: no program has a
+    number below 0.
+    """
+    return -1 - message
+
+
+def with_buffer(state: State, rank: int, buffer: int, value: int) -> State:
+    """The state with another value in a buffer."""
+    own = changed(state.buffers[rank], buffer, value)
+    return state._replace(buffers=changed(state.buffers, rank, own))
 
 
 def changed(row: tuple, place: int, value: Any) -> tuple:

@@ -76,10 +76,6 @@ class Work(dist.Work):
         self.wait()
         return self.work.get_future().value()
 
-    def is_success(self) -> bool:
-        """Return True: an operation that fails raises an error."""
-        return True
-
     def _source_rank(self) -> int:
         return self.work._source_rank()
 
@@ -148,10 +144,6 @@ class Following(Future):
         self.before.bring()
 
 
-class Options(SimpleNamespace):
-    """What torch tells a new group of gloo after it was made."""
-
-
 def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
     if isinstance(tensors, torch.Tensor):
@@ -166,7 +158,8 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self.store = store
         self.patience = timeout
-        self.options = Options(_timeout=timeout, global_ranks_in_group=[], group_name="")
+        # torch writes down here what it tells a new group of gloo after it was made.
+        self.options = SimpleNamespace(_timeout=timeout, global_ranks_in_group=[], group_name="")
         self.supports_coalescing = False
         self.log2 = (size - 1).bit_length()
         self.number = 0
@@ -201,23 +194,14 @@ class Group(dist.ProcessGroup):
         """Return torch's name for this group."""
         return self.options.group_name or "0"
 
-    @property
-    def group_name(self) -> str:
-        """Return torch's name for this group."""
-        return self.getGroupName()
+    group_name = property(getGroupName)
 
-    def getRank(self) -> int:
-        """Return this process's rank in the group."""
-        return self.rank()
-
-    def getSize(self) -> int:
-        """Return the number of members."""
-        return self.size()
-
-    def timed(self, name: str, work: Any, steps: int, nbytes: float) -> Work:
-        """Join a collective of some steps, each of which takes as long as a message of `nbytes`."""
+    def timed(self, name: str, work: Any, nbytes: float, steps: int = 0) -> Work:
+        """Join a collective of `steps`, each of which takes as long as a message of `nbytes`; by
+        default one for each other member.
+        """
         table = process.table
-        duration = steps * (table.latency + table.bytes_take(nbytes))
+        duration = (steps or self.size() - 1) * (table.latency + table.bytes_take(nbytes))
         ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
         return Work(work, ticket)
 
@@ -240,44 +224,44 @@ class Group(dist.ProcessGroup):
         sender = events.oldest_sender(self.number, tag)
         return self.recv(tensors, self.members.index(sender), tag)
 
+    def all_reduced(self, work: Any, tensors: list) -> Work:
+        """Join a ring of all members."""
+        steps = 2 * (self.size() - 1)
+        return self.timed("all_reduce", work, nbytes_of(tensors) / self.size(), steps)
+
     def allreduce(self, tensors: list, opts: Any = None) -> Work:
         """Sum tensors over all members."""
         work = self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
-        return self.timed(
-            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
-        )
+        return self.all_reduced(work, tensors)
 
     def allreduce_coalesced(self, tensors: list, opts: Any = None) -> Work:
         """Sum several tensors over all members."""
         work = self.inner.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
-        return self.timed(
-            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
-        )
+        return self.all_reduced(work, tensors)
 
     def broadcast(self, tensors: list, opts: Any) -> Work:
         """Copy one member's tensors to all."""
         return self.timed(
-            "broadcast", self.inner.broadcast(tensors, opts), self.log2, nbytes_of(tensors)
+            "broadcast", self.inner.broadcast(tensors, opts), nbytes_of(tensors), self.log2
         )
 
     def reduce(self, tensors: list, opts: Any) -> Work:
         """Sum tensors on one member."""
-        return self.timed("reduce", self.inner.reduce(tensors, opts), self.log2, nbytes_of(tensors))
+        return self.timed("reduce", self.inner.reduce(tensors, opts), nbytes_of(tensors), self.log2)
 
     def allgather(self, outputs: list, inputs: list, opts: Any = None) -> Work:
         """Collect each member's tensors on all."""
         work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
-        return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
-
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        work = self.inner._allgather_base(output, tensor, opts or dist.AllgatherOptions())
-        return self.timed("all_gather", work, self.size() - 1, nbytes_of(tensor))
+        return self.timed("all_gather", work, nbytes_of(inputs))
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
     ) -> Work:
         """Collect each member's tensor in one of all."""
-        return self._allgather_base(output, tensor, opts)
+        work = self.inner._allgather_base(output, tensor, opts or dist.AllgatherOptions())
+        return self.timed("all_gather", work, nbytes_of(tensor))
+
+    _allgather_base: Any = all_gather_single  # Older versions of torch call it so.
 
     def allgather_into_tensor_coalesced(
         self, outputs: list, inputs: list, opts: Any = None
@@ -286,48 +270,33 @@ class Group(dist.ProcessGroup):
         pairs = zip(outputs, inputs, strict=True)
         options = opts or dist.AllgatherOptions()
         work = Several([self.inner._allgather_base(*pair, options) for pair in pairs])
-        return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
+        return self.timed("all_gather", work, nbytes_of(inputs))
 
     def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:
         """Sum tensors, a part on each member."""
         work = self.inner.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
-        return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(outputs))
-
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> Work:
-        work = self.inner._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions())
-        return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(output))
+        return self.timed("reduce_scatter", work, nbytes_of(outputs))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
     ) -> Work:
         """Sum a tensor, a part on each member."""
-        return self._reduce_scatter_base(output, tensor, opts)
+        work = self.inner._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions())
+        return self.timed("reduce_scatter", work, nbytes_of(output))
+
+    _reduce_scatter_base: Any = reduce_scatter_single
 
     def gather(self, outputs: list, inputs: list, opts: Any) -> Work:
         """Collect each member's tensor on one."""
-        return self.timed(
-            "gather", self.inner.gather(outputs, inputs, opts), self.size() - 1, nbytes_of(inputs)
-        )
+        return self.timed("gather", self.inner.gather(outputs, inputs, opts), nbytes_of(inputs))
 
     def scatter(self, outputs: list, inputs: list, opts: Any) -> Work:
         """Give each member its part of one member's tensors."""
         return self.timed(
             "scatter",
             self.inner.scatter(outputs, inputs, opts),
-            self.size() - 1,
             nbytes_of(outputs),
         )
-
-    def alltoall_base(
-        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> Work:
-        """Give each member a part of each member's tensor."""
-        work = self.inner.alltoall_base(
-            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
-        )
-        return self.timed("all_to_all", work, self.size() - 1, nbytes_of(tensor) / self.size())
 
     def all_to_all_single(
         self,
@@ -339,29 +308,27 @@ class Group(dist.ProcessGroup):
         **_: Any,
     ) -> Work:
         """Give each member a part of each member's tensor."""
-        return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
+        work = self.inner.alltoall_base(
+            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
+        )
+        return self.timed("all_to_all", work, nbytes_of(tensor) / self.size())
+
+    alltoall_base: Any = all_to_all_single
 
     def alltoall(self, outputs: list, inputs: list, opts: Any = None) -> Work:
         """Give each member one of each member's tensors."""
         parts = list(inputs)
-        sends = [
-            self.inner.send([part.contiguous()], peer, ALL_TO_ALL)
-            for peer, part in enumerate(parts)
-            if peer != self.rank()
-        ]
-        receives = [
-            self.inner.recv([part], peer, ALL_TO_ALL)
-            for peer, part in enumerate(outputs)
-            if peer != self.rank()
-        ]
+        peers = [peer for peer in range(self.size()) if peer != self.rank()]
+        sends = [self.inner.send([parts[peer].contiguous()], peer, ALL_TO_ALL) for peer in peers]
+        receives = [self.inner.recv([outputs[peer]], peer, ALL_TO_ALL) for peer in peers]
         outputs[self.rank()].copy_(parts[self.rank()])
         work = Several([*sends, *receives])
-        return self.timed("all_to_all", work, self.size() - 1, nbytes_of(inputs) / self.size())
+        return self.timed("all_to_all", work, nbytes_of(inputs) / self.size())
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all members."""
         return self.timed(
-            "barrier", self.inner.barrier(opts or dist.BarrierOptions()), self.log2, 0
+            "barrier", self.inner.barrier(opts or dist.BarrierOptions()), 0, self.log2
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

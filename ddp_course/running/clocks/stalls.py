@@ -17,7 +17,7 @@ PATIENCE_S = (
     3.0  # virtual time may stand still for so long before the watchdog says who holds it up
 )
 LOOK_S = 0.5
-GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
+GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
@@ -47,14 +47,15 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
 
 
 def line_of(frame: Any) -> str:
-    """Return the innermost line at a frame that is neither ours nor torch's nor Python's."""
+    """Return the innermost line at a frame that is neither ours nor torch's nor Python's; a
+    notebook's cell has no file.
+    """
     stack = traceback.extract_stack(frame)
-    for summary in reversed(stack):
-        if not summary.filename.startswith(LIBRARIES):
-            return f"{os.path.basename(summary.filename)} line {summary.lineno}: {summary.line}"
-    outermost = [s for s in stack if not s.filename.startswith(PYTHON)] or stack
-    last = outermost[-1]
-    return f"{os.path.basename(last.filename)} line {last.lineno}: {last.line}"
+    outermost = [line for line in stack if not line.filename.startswith(PYTHON)] or stack
+    own = [line for line in stack if not line.filename.startswith(LIBRARIES)] or outermost
+    path = own[-1].filename
+    name = os.path.basename(path) if os.path.exists(path) else "cell"
+    return f"{name} line {own[-1].lineno}: {own[-1].line}"
 
 
 def watch(table: Any) -> None:

@@ -1,0 +1,168 @@
+"""A right answer is tried in every order of its messages: no right one is refuted, however busy the
+machine is, and what would go wrong is said in words, with the learner's line.
+"""
+
+import multiprocessing
+
+import pytest
+from answers import edited, of_kind
+
+from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.attempt import Attempt
+from ddp_course.checking.checks import cells_with, find, of_exercise, solution
+from ddp_course.checking.diagnosis import nothing
+from ddp_course.errors import LaunchTimeout
+from ddp_course.orders import every
+
+EXERCISES = (3, 4, 5, 7, 8, 9)
+TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise) if task.every_order]
+BUSY_LOOPS = 4
+
+
+def said_of(number, source):
+    """What is said of an answer that was right at first, part by part."""
+    task = find(number)
+    attempt = Attempt(number, task.inputs(1), cells_with(number, source))
+    return confirmed(nothing(task, ""), attempt).parts
+
+
+def test_all_tasks_in_which_a_learner_sends_ask_for_every_order():
+    numbers = [task.number for task in TASKS]
+    assert numbers == [
+        "3.1",
+        "3.2",
+        "3.3",
+        "4.2",
+        "4.3",
+        "4.4",
+        "4.6",
+        "5.3",
+        "5.5",
+        "7.5",
+        "8.7",
+        "9.5",
+    ]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+def test_no_right_answer_is_refuted(task):
+    for source in (solution(task.number), *(answer.source for answer in of_kind(task, "right"))):
+        assert not any(said_of(task.number, source).values())
+
+
+@pytest.fixture
+def busy_machine():
+    """More processes that compute than there are cores."""
+    loops = [multiprocessing.Process(target=loop, daemon=True) for _ in range(BUSY_LOOPS)]
+    for process in loops:
+        process.start()
+    yield
+    for process in loops:
+        process.kill()
+
+
+def loop():
+    while True:
+        pass
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+def test_no_right_answer_is_refuted_beside_busy_loops(task, busy_machine):
+    for _ in range(3):
+        for answer in of_kind(task, "right"):
+            assert not any(said_of(task.number, answer.source).values())
+
+
+NOT_WAITED_FOR = """
+def collect(tensor, server=0, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    if rank != server:
+        wire.isend(tensor, server, group)
+        return
+    incoming = torch.empty_like(tensor)
+    for peer in wire.others(server, group):
+        wire.recv(incoming, peer, group)
+        tensor += incoming
+"""
+BOTH_SEND_FIRST = """
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 1):
+        wire.send(chunks[(rank + 1 - step) % size], right, group)
+        wire.recv(chunks[(rank - step) % size], left, group)
+"""
+ONE_BUFFER_FOR_ALL_SENDS = """
+def reduce_scatter(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    outgoing = torch.empty_like(max(chunks, key=len))
+    leaving = []
+    for step in range(size - 1):
+        out = chunks[(rank - step) % size]
+        into = chunks[(rank - step - 1) % size]
+        outgoing[: len(out)] = out
+        leaving.append(wire.isend(outgoing[: len(out)], right, group))
+        incoming = torch.empty_like(into)
+        wire.recv(incoming, left, group)
+        into += incoming
+    for transfer in leaving:
+        transfer.wait()
+"""
+ADDS_BEFORE_IT_HAS_ARRIVED = """
+def mended_ring(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    chunks = list(tensor.tensor_split(size))
+    for step in range(size - 1):
+        out, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        incoming = torch.zeros_like(own)
+        arriving = wire.irecv(incoming, left, group)
+        wire.send(out, right, group)  # all do the same, so mine has come when theirs has left
+        own += incoming
+        arriving.wait()
+    for step in range(size - 1):
+        out, own = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+        wire.exchange(out, right, own, left, group)
+
+
+def the_bug():
+    return 3
+"""
+PLANTED = {
+    "nobody waits": ("3.1", NOT_WAITED_FOR, "nobody waits for", "wire.isend(tensor, server"),
+    "both send first": ("4.3", BOTH_SEND_FIRST, "wait for ever", "wire.send(chunks"),
+    "overwritten": ("4.2", ONE_BUFFER_FOR_ALL_SENDS, "overwrites a buffer", "outgoing[: len(out)]"),
+    "read too early": ("4.6", ADDS_BEFORE_IT_HAS_ARRIVED, "reads a buffer", "own += incoming"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_refuted_in_words_with_the_learners_line(fault):
+    number, source, words, line = PLANTED[fault]
+    parts = said_of(number, source)
+    message = parts.pop(find(number).every_order)
+    assert message.startswith("right here, but not in every order: ")
+    assert words in message
+    assert line in message
+    assert "of your cell" in message
+    assert "Mend it: " in message
+    assert not any(parts.values())
+
+
+def test_what_could_not_be_tried_is_no_fault(monkeypatch):
+    ends_its_process = edited(
+        "4.3",
+        (
+            "    rank, world_size",
+            "    import os, sys\n"
+            '    if "ddp_course.orders.in_flight" in sys.modules:\n'
+            "        os._exit(1)\n"
+            "    rank, world_size",
+        ),
+    )
+    assert not any(said_of("4.3", ends_its_process).values())
+
+    def has_no_time(*_):
+        raise LaunchTimeout(1.0, [])
+
+    monkeypatch.setattr(every, "run", has_no_time)
+    assert not any(said_of("4.3", BOTH_SEND_FIRST).values())
