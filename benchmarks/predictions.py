@@ -6,8 +6,9 @@ straying by its factor costs the fit as much as a row that is 3 % off. Outliers 
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, permutations, product
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -196,24 +197,35 @@ def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
     return np.array(ratios)
 
 
-def fit_transformer(pairs: Any, free: Sequence[str], column: str = "today") -> dict[str, float]:
-    """The constants with those in `free` fitted to (run, tokens per second and GPU)."""
-    known = frozen.constants(column)
+def fit_transformer(
+    pairs: Any, free: Sequence[str], column: str = "today", fixed: Any = None
+) -> dict[str, float]:
+    """The constants with those in `free` fitted to (run, tokens per second and GPU).
+
+    `fixed` {constant: value} are not fitted; a value that is a name is that constant's value.
+    """
     expected = frozen.constants("expected")
     factors = frozen.constants("factor")
+    fixed = fixed or {}
+    free = [name for name in free if name not in fixed]
+
+    def values(logarithms):
+        found = {name: exp(value) for name, value in zip(free, logarithms, strict=True)}
+        known = frozen.constants(column) | found
+        return known | {name: known.get(value, value) for name, value in fixed.items()}
 
     def errors(logarithms):
-        found = {name: exp(value) for name, value in zip(free, logarithms, strict=True)}
+        numbers = values(logarithms)
         strayed = [
-            SPREAD * log(found[name] / expected[name]) / log(factors[name])
+            SPREAD * log(numbers[name] / expected[name]) / log(factors[name])
             for name in free
             if factors[name]
         ]
-        return [*np.log(1 + misses(pairs, known | found)), *strayed]
+        return [*np.log(1 + misses(pairs, numbers)), *strayed]
 
     start = [log(expected[name]) for name in free]
     result = least_squares(errors, start, loss="soft_l1", f_scale=SPREAD)
-    return known | {name: exp(value) for name, value in zip(free, result.x, strict=True)}
+    return values(result.x)
 
 
 def fit_zero3() -> tuple[float, ...]:
@@ -241,13 +253,14 @@ def refit() -> dict[str, Sequence[float]]:
     return fresh
 
 
-def left_out_models(free: Sequence[str] = TODAY) -> np.ndarray:
+def left_out_models(pairs: Any = None, fixed: Any = None) -> np.ndarray:
     """The errors of today's runs, each foretold by a fit that did not see its model."""
-    pairs = today()
+    pairs = pairs or today()
     errors = np.zeros(len(pairs))
     for model in {run.model for run, _ in pairs}:
         unseen = [place for place, (run, _) in enumerate(pairs) if run.model == model]
-        fitted = fit_transformer([pair for pair in pairs if pair[0].model != model], free)
+        seen = [pair for pair in pairs if pair[0].model != model]
+        fitted = fit_transformer(seen, TODAY, fixed=fixed)
         errors[unseen] = misses([pairs[place] for place in unseen], fitted)
     return errors
 
@@ -300,28 +313,54 @@ def left_out() -> dict[str, float]:
     }
 
 
+WITHOUT: dict[str, Row] = {  # What a model lacks, as constants that are fixed.
+    "nothing": {},
+    "launch": {"launch": 0.0},
+    "touched": {"touched": 0.0},
+    "shard": {"shard": 0.0},
+    "hop": {"hop": 0.0},
+    "moved": {"moved": 0.0},
+    "logit": {"logit": 0.0},
+    "score": {"score": 0.0},
+    "a rate of its own for attention": {"attend": "matmul"},
+    "sending": {"inside": inf, "outside": inf, "hop": 0.0, "shard": 0.0},
+    "hiding under computing": {"shows": 1.0},
+}
+OF_BOTH = ("nothing", "launch", "touched", "hop", "moved", "logit", "score")  # 2021 has these.
+
+
 def ablation() -> list[Row]:
-    """Median errors, in percent, of today's rows and of models left out, without each term."""
-    changes: dict[str, tuple[str, ...]] = {"full": ()}
-    for name in ("launch", "touched", "shard", "hop", "moved", "logit"):
-        changes[f"no {name}"] = (name,)
-    rows = []
-    known = frozen.constants("today")
-    for title, names in changes.items():
-        free = [name for name in TODAY if name not in names]
-        kept = {name: known[name] for name in names}
-        known.update(dict.fromkeys(names, 0.0))
-        fitted = misses(today(), fit_transformer(today(), free))
-        unseen = left_out_models(free)
-        known.update(kept)
-        rows.append(
-            {
-                "term": title,
-                "fitted": round(100 * float(np.median(np.abs(fitted))), 2),
-                "model left out": round(100 * float(np.median(np.abs(unseen))), 2),
-            }
-        )
+    """Median errors, in percent, of models that lack a term, each fitted anew: of today's runs, of
+    models left out, of the GPTs of 2021, and of three ways at once, which no fit sees.
+    """
+    rows = [without(title, today(), fixed) for title, fixed in WITHOUT.items()]
+    pairs = [(replace(run, recompute=0.0), measured) for run, measured in today()]
+    rows.append(without("the cost of recomputing", pairs, {}))
+    three_ways = [row for row in facts.rows(published.ZERO3) if row["plan"] == "PTD"]
+    for row in rows:
+        name = row["without"]
+        row |= {"GPTs": "", "three ways": ""}
+        if name in OF_BOTH:
+            fitted = fit_transformer(gpts(), OF_2021, "of_2021", WITHOUT[name])
+            row["GPTs"] = percent(misses(gpts(), fitted))
+            errors = []
+            for run in three_ways:
+                tflops = published.megatron_tflops(run, values=fitted)
+                errors.append(tflops / run["tflops_per_gpu"] - 1)
+            row["three ways"] = percent(errors)
     return rows
+
+
+def without(title: str, pairs: Any, fixed: Row) -> Row:
+    """A row of the ablation with the errors of today's runs."""
+    fitted = misses(pairs, fit_transformer(pairs, TODAY, fixed=fixed))
+    unseen = left_out_models(pairs, fixed)
+    return {"without": title, "fitted": percent(fitted), "model left out": percent(unseen)}
+
+
+def percent(errors: Any) -> float:
+    """The median size of errors in percent."""
+    return round(100 * float(np.median(np.abs(errors))), 2)
 
 
 def strayed(args: Any) -> Part:

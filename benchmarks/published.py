@@ -82,8 +82,9 @@ def global_batch(row: Row) -> int:
     return 2560 if row["gpus"] == 640 else 2240
 
 
-def megatron_tflops(row: Row, zero3: Sequence[float] | None = None) -> float:
-    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table.
+def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any = None) -> float:
+    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table, with the
+    constants of 2021 unless other `values` are given.
 
     ZeRO-3 of 2021 reaches another share of the cards, and hides another part: `zero3`.
     """
@@ -92,7 +93,7 @@ def megatron_tflops(row: Row, zero3: Sequence[float] | None = None) -> float:
     batch = global_batch(row)
     run: Row = {"# GPUs": gpus, "layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
     run |= {"network": 1600, "batch": batch}
-    changed = constants("of_2021")
+    changed = values or constants("of_2021")
     if row["plan"] == "ZeRO-3":
         run |= {"way": "fsdp", "micro_batch": max(1, batch // gpus)}
         outside, shows = numbers("ZeRO-3 of 2021") if zero3 is None else zero3

@@ -6,7 +6,7 @@ from itertools import product
 
 from ddp_course.measuring import facts
 from ddp_predictions import one_host
-from ddp_predictions.answers import predict
+from ddp_predictions.answers import Answer, predict
 from ddp_predictions.frozen import constants, numbers
 from ddp_predictions.scoreboard import Table
 
@@ -185,9 +185,8 @@ def fsdp() -> Table:
         result = predict(**keys, **setting, recompute="selective")
         measured = row["tokens_per_gpu_per_s"]
         predicted = result.tokens_per_s_per_gpu
-        rows.append(
-            entry(published.FSDP, setting, "tokens_per_gpu_per_s", measured, predicted, False)
-        )
+        line = entry(published.FSDP, setting, "tokens_per_gpu_per_s", measured, predicted, False)
+        rows.append(line | sizes(result, "step_s", "memory_gb"))
     return Table(published.FSDP, rows, "nothing; the constants are those of today's transformers")
 
 
@@ -201,7 +200,11 @@ def gpt_steps() -> Table:
     values = constants("of_2021")
     words = ", ".join(f"{key} {values[key]:.3g}" for key in OF_2021)
     words = f"{words} (constants.csv says what they are)"
-    return Table(name, entries(name, quantity, settings, published.gpt_ms), words)
+    rows = []
+    for line in entries(name, quantity, settings, published.gpt_ms):
+        result = predict(**{key: value for key, value in line.items() if key in settings[0]})
+        rows.append(line | sizes(result, "tokens_per_s_per_gpu", "memory_gb"))
+    return Table(name, rows, words)
 
 
 def transformers_of_today() -> Table:
@@ -214,8 +217,7 @@ def transformers_of_today() -> Table:
         measured = row["tokens_per_s_per_gpu"]
         predicted = result.tokens_per_s_per_gpu
         line = entry(name, keys, "tokens_per_s_per_gpu", measured, predicted, True)
-        extra = {"step_s": result.step_s, "memory_gb": result.memory_gb}
-        rows.append(line | {key: float(f"{value:.4g}") for key, value in extra.items()})
+        rows.append(line | sizes(result, "step_s", "memory_gb"))
     values = constants()
     words = ", ".join(f"{key} {values[key]:.3g}" for key in TODAY)
     return Table(name, rows, f"{words} (constants.csv says what they are); {STRANGE}")
@@ -283,6 +285,11 @@ TABLES: tuple[Callable[[], Table], ...] = (
     transformers_of_today,
     nccl_two_hosts,
 )
+
+
+def sizes(result: Answer, *fields: str) -> Row:
+    """More predictions of a run, to four digits: fields of its answer."""
+    return {field: float(f"{getattr(result, field):.4g}") for field in fields}
 
 
 def entries(

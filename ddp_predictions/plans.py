@@ -19,6 +19,14 @@ from .transformers import SHARDED, WAYS, Run, step, tokens_per_s
 
 SIMPLE = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2, "hybrid": 2}
 SIZES = (1, 2, 4, 8, 16, 32)
+DECIDED = {
+    "way": "fsdp",
+    "tensor": 1,
+    "pipeline": 1,
+    "micro_batch": 1,
+    "accumulate": 1,
+    "recompute": "none",
+}
 
 
 @dataclass
@@ -85,15 +93,14 @@ def settings(run: Run, batch: int) -> Iterator[Run]:
             )
 
 
-def decide(**fields: Any) -> Decision:
+def decide(batch: Any = None, **fields: Any) -> Decision:
     """Choose the way for a model, GPUs and `batch` sequences per step; without it each GPU has 4.
 
-    `fields` are columns as `runs` reads them; way and sizes of the answer are the decision's.
+    `fields` are columns as `runs` reads them; what is DECIDED is not read from them.
     """
-    plain = {name: value for name, value in fields.items() if name != "batch"}
-    run, assumed = read_run(plain)
-    batch = Reader({"batch": fields.get("batch", 4 * run.gpus)}).whole("batch")
-    assumed = [words for words in assumed if "micro-batch" not in words and "recomp" not in words]
+    run, assumed = read_run(fields | DECIDED)
+    given = 4 * run.gpus if batch is None else batch
+    batch = Reader({"batch": given}).whole("batch")
     assumed.append(f"{batch:,} sequences per step")
     answers = [answer(setting, assumed) for setting in settings(run, batch)]
     if not answers:
@@ -123,7 +130,8 @@ class Score(NamedTuple):
 
 
 def score() -> Score:
-    """How well the model chooses among published runs with equal model, GPUs and tokens per step.
+    """How well the model chooses among published runs of the same work: one model on as many GPUs,
+    with sequences as long and as many tokens per step.
 
     A blind choice takes any run of a group. What nobody published is not scored.
     """
@@ -132,8 +140,8 @@ def score() -> Score:
         run, _ = read_run(row)
         predicted = tokens_per_s(run, step(run).seconds)
         tokens = run.tokens * run.accumulate * run.data
-        work = (run.model.split(" ")[0], run.gpu, run.gpus, tokens)
-        way = (run.way, run.tensor, run.recompute, run.micro_batch, run.seq)
+        work = (run.model.split(" ")[0], run.gpu, run.gpus, run.seq, tokens)
+        way = (run.way, run.tensor, run.recompute, run.micro_batch)
         pair = (predicted, row["tokens_per_s_per_gpu"])
         groups.setdefault(work, {}).setdefault(way, []).append(pair)
     kept = []

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ddp_course.running import presets, units
+from ddp_course.running import presets
 
 from .transformers import WAYS, Run
 
@@ -101,7 +101,7 @@ class Reader:
     def whole(self, name: str, default: int | None = None, words: str = "") -> int:
         """A whole number from 1 on."""
         if name not in self.fields and default is not None:
-            return self.assume(name, default, words) if words else default
+            return self.assume(name, default, words)
         text = str(self.fields.get(name, "missing"))
         if not re.fullmatch(r"[1-9]\d{0,11}(\.0)?", text):
             raise self.wrong(name, "it must be a whole number, 1 or more")
@@ -109,7 +109,7 @@ class Reader:
 
     def choice(self, name: str, choices: Any, default: str) -> str:
         """One of some words."""
-        text = str(self.fields.get(name, default)).strip()
+        text = str(self.fields.get(name) or self.assume(name, default)).strip()
         if text not in choices:
             raise self.wrong(name, f"choose one of {', '.join(choices)}")
         return text
@@ -120,11 +120,9 @@ class Reader:
         if value is None:
             return 0.0
         text = str(value).strip()
-        if text in presets.LINKS:
-            return presets.LINKS[text].bandwidth
         try:
             plain = re.fullmatch(r"\d+(\.\d+)?", text)
-            bits = 1e9 * float(text) if plain else float(units.bits_per_second(text))
+            bits = 1e9 * float(text) if plain else float(presets.bandwidth(text))
         except Exception:
             bits = 0.0
         if not 0 < bits < 1e15:
@@ -139,20 +137,22 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
     fields = reader.fields
     if "# GPUs" in row:
         for column, value in GPT_TABLE.items():
-            fields.setdefault(column, value)
+            if column not in fields:
+                fields[column] = reader.assume(column, value)
     shape = read_shape(reader)
     gpu = presets.ALIASES.get(str(fields.get("gpu", "missing")), fields.get("gpu"))
     known = presets.ACCELERATORS.get(str(gpu))
     if known is None or not known.cycles:
         names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
         raise reader.wrong("gpu", f"choose one of {', '.join([*names, *presets.ALIASES])}")
-    fields["way"] = WAY_NAMES.get(str(fields.get("way", "")).lower(), fields.get("way", "fsdp"))
-    precision = str(fields.get("precision", "bf16 mixed"))
+    way = str(fields.get("way") or reader.assume("way", "fsdp"))
+    fields["way"] = WAY_NAMES.get(way.lower(), way)
+    precision = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed")
     run = Run(
         **shape,
         gpu=str(gpu),
         gpus=reader.whole("gpus"),
-        gpus_per_host=reader.whole("gpus_per_host", 8),
+        gpus_per_host=reader.whole("gpus_per_host", 8, "8 GPUs per host"),
         network=reader.rate("network"),
         inside=reader.rate("inside"),
         micro_batch=reader.whole("micro_batch", 1, "micro-batches of 1 sequence"),
@@ -161,8 +161,8 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
         pipeline=reader.whole("pipeline", 1),
         way=reader.choice("way", WAYS, "fsdp"),
         recompute=read_recompute(reader),
-        pure="pure" in precision,
-        reduce_bytes=reader.whole("reduce_bytes", 4 if "mixed" in precision else 2),
+        pure=precision == "bf16 pure",
+        reduce_bytes=reader.whole("reduce_bytes", 4 if precision == "bf16 mixed" else 2),
         attention=reader.choice("attention", ("fused", "unfused"), "fused"),
         kernels=reader.choice("kernels", ("compiled", "eager"), "compiled"),
         overlap=reader.choice("overlap", ("yes", "no"), "yes") == "yes",
@@ -174,8 +174,6 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
         reader.assume("network", known.network, f"{known.network / 1e9:,.0f} Gbit/s per host")
     if not run.inside and run.inside_host > 1:
         reader.assume("inside", known.link, f"{known.link} inside a host")
-    if "precision" not in fields:
-        reader.assume("precision", precision, "bfloat16 with a float32 copy")
     return run, reader.assumed
 
 
@@ -186,6 +184,8 @@ def read_shape(reader: Reader) -> Row:
     known = models().get(name, {})
     for column, value in known.items():
         fields.setdefault(column, value)
+    if "num_local_experts" in fields:
+        raise reader.wrong("num_local_experts", "layers of experts are not foretold")
     missing = [column for column in SHAPE if column not in fields]
     if missing and fields.get("model"):
         expected = f"give layers, hidden and heads, or one of {', '.join(models())}"
@@ -194,16 +194,17 @@ def read_shape(reader: Reader) -> Row:
     heads = reader.whole("heads")
     if hidden % heads:
         raise reader.wrong("heads", f"a width of {hidden} does not divide evenly over them")
-    longest = reader.whole("longest", 2048)
+    fields.setdefault("longest", 2048)
+    longest = reader.whole("longest")
     seq = reader.whole("seq", min(longest, 8192), f"sequences of {min(longest, 8192):,} tokens")
-    ff = reader.whole("ff", 4 * hidden)
+    ff = reader.whole("ff", 4 * hidden, "MLPs of 4 times the width")
     silu = "silu" in str(fields.get("hidden_act", ""))
-    gated = str(fields.get("gated", "yes" if silu else "no")) == "yes"
+    gated = reader.choice("gated", ("yes", "no"), "yes" if silu else "no") == "yes"
     return {
         "layers": reader.whole("layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": reader.whole("kv_heads", heads),
+        "kv_heads": reader.whole("kv_heads", heads, "keys and values for each head"),
         "ff": ff,
         "gated": gated,
         "vocab": reader.whole("vocab", 50_257, "a vocabulary of 50,257"),
@@ -213,9 +214,8 @@ def read_shape(reader: Reader) -> Row:
 
 def read_recompute(reader: Reader) -> float:
     """The part of the forward pass that is run again, from words like "full" or "selective (…)"."""
-    if "recompute" not in reader.fields:
-        reader.assumed.append("nothing recomputed")
-    word = str(reader.fields.get("recompute", "none")).split(" ")[0]
+    given = reader.fields.get("recompute")
+    word = str(given or reader.assume("recompute", "none", "nothing recomputed")).split(" ")[0]
     if word not in RECOMPUTE:
         raise reader.wrong("recompute", f"choose one of {', '.join(RECOMPUTE)}")
     return RECOMPUTE[word]
@@ -235,7 +235,8 @@ def read_accumulate(reader: Reader, run: Run) -> int:
 def check_ways(reader: Reader, run: Run) -> None:
     """Raise ValueError where GPUs, hosts, layers and heads do not fit the ways."""
     ways = run.tensor * run.pipeline
-    data = reader.whole("data", max(1, run.data))
+    reader.fields.setdefault("data", max(1, run.data))
+    data = reader.whole("data")
     if ways * data != run.gpus:
         expected = f"{run.tensor} x {data} x {run.pipeline} ways are {ways * data} GPUs"
         raise reader.wrong("gpus", f"{expected}; choose a multiple of {ways}")

@@ -244,19 +244,16 @@ def sharded_sending(run: Run, machine: Machine, layers: int, computing: Any, num
 
 
 def averaging(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
-    """The same three numbers for copies that keep whole weights: DDP and ZeRO-1."""
+    """The same three numbers for copies that keep whole weights: ZeRO-1, and DDP with one shard."""
     forward, backward = (layers * sum(work) for work in computing)
     nbytes = 2 * run.kept
-    if run.way == "ddp":
-        scatter = 2 * ring(run, machine, nbytes, run.data, run.tensor, numbers)
-        gather = 0.0
-    else:
-        one_way = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
-        copies = run.data // run.shards
-        stride = run.tensor * run.shards
-        between = 2 * ring(run, machine, nbytes / run.shards, copies, stride, numbers)
-        scatter = one_way + between
-        gather = one_way + numbers["shard"] * run.shards * (run.shards > 1)
+    gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
+    copies = run.data // run.shards
+    stride = run.tensor * run.shards
+    between = 2 * ring(run, machine, nbytes / run.shards, copies, stride, numbers)
+    scatter = gather + between
+    if run.shards > 1:
+        gather += numbers["shard"] * run.shards
     once = scatter + gather
     if run.overlap:
         once = longer(backward, scatter, numbers) - backward

@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from ddp_course import show, theory, timing
 from ddp_course.running.files import course_folder
+from ddp_course.running.presets import ACCELERATORS
+from ddp_predictions.answers import predict
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 FOLDER = Path("runs")  # where the runs write
@@ -100,6 +102,27 @@ print(
 
 # %% [markdown]
 r"""
+And a prediction without any run, by lesson 13's model: it wants the shape of a transformer, and a GPU's datasheet. If this machine
+has a GPU that the course knows by name, the prediction is for K of those; else for K A100s, which are only named. Change `SHAPE` with
+`make_model`; for a model that is no transformer give the one whose layers weigh as much.
+"""
+
+# %% datasheet
+SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "vocab": 256}  # of make_model
+inputs, _ = mine.make_batch(0, 0)
+here = torch.cuda.get_device_name() if DEVICE == "cuda" else "none for each rank"
+own = [name for name in ACCELERATORS if all(word in here for word in name.replace("-", " ").split())]
+gpu = max(own, key=len, default="A100-40GB")
+foretold = predict(model="my model", **SHAPE, seq=inputs.shape[1], micro_batch=len(inputs), gpu=gpu, gpus=K, way="ddp")
+print(f"GPU of this machine: {here}; the prediction is for {K} of {gpu}, which {'are here' if own else 'are not here'} (derived)\n")
+print(foretold)
+
+# %% [markdown]
+r"""
+The template's answer: bound by launching. A model so small leaves a GPU idle between two kernels, and twice the network or twice the
+flops would save nothing; ask the same of a model 100 times as large before you rent anything. The model knows training in bfloat16 with
+fused attention; the template trains in float32, so a GPU of yours will be slower than it says where products count.
+
 ## Run, on your GPUs
 
 If there are K GPUs, each rank of these runs trains on its own, and NCCL carries the gradients; the model of the template is
@@ -120,6 +143,12 @@ show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)"
           f"DDP's step is {abs(gap):.0%} {'longer' if gap > 0 else 'shorter'} than predicted", form="{:.0f}",
           kind="measured; predicted is derived")  # fmt: skip
 print("measured on", runs["ddp"]["devices"])
+
+# %% datasheet-measured
+if own:
+    print(f"by the datasheet {1000 * foretold.step_s:.1f} ms, measured {1000 * times['DDP']:.1f} ms on {K} of {gpu}")
+else:
+    print(f"No GPU here to hold the datasheet against: {1000 * foretold.step_s:.0f} ms stay a prediction for {K} of {gpu}.")
 
 # %% [markdown]
 r"""

@@ -10,7 +10,7 @@ from ..measuring import theory
 from ..measuring.simulate import resnets
 from ..measuring.simulate.network import Network
 from ..measuring.simulate.step import Step, simulate
-from ..running import files, units
+from ..running import files, presets, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), or 6")
     parser.add_argument("--per-host", type=units.whole_number, default=8, help="devices on a host")
-    parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
     parser.add_argument(
-        "--local-link", default="3.6Tbit", help="bandwidth between the devices of a host"
+        "--link", default="100Gbit", help="bandwidth between hosts, or a link's name"
+    )
+    parser.add_argument(
+        "--local-link", default="NVLink H100", help="bandwidth between the devices of a host"
     )
     parser.add_argument("--latency", default="10us", help="of a message between hosts")
     parser.add_argument("--local-latency", default="2us", help="of a message inside a host")
@@ -37,29 +39,31 @@ def main(args: argparse.Namespace) -> None:
     """Print the table, write the figure."""
     from ..showing.simulator_plots import scaling_figure
 
-    devices, algorithm = parse_devices(args.devices), args.algorithm.replace("-", "_")
-    links = [(args.link, args.latency), (args.local_link, args.local_latency)]
-    between, within = (
-        theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag))
-        for speed, lag in links
-    )
-    network, folder = Network(between, within, args.per_host), files.writable_folder(args.out)
+    devices = parse_devices(args.devices)
+    algorithm = args.algorithm.replace("-", "_")
+    between = costs(args.link, args.latency)
+    within = costs(args.local_link, args.local_latency)
+    network = Network(between, within, args.per_host)
+    folder = files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
-    names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
-    lines = {
-        name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices]
-        for name in names
-    }
+    lines = {}
+    for name in (algorithm, "ring", "hierarchical_ring", "parameter_server"):
+        lines[name] = [simulate(profile, k, network, name, args.bucket_cap) for k in devices]
     hosts = f"{args.per_host} devices per host at {args.local_link}, link {args.link}"
     print(
         f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of"
         " computing per step"
     )
-    print(f"{algorithm.replace('_', ' ')}, {hosts}")
+    print(f"{args.algorithm}, {hosts}")
     print(table(lines[algorithm]))
     picture = scaling_figure(lines, f"{args.model}, {hosts}")
     print(picture.message)
     print(f"figure: {files.replace_file(folder / 'simulate.png', picture.png())}")
+
+
+def costs(link: str, latency: str) -> theory.Costs:
+    """What messages cost over a link, from its bandwidth or its name, and a latency."""
+    return theory.Costs.of_link(presets.bandwidth(link), units.seconds(latency))
 
 
 def table(steps: list[Step]) -> str:
@@ -68,9 +72,13 @@ def table(steps: list[Step]) -> str:
     for step in steps:
         seconds = (step.step_s, step.compute_s, step.communication_s, step.exposed_s)
         rows.append([step.world_size, *(1e3 * each for each in seconds), f"{step.efficiency:.1%}"])
-    titles = ["devices", "step ms", "computing", "sending", "exposed", "efficiency"]
     return tabulate(
-        rows, titles, "plain", floatfmt=".3f", colalign=["right"] * 6, disable_numparse=[5]
+        rows,
+        ["devices", "step ms", "computing", "sending", "exposed", "efficiency"],
+        "plain",
+        floatfmt=".3f",
+        colalign=["right"] * 6,
+        disable_numparse=[5],
     )
 
 
@@ -82,9 +90,10 @@ def parse_devices(text: str) -> list[int]:
     try:
         devices = [int(first) << k for k in range(21) if int(first) << k <= int(last or first)]
     except ValueError:
-        raise ValueError(f'cannot read the devices "{text}"; write 1..4096 or 6') from None
-    if not devices or devices[0] < 1 or devices[-1] > 2**20:
+        devices = []
+    if not devices or devices[0] < 1 or devices[-1] > 1_048_576:
         raise ValueError(
-            f'"{text}" are no numbers of devices; they go from 1 to {2**20}, the smaller first'
+            f'"{text}" are no numbers of devices; write 1..4096 or 6: they go from 1 to 1048576, '
+            "the smaller first"
         )
     return devices

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..errors import EmulationError
+from . import units
 
 
 class Accelerator(NamedTuple):
@@ -61,6 +62,13 @@ LINKS = {
         1e9, NETWORK, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
     ),
 }
+
+
+def bandwidth(text: str) -> float:
+    """The bits per second of a link of LINKS, or of a text such as "25Gbit"; raises EmulationError
+    for others.
+    """
+    return LINKS[text].bandwidth if text in LINKS else units.bits_per_second(text)
 
 
 def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: float) -> Any:

@@ -93,6 +93,7 @@ def fill(source: Path, target: str | None) -> None:
     if not rows:
         raise ValueError(f"{source} has no lines below its titles; write one line per run")
     errors = []
+    titles: dict[str, Any] = {}
     assumed: dict[str, None] = {}
     for number, row in enumerate(rows, 2):
         if None in row:
@@ -104,13 +105,14 @@ def fill(source: Path, target: str | None) -> None:
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None
         row |= result.columns()
-        row["error"] = "" if miss is None else f"{miss:+.3f}"
+        titles.update(row)
         assumed.update(dict.fromkeys(result.assumed))
-        errors += [] if miss is None else [abs(miss)]
-    if not errors:
-        rows = [{name: value for name, value in row.items() if name != "error"} for row in rows]
+        if miss is not None:
+            row["error"] = f"{miss:+.3f}"
+            errors.append(abs(miss))
+            titles["error"] = ""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, titles, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     if target:
@@ -145,7 +147,7 @@ def scores(folder_name: str | None) -> None:
     from ..figures import predictions_figure
 
     tables = scoreboard.scoreboard()
-    print(f"Errors, median / worst:\n\n{scoreboard.overview(tables)}\n")
+    print(f"Errors, median / nine in ten / worst:\n\n{scoreboard.overview(tables)}\n")
     if not folder_name:
         print(
             "An error above 1000% is one row: 32 KiB on four hosts, published as 6 ms, 14 times\n"

@@ -7,12 +7,14 @@ import multiprocessing
 import pytest
 from answers import edited, of_kind
 
+from ddp_course.checking import check
 from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import nothing
-from ddp_course.errors import LaunchTimeout
+from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
+from ddp_course.running import wire
 
 EXERCISES = (3, 4, 5, 7, 8, 9)
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise) if task.every_order]
@@ -146,6 +148,26 @@ def test_a_planted_fault_is_refuted_in_words_with_the_learners_line(fault):
     assert "of your cell" in message
     assert "Mend it: " in message
     assert not any(parts.values())
+
+
+# It writes to what it sends, and passes, because it writes what was there before.
+PASSES = """
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 1):
+        out = chunks[(rank + 1 - step) % size]
+        leaving = wire.isend(out, right, group)
+        out.round_()
+        wire.recv(chunks[(rank - step) % size], left, group)
+        leaving.wait()
+"""
+
+
+def test_a_learner_reads_it_after_a_right_first_answer():
+    space = {"wire": wire, "__name__": "__main__"}
+    exec(PASSES, space)
+    with pytest.raises(Wrong, match=r"4\.3: right here, but not in every order: .*overwrites"):
+        check("4.3", space["allgather"], seed=1)
 
 
 def test_what_could_not_be_tried_is_no_fault(monkeypatch):

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks import predictions, published
 from benchmarks import scoreboard as tables_anew
-from ddp_course import cli, stage8_pipeline
+from ddp_course import Device, Link, cli, stage8_pipeline
 from ddp_course.measuring import facts
+from ddp_course.running import presets
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.runs import read_run
@@ -44,6 +45,31 @@ def test_models_left_out_of_the_fit_are_foretold():
     errors = abs(predictions.left_out_models())
     assert median(errors) < 0.045
     assert scoreboard.LEFT_OUT["transformer_throughput"] == pytest.approx(median(errors), abs=2e-3)
+
+
+def test_three_ways_need_the_bytes_per_weight():
+    """Today's runs do not, so the ablation looks at both eras."""
+    rows = [row for row in facts.rows(published.ZERO3) if row["plan"] == "PTD"]
+    lacking = predictions.fit_transformer(
+        predictions.gpts(), predictions.OF_2021, "of_2021", predictions.WITHOUT["moved"]
+    )
+    honest = [published.megatron_tflops(row) / row["tflops_per_gpu"] - 1 for row in rows]
+    spoilt = [
+        published.megatron_tflops(row, values=lacking) / row["tflops_per_gpu"] - 1 for row in rows
+    ]
+    assert max(map(abs, honest)) < 0.02 and min(map(abs, spoilt)) > 0.03
+
+
+def test_no_fit_sees_the_runs_on_1536_gpus(monkeypatch):
+    for row in tables_anew.zero3_and_3d().rows:
+        if row["gpus"] == 1536 and row["parameters"] == "174.6B":
+            assert row["measured"] in (44, 141) and not row["calibrated"]
+            assert abs(row["error"]) < 0.09
+    honest = predictions.fit_zero3()
+    known = facts.rows(published.ZERO3)
+    other = [row | {"tflops_per_gpu": 1.0} if row["gpus"] == 1536 else row for row in known]
+    monkeypatch.setattr(facts, "rows", lambda name: other)
+    assert predictions.fit_zero3() == pytest.approx(honest)
 
 
 def test_runs_of_today_need_their_terms():
@@ -107,9 +133,49 @@ def test_the_answer_says_what_bounds_and_what_is_assumed():
     assert "DOES NOT FIT" in predict(**LLAMA | {"micro_batch": 64}).words()
 
 
+def test_everything_that_is_assumed_is_told():
+    _, assumed = read_run({"model": "gpt2", "gpu": "H100", "gpus": 16})
+    expected = "way fsdp; precision bf16 mixed; 8 GPUs per host; micro-batches of 1 sequence; "
+    expected += "tensor 1; pipeline 1; nothing recomputed; reduce bytes 4; attention fused; "
+    expected += "kernels compiled; overlap yes; 1 micro-batch per step; 3,200 Gbit/s per host; "
+    assert "; ".join(assumed) == f"{expected}NVLink H100 inside a host"
+    given = {"way": "ddp", "precision": "bf16 pure", "gpus_per_host": 8, "micro_batch": 2}
+    given |= {"tensor": 1, "pipeline": 1, "recompute": "full", "reduce_bytes": 2}
+    given |= {"attention": "fused", "kernels": "eager", "overlap": "no", "accumulate": 2}
+    given |= {"network": 100, "inside": "PCIe 4"}
+    assert read_run({"model": "gpt2", "gpu": "H100", "gpus": 16} | given)[1] == []
+
+
+def test_emulated_devices_and_simulate_share_the_tables_of_predictions(capsys, tmp_path):
+    """A number of a datasheet stands once: what emulates and what foretells read the same entry."""
+    for name in ("A100-40GB", "A100-80GB", "H100-80GB", "L40S"):
+        device = Device.like(name)
+        machine = read_run({"model": "gpt2", "gpu": name, "gpus": 8})[0].machine
+        assert (device.rate, device.memory) == pytest.approx((machine.peak, machine.memory))
+        link = presets.LINKS[presets.ACCELERATORS[presets.ALIASES.get(name, name)].link]
+        assert machine.nvlink == link.bandwidth / 8
+    for name, link in presets.LINKS.items():
+        run, _ = read_run({"model": "gpt2", "gpu": "H100", "gpus": 8, "inside": name})
+        assert 8 * run.machine.nvlink == pytest.approx(link.bandwidth)
+        assert Link.like(name).bandwidth == pytest.approx(link.bandwidth)
+        tables = []
+        for text in (name, f"{link.bandwidth / 1e9}Gbit"):
+            options = ["--link", text, "--devices", "16", "--out", str(tmp_path)]
+            assert cli.main(["simulate", *options]) == 0
+            tables.append(capsys.readouterr().out.splitlines()[3])
+        assert tables[0] == tables[1]
+
+
+def test_every_table_of_the_scoreboard_names_its_source_and_licence():
+    for table in scoreboard.scoreboard():
+        assert "Licence: " in facts.SOURCES[table.name], table.name
+    efa = facts.SOURCES["nccl_efa_two_hosts_a100"]
+    assert "aws-samples" in efa and "not stated by that text" in efa
+
+
 def write(path, rows):
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[-1]))
         writer.writeheader()
         writer.writerows(rows)
     return str(path)
@@ -163,6 +229,8 @@ def test_a_config_of_hugging_face_is_read(tmp_path, capsys):
         ({"network_gbit_per_host": "nan"}, '"network_gbit_per_host" is nan'),
         ({"tokens_per_s_per_gpu": -3}, "a number above 0 was expected"),
         ({"hidden": 8190}, "does not divide evenly"),
+        ({"precision": "fp8"}, '"precision" is fp8; choose one of bf16 mixed, bf16 pure'),
+        ({"num_local_experts": 8}, '"num_local_experts" is 8; layers of experts'),
     ],
 )
 def test_settings_that_cannot_be_end_with_one_line(tmp_path, capsys, change, words):
@@ -202,6 +270,8 @@ def test_results_are_written_only_where_asked(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "mine" / "predictions.md").read_text()
     assert re.search(r"^\| transformer_throughput +\| +102 \|", page, re.M)
     assert "Largest misses" in page and "disagree with their neighbours" in page
+    assert page.count("Licence: ") == len(scoreboard.scoreboard())
+    assert "step_s" in page and "memory_gb" in page and "| blind  | 35%" in page
 
 
 def test_the_figure_says_how_far_off_we_are():
