@@ -2,6 +2,7 @@
 them readable.
 """
 
+import ast
 import os
 import re
 import statistics
@@ -268,3 +269,14 @@ def test_lesson_ends_with_three_lines_and_the_next_one(path):
     number = int(path.name[:2])
     following = [name for name in NAMES if name.startswith(f"{number + 1:02}")]
     assert all(f"({name}.ipynb)" in end for name in following)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_a_figure_is_the_last_expression_of_its_cell(path):
+    """Jupyter shows no other."""
+    for cell in code(read(path)):
+        if cell.source.startswith("%%"):
+            continue
+        for statement in ast.parse(cell.source).body[:-1]:
+            called = ast.unparse(statement).partition("(")[0]
+            assert called == "show.command" or not called.startswith("show."), cell.id

@@ -139,10 +139,10 @@ runs = {name: torchrun(name, K, f"--wrap {name}") for name in ("ddp", "fully_sha
 times = {"predicted": predicted, "no messages": runs["none"]["step_s"], "DDP": runs["ddp"]["step_s"],
          "fully_shard": runs["fully_shard"]["step_s"]}  # fmt: skip
 gap = times["DDP"] / predicted - 1
+print("measured on", runs["ddp"]["devices"])
 show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)",
           f"DDP's step is {abs(gap):.0%} {'longer' if gap > 0 else 'shorter'} than predicted", form="{:.0f}",
           kind="measured; predicted is derived")  # fmt: skip
-print("measured on", runs["ddp"]["devices"])
 
 # %% datasheet-measured
 if own:

@@ -14,6 +14,7 @@ from tabulate import tabulate
 from .. import ladder
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..running.devices import rank_device
+from ..running.devices.placement import usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
@@ -27,8 +28,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
+    gpus = usable_gpus()
+    ranks = max(2, 2 ** (gpus.bit_length() - 1)) if gpus else 4  # They share the batch equally.
     parser.add_argument(
-        "--world-size", type=whole_number, default=4, metavar="K", help="number of ranks"
+        "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
     )
     parser.add_argument(
         "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"

@@ -1,3 +1,4 @@
+import argparse
 import csv
 import errno
 import json
@@ -293,3 +294,11 @@ def test_torchs_ddp_takes_the_time_of_the_closed_form_and_so_do_ours():
     for stage in results["stages"]:
         assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=1e-9)
         assert stage["max_abs_diff_vs_single"] < 1e-4
+
+
+@pytest.mark.parametrize("gpus, ranks", [(0, 4), (1, 2), (2, 2), (4, 4), (6, 4), (8, 8)])
+def test_the_default_number_of_ranks_is_that_of_the_gpus(monkeypatch, gpus, ranks):
+    monkeypatch.setattr(compare, "usable_gpus", lambda: gpus)
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    assert parser.parse_args([]).world_size == ranks

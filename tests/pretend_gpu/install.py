@@ -1,6 +1,7 @@
 """Install the pretended GPUs into torch, once in each process, when torch has been imported."""
 
 import atexit
+import functools
 import time
 
 import torch
@@ -20,6 +21,7 @@ def install():
     streams.start()
     cuda.install()
     torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() keeps its parameters
+    torch.nn.Module.load_state_dict = copying(torch.nn.Module.load_state_dict)
     for module in (optimizer, foreach):
         if tensors.PretendTensor not in module._foreach_supported_types:
             module._foreach_supported_types.append(tensors.PretendTensor)
@@ -34,6 +36,20 @@ def install():
     atexit.register(
         time.sleep, 0.1
     )  # autograd's threads let go of their last tensors: that needs Python
+
+
+def copying(original):
+    """`load_state_dict`, which copies into the parameters as ever, also if hooks hold them."""
+
+    @functools.wraps(original)
+    def load_state_dict(*args, **kwargs):
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+
+    return load_state_dict
 
 
 def warm_up(streams, tensors):
