@@ -134,8 +134,9 @@ def explain(error: CourseError, task: Task) -> str:
         return f"not solved yet ({error.message})"
     if error.type_name == DeadlockError.__name__:
         all_send = "" if "to receive" in error.message else BOTH_SEND
-        who = waits(error.message)
-        return f"the ranks wait for each other for ever: {who}; {task.hang}{all_send}"
+        return (
+            f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
+        )
     if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
         return TOO_LONG
     if "Pair is not connected" in error.message:
