@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int | None:
-    """Run the command `name` with its own arguments."""
+    """Run the command `name` with its own arguments; who waits for torch is told so."""
+    if sys.stderr and sys.stderr.isatty():
+        print(f"ddp-course {name}: loading, some seconds", file=sys.stderr)
     module = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
     if hasattr(module, "add_options"):
         module.add_options(parser)

@@ -95,8 +95,8 @@ def within_layers(job: Any) -> float:
     return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
 
 
-# The colours are Okabe and Ito's, which people with any kind of colour vision can tell apart, and
-# three more.
+# The colours are near Okabe and Ito's, which people with any kind of colour vision can tell apart.
+# Each is at least three times as dark as paper, so that a thin line can be seen.
 STAGES: dict[str, Stage] = {
     stage.key: stage
     for stage in (
@@ -105,7 +105,7 @@ STAGES: dict[str, Stage] = {
             "single device",
             "forward, backward, update on one device",
             "stage1_single",
-            colour="#A9A9A9",
+            colour="#8C8C8C",
             time="0",
             one_process=True,
             splits_batch=False,
@@ -116,7 +116,7 @@ STAGES: dict[str, Stage] = {
             "DataParallel",
             "one process, K devices: scatter, replicate, gather, reduce",
             "stage2_dataparallel",
-            colour="#E69F00",
+            colour="#C48400",
             time="the master carries it all",
             options=("devices",),
             one_process=True,
@@ -204,7 +204,7 @@ STAGES: dict[str, Stage] = {
             "fully sharded",
             "parameters and gradients too: memory falls with K",
             "stage7_sharded",
-            colour="#56B4E9",
+            colour="#3B96CC",
             time="3(K-1)/K p/b",
             counted=True,
             bytes_sent=sharded,

@@ -35,12 +35,12 @@ COLUMNS = (
 )
 COLOURS = {
     "products": "#0072B2",
-    "attention": "#56B4E9",
+    "attention": "#3B96CC",
     "memory": "#009E73",
-    "launch": "#999999",
+    "launch": "#8C8C8C",
     "tensor": "#CC79A7",
     "sending that shows": "#D55E00",
-    "bubble": "#E69F00",
+    "bubble": "#C48400",
 }
 SMALLER = "Try recompute=full, more tensor ways or more GPUs; --decide chooses what fits."
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import denied
 import nbformat
 import pytest
+from silence import silences
 
 from ddp_course import claims
 from ddp_course.measuring.claims import KINDS
@@ -110,6 +111,26 @@ def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
     nbformat.write(altered(read(path), 2), tmp_path / path.name)
     done = run_nbval([path.name], tmp_path, without_namespaces=True)
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_no_cell_of_a_lesson_is_silent_for_more_than_five_seconds(path, tmp_path):
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    silent = {cell: seconds for cell, seconds in silences(copy).items() if seconds > 5}
+    assert not silent, "show.progress or launch(…, progress=True) belongs into these cells"
+
+
+def test_the_clock_hears_a_bar_and_flags_a_cell_without_one(tmp_path):
+    computing = "import time\nend = time.process_time() + 2\nwhile time.process_time() < end: "
+    cells = {"silent": f"{computing}pass", "says something": f"{computing}print('.')"}
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in cells.values()]
+    )
+    nbformat.write(notebook, tmp_path / "two.ipynb")
+    silent, says_something = silences(tmp_path / "two.ipynb").values()
+    assert silent > 1.5 and says_something < 1
 
 
 @pytest.mark.slow

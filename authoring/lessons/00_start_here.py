@@ -54,8 +54,19 @@ The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how 
 - Everything: a lesson and its exercise at a time, some twenty hours.
 
 On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
-until its cell is run again. `ddp-course check` in a terminal says what you have solved and guessed so far.
+until its cell is run again.
 
+## Where you are
+
+When you come back, run this cell again: points and the next task of each exercise, and how many of your guesses were right.
+It says the same as `ddp-course check` in a terminal, which with `--html FILE` writes a page to keep.
+"""
+
+# %% where-you-are
+_ = show.command("ddp-course check")
+
+# %% [markdown]
+r"""
 ## This machine
 
 The course needs no GPU. Where there is none, every *rank* is a process on the CPU, and the links between them are

@@ -143,7 +143,8 @@ def on_devices(train, link=link, **options):
 
 
 # %% run
-plain, overlapped = on_devices(stage4_ring.train), on_devices(stage5_bucketed.train, bucket_cap_mb=0.1)
+both = ((stage4_ring.train, {}), (stage5_bucketed.train, {"bucket_cap_mb": 0.1}))
+plain, overlapped = [on_devices(train, **cap) for train, cap in show.progress(both)]
 print(f"stage 4: {1000 * step_s(plain):.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
 
 # %% [markdown]

@@ -52,7 +52,7 @@ def train_with(wrap):
 
 vector = torch.nn.utils.parameters_to_vector  # all numbers of some tensors, one after the other
 classes = [BucketedDDP, DistributedDataParallel, torch.nn.parallel.DistributedDataParallel]
-stage5, stage6, torchs = [launch(train_with, wrap, world_size=K) for wrap in classes]
+stage5, stage6, torchs = [launch(train_with, wrap, world_size=K) for wrap in show.progress(classes)]
 
 # %% what-changed
 show.diff(stage5_bucketed.train, stage6_ddp.train)
@@ -471,7 +471,7 @@ mistakes = {
     "the wrapper is saved": ("model.state_dict()", "parallel.state_dict()"),
     "each worker yields all": ("DataLoader(data, batch_size=32, sampler=sampler)", stream),
 }
-messages_of = {name: audit.audit(text.replace(right, wrong)) for name, (right, wrong) in mistakes.items()}
+messages_of = {name: audit.audit(text.replace(*change)) for name, change in show.progress(mistakes.items())}
 for name, messages in messages_of.items():
     print(f"{name}:\n    {'; '.join(messages)}")
 

@@ -288,7 +288,7 @@ schedule they are a third as long, $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble
 1F1B's first rank. With twice that memory the white parts vanish but for the update's.) What is 1F1B for, then, if it idles as long as GPipe?
 Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
 most K. (Interleaving has a price here: with K = 4, by the lists above, rank 0 keeps 11 thin micro-batches, as much as 5.5 whole
-ones.) In the figure the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small,
+ones.) In the figure the second stage of an interleaved rank is an outline. Move the sliders: which makes the bubble small,
 more ranks or more micro-batches?
 """
 

@@ -33,8 +33,14 @@ figures are dark too. */
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
-[data-jp-theme-light="false"] .jp-OutputArea-output img {
+[data-jp-theme-light="false"] .jp-OutputArea-output img,
+[data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
   filter: invert(.93) hue-rotate(180deg);
+}
+/* The kernel that these sliders belong to has ended: what they cannot move is the picture. */
+.widget-vbox.jupyter-widgets-disconnected .widget-inline-hbox { display: none; }
+.jp-OutputArea-output > .widget-vbox.jupyter-widgets-disconnected::after {
+  content: "Its kernel has ended. Run the cells down to this one again to use it.";
 }"""
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -82,28 +88,24 @@ def main(args: argparse.Namespace) -> None:
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
-    # A kernel that has been idle for an hour ends, and frees its memory.
     fixed = [
+        # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",
         "--MappingKernelManager.cull_connected=True",
-    ]
-    fixed += [
         f"--ServerApp.root_dir={folder}",
         "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
-    ]
-    fixed += [
-        "--LabApp.news_url=None",
+        "--LabApp.news_url=None",  # Without an address JupyterLab asks for no news.
         "--LabApp.custom_css=True",
+        f"--LabApp.extra_labextensions_path={Path(__file__).with_name('labextensions')}",
         "--ServerApp.log_level=WARN",
-    ]  # Without an address JupyterLab asks for no news.
-    fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
-    if (
-        os.name == "posix"
-    ):  # Without a terminal of its own, the server would open login shells, which reset PATH.
-        fixed.append(
-            f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}"
-        )
-        fixed += ["--allow-root"] * (os.geteuid() == 0)
+        f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom",
+    ]
+    if os.name == "posix":
+        # Without a terminal of its own, the server would open login shells, which reset PATH.
+        shell = os.environ.get("SHELL", "sh")
+        fixed.append(f"--ServerApp.terminado_settings=shell_command={shell}")
+        if os.geteuid() == 0:
+            fixed.append("--allow-root")
     sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
     LabApp.launch_instance([*fixed, *args.options])
 
@@ -139,8 +141,10 @@ def bring(folder: Path) -> list[str]:
     record = read_record(record_path)
     kept = []
     for name, source in course_files():
-        content, there = source.read_bytes(), folder / name
-        mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
+        content = source.read_bytes()
+        there = folder / name
+        mine = digest(there.read_bytes()) if there.exists() else None
+        theirs = digest(content)
         if mine in (None, theirs, record.get(name)):
             there.parent.mkdir(parents=True, exist_ok=True)
             if mine != theirs:
@@ -185,6 +189,7 @@ def without_outputs(content: bytes) -> bytes:
 
     notebook = json.loads(content)
     notebook["metadata"]["language_info"] = IPythonKernel.language_info
+    notebook["metadata"].pop("widgets", None)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell.update(outputs=[], execution_count=None)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -63,17 +63,17 @@ def run(
     device, and None on GPUs, which have links of their own. `options`: `global_batch` (samples),
     `lr`, `seed`, `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough
     that the default model fills several), `parameters` (of bytes and synthetic), `timeout` (seconds
-    per launch). `progress` shows a bar. Ranks of torchrun all call this, without emulation, and
-    train each stage. Raises
-    ValueError for a setting that cannot work.
+    per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of torchrun
+    all call this, without emulation and without a bar, and train each stage. Raises ValueError for
+    a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     chosen = [ladder.find(str(key).strip()) for key in keys]
-    job = checked(problem, world_size, steps, dtype=dtype, **options)
+    job = checked(problem, world_size, steps, dtype=dtype, progress=progress, **options)
     if isinstance(device, str):
         placement(device, world_size)  # This call refuses a device that this machine lacks.
     device, link = emulated.chosen(job, device, device_speed, link, latency, link_mode)
-    return {**header(job, device, link), "stages": measure_all(chosen, job, device, link, progress)}
+    return {**header(job, device, link), "stages": measure_all(chosen, job, device, link)}
 
 
 def header(job: Job, device: Device | str, link: Link | None) -> dict:
@@ -96,7 +96,7 @@ def header(job: Job, device: Device | str, link: Link | None) -> dict:
 
 
 def measure_all(
-    chosen: list[Stage], job: Job, device: Device | str, link: Link | None, progress: bool
+    chosen: list[Stage], job: Job, device: Device | str, link: Link | None
 ) -> list[dict]:
     """The entries of all stages, each with its prediction; stage 1 trains first, as the others are
     compared with it.
@@ -104,7 +104,7 @@ def measure_all(
     stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single, alone_ms, entries = None, None, []
-    for stage in shown(stages) if progress else stages:
+    for stage in stages:
         entry = measured(stage, job, device, link, single)
         weights = entry.pop("weights")
         if stage.key == "1":
@@ -113,15 +113,6 @@ def measure_all(
         entry |= {"bytes_formula": formula, "ideal_ms": ideal_ms.get(stage.key)}
         entries.append({**entry, "device": str(device), "speed_up": alone_ms / entry["step_ms"]})
     return [entry for stage, entry in zip(stages, entries, strict=True) if stage in chosen]
-
-
-def shown(stages: list[Stage]) -> Iterator[Stage]:
-    """Yield the `stages`, and show a progress bar that names them."""
-    from tqdm.auto import tqdm  # A machine without tqdm can still compare without a bar.
-
-    for stage in (bar := tqdm(stages, unit="stage")):
-        bar.set_description(stage.name)
-        yield stage
 
 
 def measured(
@@ -152,6 +143,7 @@ def reports(
     if stage.one_process:
         where = {"world_size": 1, "link": None}
     where["device"] = device.over(link) if isinstance(device, Device) else device
+    where["progress"] = job.progress and (stage.name, job.steps)
     return launch(train_and_measure, stage, job, settings, reference, timeout=job.timeout, **where)
 
 

@@ -25,8 +25,9 @@ class Job:
     for.
 
     `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the
-    problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and
-    models are on the `device`, which a rank replaces by its own.
+    problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch, and
+    `progress` shows the steps of each. Data and models are on the `device`, which a rank replaces
+    by its own.
     """
 
     problem_name: str
@@ -40,6 +41,7 @@ class Job:
     dropout: float = 0.0
     bucket_cap_mb: float = 0.25
     timeout: float = 300.0
+    progress: bool = False
     device: str = "cpu"
 
     def __post_init__(self):

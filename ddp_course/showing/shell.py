@@ -1,11 +1,15 @@
 """Command lines in notebooks: shown as they would be typed, run with this kernel's own Python."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+
+from tqdm.auto import tqdm as progress
 
 from ..running.files import course_folder
 
@@ -14,20 +18,7 @@ PROGRAMS = {
     "ddp-course": ["-m", "ddp_course.cli"],
     "python": [],
 }
-NOISE = (
-    "W1",
-    "I1",
-    "E1",
-    "W0",
-    "I0",
-    "E0",
-    "*****",
-    "Setting OMP",
-    "[Gloo]",
-    "[W",
-    "[I",
-    "[E",
-)  # torchrun logs these.
+NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"  # Lines of torchrun's log begin so.
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:
@@ -42,19 +33,27 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
         running = [_start(line, folder) for line in lines]  # torchrun leaves its logs in `folder`.
         try:
             for line, process in zip(lines, running, strict=True):
-                output, _ = process.communicate(timeout=timeout)
+                output = _output(process, timeout)
                 said = [
                     text
                     for text in output.splitlines()
-                    if text.strip() and not text.startswith(NOISE)
+                    if text.strip() and not re.match(NOISE, text)
                 ]
-                print(f"$ {line}", *said[-12:], sep="\n")
+                print(f"$ {line}", *said[-20:], sep="\n")
         finally:
             for process in running:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)  # torchrun then ends its ranks.
                     process.wait()
     return [process.returncode for process in running]
+
+
+def _output(process, timeout):
+    """What the process prints, at its end; until then a bar counts the seconds that it may take."""
+    for _ in progress(range(int(timeout)), desc="at most", unit="s", leave=False):
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=1)[0]
+    raise subprocess.TimeoutExpired(process.args, timeout)
 
 
 def _start(line, folder):

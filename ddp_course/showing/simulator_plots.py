@@ -19,7 +19,7 @@ ALGORITHM_COLOURS = {
     "ring": "#0072B2",
     "tree": "#009E73",
     "halving_doubling": "#CC79A7",
-    "hierarchical_ring": "#56B4E9",
+    "hierarchical_ring": "#3B96CC",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
 RANKS = sorted(

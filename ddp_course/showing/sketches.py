@@ -13,15 +13,15 @@ from torch import nn
 
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, name_rows, panels
 
-RANK_COLOURS = [
+RANK_COLOURS = [  # White letters can be read on each.
     "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#7F7F7F",
-    "#F0E442",
+    "#9A6A00",
+    "#007F5C",
+    "#A63F86",
+    "#5D3FA8",
+    "#BF5200",
+    "#6E6E6E",
+    "#1A1A1A",
 ]
 CENTRE: Any = {"ha": "center", "va": "center"}
 APART: Any = {"shrinkA": 22, "shrinkB": 22}  # An arrow begins and ends at the edge of a node.
@@ -60,8 +60,7 @@ def _box(axes, x, y, label, colour, width=1.5, height=0.62, **look):
     axes.add_patch(
         FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colour, **shape)
     )
-    shade = "#111111" if colour in ("#E69F00", "#56B4E9", "#F0E442") else "white"
-    axes.text(x, y, label, color=shade, fontsize=9, zorder=4, **CENTRE)
+    axes.text(x, y, label, color="white", fontsize=9, zorder=4, **CENTRE)
 
 
 def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
@@ -81,10 +80,8 @@ def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
     others, s = world_size - 1, "s" if world_size > 2 else ""
     message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
-    seen, title = (
-        "A star: rank 0 in the middle, all others around it",
-        "The star: gradients in, averages out",
-    )
+    seen = "A star: rank 0 in the middle, all others around it"
+    title = "The star: gradients in, averages out"
     with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (
         picture,
         axes,
@@ -93,7 +90,7 @@ def star(world_size: int = 4) -> Picture:
         for rank, place in enumerate(_places(others, 1.25), 1):
             _node(axes, place, str(rank), "#5F5F5F")
             _arrow(axes, place, (0, 0), STAGE_COLOURS["3"], 0.16, **APART)
-            _arrow(axes, (0, 0), place, "#999999", 0.16, **APART)
+            _arrow(axes, (0, 0), place, "#808080", 0.16, **APART)
     return picture
 
 
@@ -176,19 +173,14 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
     ):
         row = 0
         for position, group in enumerate(groups):
-            colour, sizes = (
-                RANK_COLOURS[position % 6],
-                [parameter.nbytes / 1024 for parameter in group],
-            )
+            colour = RANK_COLOURS[position % len(RANK_COLOURS)]
+            sizes = [parameter.nbytes / 1024 for parameter in group]
             axes.barh(range(row, row + len(group)), sizes, color=colour, height=0.75)
             row += len(group)
-            note, place = (
-                f"bucket {position}: {sum(sizes):,.0f} KiB",
-                (0.99, (row - len(group) / 2 - 0.5)),
-            )
             axes.text(
-                *place,
-                note,
+                0.99,
+                row - len(group) / 2 - 0.5,
+                f"bucket {position}: {sum(sizes):,.0f} KiB",
                 color="black",
                 transform=axes.get_yaxis_transform(),
                 ha="right",
@@ -229,12 +221,11 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The chunked ring after `step` of 2(K-1) steps, or the last; the arrows are the messages of
     the next step.
     """
-    schedule, step = ring_schedule(world_size), min(step, 2 * (world_size - 1))
+    schedule = ring_schedule(world_size)
+    step = min(step, len(schedule))
     state = ring_states(world_size)[step]
-    done, last = (
-        sum(len(chunk) == world_size for chunks in state for chunk in chunks),
-        step == len(schedule),
-    )
+    done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
+    last = step == len(schedule)
     message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
     following = "all ranks have all sums" if last else f"next: {schedule[step][0]}"
     title = f"Step {step} of {len(schedule)}, {done} chunks complete; {following}"
@@ -303,10 +294,9 @@ def _chunk(axes, x, y, contributors, world_size):
             edgecolor="white",
             linewidth=0.8,
         )
-        if rank in contributors and world_size <= 6:
+        if rank in contributors:
             centre = (x + (rank + 0.5) * width, y + 0.37)
-            shade = "black" if rank in (1, 4, 7) else "white"
-            axes.text(*centre, str(rank), color=shade, fontsize=9, **CENTRE)
+            axes.text(*centre, str(rank), color="white", fontsize=9, **CENTRE)
     if len(contributors) == world_size:
         axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
@@ -320,7 +310,7 @@ PASSES = {  # Each pass of a pipeline has a colour.
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is
-    paler.
+    an outline.
 
     `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
     row per rank.
@@ -359,7 +349,7 @@ def _pass(axes, rank, ranks, span, last):
     letter = instruction.letter
     colour = PASSES[letter]
     second = instruction.stage >= ranks
-    look = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
+    look = {"facecolors": "white" if second else colour, "edgecolor": colour if second else "white"}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:

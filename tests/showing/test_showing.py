@@ -4,17 +4,24 @@ words.
 
 import io
 import json
+import subprocess
+import time
 from itertools import combinations
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
+from ddp_course.commands.lab import STYLE
 from ddp_course.showing import plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
+from ddp_predictions import answers
 
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
@@ -308,3 +315,65 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
         widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5)
     )
     assert "none is faster" in slow and "none is faster" not in fast
+
+
+def test_a_command_that_lasts_too_long_is_ended(capsys):
+    began = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        show.command('python -c "import time; time.sleep(60)"', timeout=2)
+    assert time.monotonic() - began < 30
+    assert "at most" in capsys.readouterr().err  # a bar counts the seconds
+
+
+WHITE = (1.0, 1.0, 1.0)
+MARKS = {
+    **{f"stage {key}": colour for key, colour in plots.STAGE_COLOURS.items()},
+    **{f"rank {rank}": colour for rank, colour in enumerate(sketches.RANK_COLOURS)},
+    **plots.SPAN_COLOURS,
+    **sketches.PASSES,
+    **simulator_plots.ALGORITHM_COLOURS,
+    **answers.COLOURS,
+    **{f"line {colour}": colour for colour in plots.SETTINGS["axes.prop_cycle"].by_key()["color"]},
+}
+
+
+def in_the_dark(colour):
+    """What the filter of the lab and of the site makes of a colour: inverted by 93 percent, and its
+    hue turned back by half a circle (W3C, Filter Effects).
+    """
+    inverted = np.array([0.93 * (1 - part) + 0.07 * part for part in colour])
+    turned = 2 * np.array([[0.213, 0.715, 0.072]] * 3) - np.eye(3)
+    return (turned @ inverted).clip(0, 1)
+
+
+def brightness(colour):
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour
+    ]
+    return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+
+def contrast(one, other):
+    """By WCAG 2: from 1 to 21."""
+    dark, light = sorted([brightness(one), brightness(other)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(("name", "colour"), MARKS.items(), ids=list(MARKS))
+def test_every_mark_can_be_seen_on_paper_and_in_the_dark(name, colour):
+    shade = to_rgb(colour)
+    assert contrast(shade, WHITE) >= 3
+    assert contrast(in_the_dark(shade), in_the_dark(WHITE)) >= 3
+
+
+@pytest.mark.parametrize("colour", sketches.RANK_COLOURS)
+def test_the_letters_on_a_rank_can_be_read_on_paper_and_in_the_dark(colour):
+    shade = to_rgb(colour)
+    assert contrast(shade, WHITE) >= 4.5
+    assert contrast(in_the_dark(shade), in_the_dark(WHITE)) >= 4.5
+
+
+def test_lab_and_site_turn_figures_dark_by_the_filter_that_is_tested():
+    css = Path(__file__).parents[2] / "authoring" / "web" / "assets" / "course.css"
+    for text in (STYLE, css.read_text()):
+        assert "filter: invert(.93) hue-rotate(180deg);" in text

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 
 import nbformat
 import pytest
-from chromium import fresh_page, running_browser
+from chromium import PALE, fresh_page, running_browser
 
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
@@ -21,6 +21,7 @@ CELLS = {
         "show.predict('how many?', [1, 2, 4])\nguess"
     ),
     "ring": "show.widgets.ring_stepper(4)",
+    "figure": "show.bars({'a': 1.0, 'b': 2.0}, 'ms', 'Twice as long')",
     "alpha beta": "show.widgets.alpha_beta_explorer()",
     "buckets": (
         "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\nnetwork ="
@@ -60,11 +61,7 @@ def lab(tmp_path_factory):
         ),
         folder / "widgets.ipynb",
     )
-    theme = (
-        folder / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
-    )
-    theme.parent.mkdir(parents=True)
-    theme.write_text('{"theme": "JupyterLab Dark"}')
+    choose_theme(folder, "Dark")
     log = (folder / "log").open("w+")
     environ = {
         **os.environ,
@@ -99,6 +96,13 @@ def lab(tmp_path_factory):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         log.close()
+
+
+def choose_theme(folder, theme):
+    """The theme of JupyterLab's next page."""
+    where = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "themes.jupyterlab-settings").write_text(f'{{"theme": "JupyterLab {theme}"}}')
 
 
 def address(process, log):
@@ -160,14 +164,88 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         is_legible(cells["diff"], cells["table"])
         cells["kept"].scroll_into_view_if_needed()
         cells["kept"].get_by_text("[rank 1] 43").wait_for()
+        has_names(cells)
+        cells["kept"].locator(".cm-content").click()
+        page.keyboard.press("Control+s")
+        page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
         for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
-        page.set_viewport_size({"width": 390, "height": 1000})
-        assert cells["alpha beta"].locator("img").bounding_box()["width"] > 700, (
-            "a figure shrinks on a phone"
-        )
+
+
+def has_names(cells):
+    """A screen reader has a name for every figure, slider, player and choice."""
+    for cell, role, name in (
+        ("figure", "img", "Twice as long (measured)"),
+        ("ring", "img", re.compile("after step .* chunks complete")),
+        ("ring", "slider", "ranks K"),
+        ("ring", "slider", "step"),
+        ("ring", "button", "play"),
+        ("ring", "button", "stop"),
+        ("alpha beta", "slider", "bandwidth"),
+        ("buckets", "slider", "bucket cap (MiB)"),
+        ("predict", "radiogroup", "how many?"),
+    ):
+        cells[cell].get_by_role(role, name=name, exact=True).first.wait_for(timeout=20_000)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, theme):
+    """After the test above, which has run and saved the notebook."""
+    url, folder = lab
+    choose_theme(folder, theme)
+    with running_browser() as browser, fresh_page(browser, width=390) as page:
+        page.goto(url.replace("notebooks/00_start_here", "widgets"))
+        cells = page.locator(".jp-Notebook .jp-CodeCell")
+        explorer = cells.nth([*CELLS].index("alpha beta"))
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        image = explorer.locator("img")
+        image.wait_for(timeout=90_000)
+        assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
+        inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
+        assert inverted == (theme == "Dark")
+        for row in explorer.locator(".widget-inline-hbox:has(.noUi-target)").all():
+            title = row.locator(".widget-label").bounding_box()
+            track = row.locator(".noUi-target").bounding_box()
+            assert title["y"] + title["height"] <= track["y"] + 4 and track["width"] > 150
+        assert page.locator(".jp-FileBrowser").is_hidden(), "the list of files leaves no room"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        table = cells.nth([*CELLS].index("table")).locator(".jp-RenderedHTMLCommon").last
+        assert table.evaluate("table => getComputedStyle(table).overflowX") == "auto"
+        for cell in cells.all():
+            cell.scroll_into_view_if_needed()
+            assert cell.evaluate(PALE) == []
+
+
+@pytest.mark.browser
+def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab):
+    """After the tests above: the notebook is saved with its widgets."""
+    url, _ = lab
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(url.replace("notebooks/00_start_here", "widgets"))
+        explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)  # its kernel still runs
+        page.evaluate(RESTART)
+        page.reload()
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.locator("img").wait_for(timeout=90_000)
+        explorer.locator(".noUi-handle").first.wait_for(state="hidden", timeout=30_000)
+        assert explorer.locator("img").evaluate("image => image.naturalWidth") > 200
+        box = explorer.locator(".jp-OutputArea-output > .widget-vbox")
+        said = box.evaluate("box => getComputedStyle(box, '::after').content")
+        assert "Run the cells down to this one again" in said
+
+
+RESTART = """async () => {
+  const kernels = await (await fetch("/api/kernels")).json();
+  const token = document.cookie.match(/_xsrf=([^;]+)/)[1];
+  for (const {id} of kernels) {
+    await fetch(`/api/kernels/${id}/restart`, {method: "POST", headers: {"X-XSRFToken": token}});
+  }
+}"""
 
 
 def is_legible(diff, table):
@@ -273,7 +351,9 @@ def settled(element):
 def choose_and_reveal(page, cells):
     """Choose an answer in the prediction recorder, and see that the last cell knows it."""
     choices = cells.nth(0).locator("input[type=radio]")
-    choices.nth(2).click()
+    choices.nth(1).click()
+    page.wait_for_function("() => document.querySelector('.widget-radio-box input').name")
+    page.keyboard.press("ArrowDown")
     last = cells.nth(len(CELLS))
     last.scroll_into_view_if_needed()
     last.locator(".cm-content").click()

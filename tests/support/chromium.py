@@ -42,10 +42,38 @@ def running_browser():
             browser.close()
 
 
+# Texts that are hard to read: [contrast, text] by WCAG 2 where it is below 4.5, or 3 if large.
+PALE = """root => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const curve = part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  const linear = part => curve(part / 255);
+  const brightness = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const colour = numbers(getComputedStyle(element).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0.5) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const pale = [];
+  const texts = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, text = texts.currentNode.textContent.trim();
+    if (!text || !element.checkVisibility({visibilityProperty: true})) continue;
+    const style = getComputedStyle(element), size = parseFloat(style.fontSize);
+    const large = size >= 24 || (size >= 18.5 && style.fontWeight >= 700);
+    const one = brightness(numbers(style.color)), other = brightness(behind(element));
+    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (contrast < (large ? 3 : 4.5)) pale.push([contrast.toFixed(2), text.slice(0, 40)]);
+  }
+  return pale;
+}"""
+
+
 @contextmanager
-def fresh_page(browser, offline=False):
+def fresh_page(browser, offline=False, width=1400):
     """A page of its own: nothing is kept of the pages before it."""
-    context = browser.new_context(offline=offline, viewport={"width": 1400, "height": 1000})
+    context = browser.new_context(offline=offline, viewport={"width": width, "height": 1000})
     try:
         yield context.new_page()
     finally:

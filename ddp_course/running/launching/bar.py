@@ -10,8 +10,11 @@ class Bar:
     trains.
     """
 
-    def __init__(self, total: int | None):
-        self.total = total
+    def __init__(self, progress: Any):
+        """`progress`: how many steps are expected, a name and that, or True if nobody knows."""
+        if not isinstance(progress, tuple):
+            progress = ("rank 0", progress)
+        self.name, self.total = progress
         self.bar = cast(Any, None)
 
     def advance_to(self, steps: int) -> None:
@@ -19,9 +22,8 @@ class Bar:
         if self.bar is None:
             from tqdm.auto import tqdm  # this loads the notebook's widgets, which ranks do not need
 
-            self.bar = tqdm(
-                total=self.total, desc="rank 0", unit="step", disable=sys.stderr is None
-            )
+            total = None if self.total is True else self.total
+            self.bar = tqdm(total=total, desc=self.name, unit="step", disable=sys.stderr is None)
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:

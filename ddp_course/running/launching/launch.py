@@ -30,7 +30,7 @@ def launch(
     device: Any = "auto",
     timeout: float = 300.0,
     link: Any = None,
-    progress: bool | int = False,
+    progress: Any = False,
     **kwargs: Any,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
@@ -39,6 +39,8 @@ def launch(
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
     accelerator (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`:
     seconds for the whole launch. `link`: an emulated link between the ranks (`ddp_course.Link`).
+    `progress`: show a bar of the optimizer's steps; a number says how many are expected, and a pair
+    of a name and a number what the bar is called, too.
     Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
     are ended from outside, ValueError for bad input.
     """
@@ -87,7 +89,7 @@ def run_ranks(
     device: Any = "cpu",
     timeout: float = 300.0,
     link: Any = None,
-    progress: bool | int = False,
+    progress: Any = False,
     show: Callable = show_line,
 ) -> list:
     """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets

@@ -30,7 +30,7 @@ class Setting:
     threads: int  # of each rank
     link: bytes  # a pickled `Link`, or None
     emulated: bytes  # a pickled list of devices, or None
-    progress: bool | int
+    progress: Any
     modules: list  # names of modules that the agent imports once for all ranks
     path: list
     argv: list

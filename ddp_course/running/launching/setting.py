@@ -49,7 +49,7 @@ def describe_launch(
     device: Any,
     timeout: float,
     link: Any,
-    progress: bool | int,
+    progress: Any,
     argument_bytes: int = 0,
 ) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know, as plain

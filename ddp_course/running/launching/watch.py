@@ -45,7 +45,7 @@ class Launch:
     """
 
     def __init__(self, setting: Setting, timeout: float, show: Callable, keeps: bool = False):
-        self.bar = Bar(None if setting.progress is True else setting.progress)
+        self.bar = Bar(setting.progress)
         self.show = show
         self.ranks = Ranks(setting, self.print, self.bar.advance_to)
         self.phase = Phase(Stage.STARTING, time.monotonic(), setting.world_size, timeout, keeps)
