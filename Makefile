@@ -36,25 +36,18 @@ $(VENV)/tools: requirements-dev.lock $(VENV)/installed
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	@$(BIN)/ddp-course compare $(ARGS)
 
-# Three files at a time, and then those by themselves that look at the clock. What failed is tried once
-# more with nothing beside it, and named twice: a fault fails again, a full machine does not.
-RUN = $(BIN)/python -m pytest --durations=20
-define run_tests
-	@$(RUN) --cache-clear -m "$(1) and not alone and not weekly" $(BESIDE) tests; beside=$$?; \
-	$(RUN) -m "$(1) and alone and not weekly"; alone=$$?; \
-	case $$beside$$alone in *[!015]*) exit 2;; *1*) echo "Once more, one at a time, what has failed:"; \
-	$(RUN) -m "not weekly" --last-failed --last-failed-no-failures none tests;; esac
-endef
+# Three files at a time: the launches of one file share a server.
+RUN_TESTS = $(BIN)/python -m pytest --durations=20 $(BESIDE) tests
 
 test: tools  ## whether a change holds, in ten minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(call run_tests,not slow)
+	$(RUN_TESTS) -m "not slow and not weekly"
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
 test-rest: tools  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
-	$(call run_tests,slow)
+	$(RUN_TESTS) -m "slow and not weekly"
 
 test-all: setup  ## make test, then make test-rest
 	$(MAKE) test

@@ -142,7 +142,7 @@ class Digits(Problem):
     are held out.
     """
 
-    name, learning_rate, global_batch, steps = "digits", 0.05, 192, 80
+    name, learning_rate, global_batch, steps = "digits", 0.05, 192, 48
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()

@@ -23,14 +23,7 @@ LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
 EVERY_DAY = ("00", "04", "05")  # the other lessons run in make test-rest
-MARKS = {
-    path.stem: [] if path.name.startswith(EVERY_DAY) else [pytest.mark.slow] for path in LESSONS
-}
-for name in (
-    "05_bucketed_ddp",
-    "08_pipeline",
-):  # these hold times of steps against each other and a formula
-    MARKS[name].append(pytest.mark.alone)
+MARKS = {path.stem: () if path.name.startswith(EVERY_DAY) else pytest.mark.slow for path in LESSONS}
 
 
 def read(path):

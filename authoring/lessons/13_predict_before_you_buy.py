@@ -181,22 +181,20 @@ Write the first two terms and the sending yourself (task 13.5): products at 0.75
 
 # %% task-13-5
 def passes(weights, width, tokens, context):
-    """Return the seconds of the forward and of the backward pass of a layer: products and attention."""
-
+    """Return the seconds of the forward and of the backward pass."""
     raise NotImplementedError("Exercise 13.5: A layer under FSDP")
 
 
 def fsdp_layer(forward, backward, weights, gpus, rate):
     """Return the seconds of both passes of a layer with all that is sent."""
-
     raise NotImplementedError("Exercise 13.5: A layer under FSDP")
 
 
-_ = task("13.5", passes, fsdp_layer)
+show.source(task("13.5", passes, fsdp_layer), click="Write it first, then open: one solution")
 
 # %% [markdown]
 r"""
-One answer, under other names. What follows goes on with it:
+The solution again, under other names, for what follows:
 """
 
 

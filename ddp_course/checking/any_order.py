@@ -15,7 +15,6 @@ from .attempt import Attempt, load, prepare, probed
 from .checks import find
 from .diagnosis import Verdict
 
-SECONDS = 1000.0  # No rank gives up waiting before the launch does.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
@@ -48,7 +47,7 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
 def probe_once(attempt: Attempt, enter: Callable | None) -> None:
     """On each rank: put an answer to its task's probe. The evidence is known already."""
     task = find(attempt.number)
-    prepare(SECONDS)
+    prepare()
     if enter:
         enter()
     probed(task, load(task, attempt.answers), attempt.inputs)

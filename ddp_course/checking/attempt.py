@@ -29,6 +29,7 @@ from .plain import pack, unpack
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
 OURS = ("torch.", "ddp_course.", "exercise_checks.")
+LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
 SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
 COLLECTIVES = tuple(
@@ -60,15 +61,13 @@ class Evidence(NamedTuple):
     failure: str = ""
 
 
-def make_attempts(
-    attempts: Sequence[Attempt], folder: str, patience: float, enter: Callable | None
-) -> None:
+def make_attempts(attempts: Sequence[Attempt], folder: str, enter: Callable | None) -> None:
     """On each rank: make every attempt and write its evidence into a file named by the attempt's
     place and the rank. `enter(folder)` sets a submission's limits before anything of it runs.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tasks = [find(attempt.number) for attempt in attempts]
-    prepare(patience)
+    prepare()
     if enter:
         enter(folder)
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
@@ -79,15 +78,13 @@ def make_attempts(
         Path(folder, f"{place}-{rank}").write_bytes(pack(probed(task, answers, attempt.inputs)))
 
 
-def prepare(patience: float) -> None:
-    """Make what probes need in a rank: groups whose members wait for each other for so many
-    seconds, and silence.
-    """
+def prepare() -> None:
+    """Make what probes need in a rank: groups, and silence."""
     torch.manual_seed(dist.get_rank())
     torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     ranks = dist.get_world_size()
     for size in range(1, ranks + 1) if ranks > 1 else ():
-        groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
+        groups[size] = dist.new_group(list(range(size)), timeout=LONG)
     # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
     # process.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")

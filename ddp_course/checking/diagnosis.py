@@ -7,14 +7,13 @@ factor, another order), or the first of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from .attempt import Evidence
 from .checks import Task, known_wrong
-from .evidence import BUSY
 from .plain import ODD, apart, largest
 
 SURE = 8  # This many equal numbers are no coincidence.
@@ -60,9 +59,9 @@ def verdict(
     known wrong ones.
     """
     if evidence.values is None:
-        return replace(nothing(task, evidence.failure), judged=BUSY not in evidence.failure)
+        return nothing(task, evidence.failure)
     if solution.values is None:
-        failed = f"{BUSY} (the course's own solution failed: {solution.failure})"
+        failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
     wrong = {
         name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)

@@ -12,15 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CourseError, LaunchTimeout, RankError, TooSlow
+from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
+from ..running.links import Link
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
-PATIENCE_SECONDS = 5.0  # A receive that waits longer counts as one that waits for ever.
 START_SECONDS = 7.0
-BUSY = "the machine was busy; run the cell above again"
-TRIES = 3  # An attempt gets this many tries if the machine is too busy.
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
@@ -29,9 +27,8 @@ BOTH_SEND = (
     " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 )
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
-GAVE_UP = re.compile(
-    "timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE
-)
+ENDED = re.compile(r"waits [^;]* since [\d.]+ s, (?:\d\d|shared|stalls)\.py line [^;]*")
+WAITS_IN_LINE = re.compile(r" since [\d.]+ s, \S+ line (\d+): [^;]*")
 NOT_OURS = re.compile(
     r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen"
 )
@@ -40,26 +37,26 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 def gather(
     attempts: Sequence[Attempt],
-    patience: float = PATIENCE_SECONDS,
     enter: Callable | None = None,
+    stretch: float = 1.0,
 ) -> list[Evidence]:
-    """The evidence of each attempt. Ranks wait at most `patience` seconds for each other; where
-    they `enter` a submission's limits, before anything of it runs, they keep to them.
+    """The evidence of each attempt. Where ranks `enter` a submission's limits, before anything of
+    it runs, they keep to them; they may take `stretch` times as long as their tasks say.
     """
     warm_up()
     results: list[Evidence] = []
-    waiting, tries = list(attempts), 0
+    waiting = list(attempts)
     while waiting:
         task = find(waiting[0].number)
-        done, failure = launched(waiting, task, patience, enter)
+        done, failure = launched(waiting, task, enter, stretch)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
-        waiting, tries = waiting[len(done) :], 0 if done else tries + 1
+        waiting = waiting[len(done) :]
         if not failure:
             break
-        if waiting and (BUSY not in str(failure) or tries == TRIES):
-            failed, tries = waiting.pop(0), 0
+        if waiting:
+            failed = waiting.pop(0)
             results.append(Evidence(None, explain(failure, find(failed.number))))
     return results
 
@@ -87,18 +84,24 @@ def warm_up() -> None:
 
 
 def launched(
-    attempts: Sequence, task: Task, patience: float, enter: Callable | None
+    attempts: Sequence, task: Task, enter: Callable | None, stretch: float
 ) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
     it.
     """
-    stretch = max(1.0, patience / PATIENCE_SECONDS)
     timeout = stretch * (START_SECONDS + task.seconds * len(attempts))
     failure = None
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
-        arguments = (list(attempts), folder, patience, enter)
+        arguments = (list(attempts), folder, enter)
         try:
-            launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)
+            launch(
+                make_attempts,
+                *arguments,
+                world_size=task.ranks,
+                device="cpu",
+                link=Link(hosts=1),
+                timeout=timeout,
+            )
         except CourseError as error:
             failure = error
         files = [
@@ -129,13 +132,11 @@ def explain(error: CourseError, task: Task) -> str:
                 f" {frame.task} first"
             )
         return f"not solved yet ({error.message})"
-    if GAVE_UP.search(error.message):
-        alone = (
-            BOTH_SEND
-            if frame and re.search(r"\bsend\(|\bleaving\.wait|\brecv\(", frame.text)
-            else ""
+    if error.type_name == DeadlockError.__name__:
+        all_send = "" if "to receive" in error.message else BOTH_SEND
+        return (
+            f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
         )
-        return f"the ranks wait for each other for ever{where}: {task.hang}{alone}"
     if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
         return TOO_LONG
     if "Pair is not connected" in error.message:
@@ -158,6 +159,12 @@ def explain(error: CourseError, task: Task) -> str:
     if error.type_name == "NameError":
         unknown = "; is it spelt right, and defined or imported in a cell?"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
+
+
+def waits(deadlock: str) -> str:
+    """Who waits for whom, and in which line of the answer, from a deadlock's message."""
+    text = ENDED.sub("has ended", deadlock.removeprefix("deadlock: "))
+    return WAITS_IN_LINE.sub(r" (line \1)", text)
 
 
 def still_running(error: LaunchTimeout, task: Task) -> str:

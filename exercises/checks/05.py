@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.checking.checks import task
-from ddp_course.checking.evidence import BUSY
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -176,7 +175,7 @@ def watched(function, flats, executor):
     and its sum.
     """
     ((size, group),) = worlds(3)
-    order, threads, touched, alone, delays = [], [], [], [], []
+    order, threads, touched, alone = [], [], [], []
     begun, second, submit = threading.Event(), threading.Event(), executor.submit
 
     def submitted(*args, **kwargs):
@@ -194,16 +193,13 @@ def watched(function, flats, executor):
         begun.set()
         alone.append(not second.wait(0.5))
         second.set()
-        start = time.perf_counter()
         time.sleep(0.03)
-        delays.append(time.perf_counter() - start)
         touched.append(not before.equal(flat))
         ring_all_reduce(flat, group)
         threads.append(threading.current_thread().name)
 
     executor.submit = submitted
     function(flats, all_reduce, executor, size)
-    require(max(delays, default=0) < 0.5, BUSY)
     return order, threads, touched, alone
 
 

@@ -1,4 +1,4 @@
-"""The first task of an exercise stands in its lesson, word for word, and runs unsolved."""
+"""A task that stands in a lesson is that of the exercise, word for word, and runs unsolved."""
 
 from pathlib import Path
 
@@ -22,11 +22,13 @@ def tasks_in(path):
 def test_a_task_in_a_lesson_is_that_of_the_exercise(path):
     exercise = nbformat.read(ROOT / "exercises" / path.name, as_version=4)
     answers = {cell.id: cell.source for cell in exercise.cells}
-    [(name, source)] = tasks_in(path).items()
-    stub, call = source.rsplit("\n\n\n", 1)
-    assert stub == answers[f"answer-{name}"]
-    number = name.replace("-", ".")
-    assert call.startswith(f'show.source(task("{number}", ')
+    tasks = tasks_in(path)
+    assert tasks
+    for name, source in tasks.items():
+        stub, call = source.rsplit("\n\n\n", 1)
+        assert stub == answers[f"answer-{name}"]
+        number = name.replace("-", ".")
+        assert call.startswith(f'show.source(task("{number}", ')
 
 
 def open_task(rank, step, world_size):

@@ -86,12 +86,21 @@ def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text)
             answer.step(None, TENSOR) if isinstance(answer, type) else answer(TENSOR)
 
 
-@pytest.mark.parametrize(
-    "reason", ["Timed out waiting 5000ms for recv", "Connection closed by peer [127.0.0.1]:9"]
+DEADLOCK = (
+    "deadlock: rank 0 waits to send to rank 1 since 0.000000 s, cell line 8: wire.send(t, 1); "
+    "rank 1 waits for ranks [0, 1, 2] in barrier since 0.000000 s, stalls.py line 33: line = …; "
+    "rank 2 has returned"
 )
-def test_ranks_that_wait_are_told_so_whichever_gives_up_first(reason):
-    error = RankError([Failure(1, "RuntimeError", f"[pair.cc:553] {reason}")], world_size=4)
-    assert "wait for each other for ever" in explain(error, find("4.2"))
+
+
+def test_a_deadlock_is_told_with_each_ranks_line():
+    error = RankError([Failure(1, "DeadlockError", DEADLOCK)], world_size=3)
+    said = explain(error, find("4.2"))
+    assert said.startswith(
+        "the ranks wait for each other for ever: rank 0 waits to send to rank 1 (line 8); "
+        "rank 1 has ended; rank 2 has returned; does every receive have its send"
+    )
+    assert said.endswith("wire.exchange sends and receives at once")
 
 
 def test_every_task_has_parts_and_points():

@@ -17,6 +17,7 @@ from .table import (
     NEEDED,
     NUMBER,
     RUNNING,
+    SIDE,
     STATE,
     THRESHOLD,
     TIMER,
@@ -72,13 +73,16 @@ class Clock:
             self.advance(self.moment + QUESTION)
         return answer
 
-    def stop(self, timer: int = FOREVER, awaits: int = 0) -> None:
-        """Stop this clock, under the lock, until another thread or the `timer` releases it."""
+    def stop(self, timer: int = FOREVER, row: int = -1, side: int = 0) -> None:
+        """Stop this clock, under the lock, until another thread, the `timer` or the booking of a
+        `row` releases it, at the moment that the row's `side` then has.
+        """
         threads = self.table.threads
         slot = self.slot
         threads[CLOCK, slot] = self.moment
         threads[TIMER, slot] = timer
-        threads[AWAITS, slot] = awaits
+        threads[AWAITS, slot] = row + 1
+        threads[SIDE, slot] = side
         self.table.words[slot] = 0
         threads[STATE, slot] = BLOCKED
         threads[FLOOR, slot] = FOREVER

@@ -152,8 +152,7 @@ def stand_until_booked(ticket: Ticket) -> None:
     with table.lock:
         booked = table.rows[STAGE, ticket.row] == BOOKED
         if not booked:
-            side = 2 if ticket.side == DEPARTS else 3
-            clock.stop(awaits=2 * ticket.row + side)
+            clock.stop(row=ticket.row, side=ticket.side)
     if not booked:
         clock.stand(ticket.why)
 

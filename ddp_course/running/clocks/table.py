@@ -27,7 +27,7 @@ from ..files import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
-FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, NUMBER = range(7)  # the properties of a thread
+FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, SIDE, NUMBER = range(8)  # the properties of a thread
 OPEN, READY, BOOKED = range(
     1, 4
 )  # the states of a message or a collective; 0 is a row that is free
@@ -49,7 +49,7 @@ OPEN, READY, BOOKED = range(
 ) = range(14)
 THRESHOLD, DEADLOCK, FAILED, GROUPS, PENDING, LATEST = range(6)  # the numbers of the table's head
 HEAD = 8
-THREAD_FIELDS = 7
+THREAD_FIELDS = 8
 ROW_FIELDS = 14
 MOST_GROUPS = 1024
 LINE = 240
@@ -115,6 +115,8 @@ class Table:
             at = end
         lines = np.frombuffer(self.memory, dtype=np.uint8, count=self.ranks * LINE, offset=at)
         self.lines = lines.reshape(self.ranks, LINE)
+        first = self.arrays["words"].ctypes.data
+        self.addresses = [ctypes.c_void_p(first + 8 * slot) for slot in range(slots)]
         self.lock = Lock(self.file)
         self.rank = 0
         self.idents: dict[int, int] = {}  # the threads of this process, by their places
@@ -152,17 +154,14 @@ class Table:
         """Wake the thread that waits in `sleep_until_woken`."""
         self.words[slot] = 1
         if libc is not None:
-            libc.syscall(FUTEX, self.address_of(slot), 1, 1, None, None, 0)
+            libc.syscall(FUTEX, self.addresses[slot], 1, 1, None, None, 0)
 
     def sleep_until_woken(self, slot: int) -> None:
         """Sleep, without the lock, until `wake` was called for this thread, or for a moment."""
         if libc is None:
             real_sleep(POLL_S)  # macOS has no wait of this kind between processes
         else:
-            libc.syscall(FUTEX, self.address_of(slot), 0, 0, ctypes.byref(LOOK_AGAIN), None, 0)
-
-    def address_of(self, slot: int) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self.arrays["words"].ctypes.data + 8 * slot)
+            libc.syscall(FUTEX, self.addresses[slot], 0, 0, LOOK_AGAIN, None, 0)
 
 
 class Lock:
@@ -188,6 +187,6 @@ class Timespec(ctypes.Structure):
 
 
 fuzz = random.SystemRandom()
-LOOK_AGAIN = Timespec(0, round(LOOK_AGAIN_S * 1e9))
+LOOK_AGAIN = ctypes.byref(Timespec(0, round(LOOK_AGAIN_S * 1e9)))
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine) if sys.platform == "linux" else None
 libc = None if FUTEX is None else ctypes.CDLL(None, use_errno=True)

@@ -79,7 +79,7 @@ class Replay:
         self.turns: dict = {}  # events of threads that wait for their turn
         self.works: dict = {}
         self.processes: dict = {}
-        self.shared: dict = {}  # queues, locks and events, by rank and name
+        self.shared: dict = {}  # locks of queues and events, by rank and name
 
     def run(self) -> dict:
         """Play the program; returns the moments after all steps, by (rank, thread)."""
@@ -278,47 +278,86 @@ class Replay:
         if process.is_alive:
             yield process
 
-    def do_put(self, thread: tuple, name: str) -> Any:
-        yield from self.turn(thread)
-        items, waiting = self.shared.setdefault((thread[0], name), ([], deque()))
-        items.append(None)
-        if waiting:
-            waiting.popleft().succeed()
-
-    def do_get(self, thread: tuple, name: str) -> Any:
-        yield from self.turn(thread)
-        items, waiting = self.shared.setdefault((thread[0], name), ([], deque()))
-        if not items:
-            waiting.append(self.clock.event())
-            yield waiting[-1]
-        items.pop()
-
     def do_lock(self, thread: tuple, name: str) -> Any:
-        yield from self.turn(thread)
-        lock = self.shared.setdefault((thread[0], name), [False, deque()])
-        if lock[0]:
-            lock[1].append(self.clock.event())
-            yield lock[1][-1]
-        lock[0] = True
+        yield from self.take(thread, self.lock(thread, name))
 
     def do_unlock(self, thread: tuple, name: str) -> Any:
-        yield from self.turn(thread)
-        lock = self.shared[thread[0], name]
-        if lock[1]:
-            lock[1].popleft().succeed()
-        else:
-            lock[0] = False
+        yield from self.give(thread, self.lock(thread, name))
+
+    def do_put(self, thread: tuple, name: str) -> Any:
+        lock = self.lock(thread, name)
+        yield from self.take(thread, lock)
+        lock.items += 1
+        lock.notify(1)
+        yield from self.give(thread, lock)
+
+    def do_get(self, thread: tuple, name: str) -> Any:
+        lock = self.lock(thread, name)
+        yield from self.take(thread, lock)
+        while not lock.items:
+            yield from self.wait_notified(thread, lock)
+        lock.items -= 1
+        yield from self.give(thread, lock)
 
     def do_set(self, thread: tuple, name: str) -> Any:
-        yield from self.turn(thread)
-        event = self.shared.setdefault((thread[0], name), self.clock.event())
-        event.succeed()
+        lock = self.lock(thread, name)
+        yield from self.take(thread, lock)
+        lock.items = 1
+        lock.notify(len(lock.sleepers))
+        yield from self.give(thread, lock)
 
     def do_await(self, thread: tuple, name: str) -> Any:
+        lock = self.lock(thread, name)
+        yield from self.take(thread, lock)
+        if not lock.items:
+            yield from self.wait_notified(thread, lock)
+        yield from self.give(thread, lock)
+
+    def lock(self, thread: tuple, name: str) -> "Lock":
+        """The lock of this name that the threads of a rank share."""
+        return self.shared.setdefault((thread[0], name), Lock())
+
+    def take(self, thread: tuple, lock: "Lock") -> Any:
+        """Take a lock, in this thread's turn."""
         yield from self.turn(thread)
-        event = self.shared.setdefault((thread[0], name), self.clock.event())
-        if not event.triggered:
-            yield event
+        if lock.taken:
+            handed_over = self.clock.event()
+            lock.queue.append(handed_over)
+            yield handed_over
+        lock.taken = True
+
+    def give(self, thread: tuple, lock: "Lock") -> Any:
+        """Give a lock back, in this thread's turn, or to the one that came first for it."""
+        yield from self.turn(thread)
+        if lock.queue:
+            lock.queue.popleft().succeed()
+        else:
+            lock.taken = False
+
+    def wait_notified(self, thread: tuple, lock: "Lock") -> Any:
+        """Give a lock back until another thread has notified this one."""
+        notified = self.clock.event()
+        lock.sleepers.append(notified)
+        yield from self.give(thread, lock)
+        yield notified
+        yield from self.take(thread, lock)
+
+
+class Lock:
+    """A lock, and what a queue or an event keeps under it: `items` in the queue, or 1 once the
+    event is set.
+    """
+
+    def __init__(self):
+        self.taken = False
+        self.queue: deque = deque()
+        self.sleepers: deque = deque()
+        self.items = 0
+
+    def notify(self, count: int) -> None:
+        """Wake up to `count` threads that wait for a change."""
+        for _ in range(min(count, len(self.sleepers))):
+            self.sleepers.popleft().succeed()
 
 
 def order(booking: Any) -> tuple:

@@ -387,7 +387,6 @@ def test_edited_package_files_are_seen(tmp_path):
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
 
-@pytest.mark.alone
 def test_interrupted_script_leaves_nothing():
     source = (
         "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'),"
@@ -442,7 +441,6 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
 
 
-@pytest.mark.alone
 def test_random_faults_leave_nothing_behind():
     ended = subprocess.run(
         [sys.executable, SOAK / "launches.py", "--count", "40"],

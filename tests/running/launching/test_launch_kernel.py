@@ -73,7 +73,6 @@ def test_the_stop_button(kernel, empty_seconds):
     assert len(kernel.descendants()) == 1, "only the launch server may be left"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("ending", ["kill", "restart"])
 def test_every_rank_goes_with_the_kernel(ending, world_size=2):
     with running_kernel() as kernel:
