@@ -135,7 +135,7 @@ guessing = {"digits": 2.303, "bytes": 5.545}
 show.curves(
     {name: (range(1, 81), loss) for name, loss in losses.items()},
     "step", "loss (nats)", "Both problems learn in 80 steps",
-    theory={f"guessing, {name}": ([1, 80], [loss, loss], "#999999") for name, loss in guessing.items()},
+    theory={f"guessing, {name}": ([1, 80], [loss, loss], "#808080") for name, loss in guessing.items()},
     points=False,
 )  # fmt: skip
 

@@ -61,7 +61,7 @@ for name, ranks in (("parameters", by_parameters), ("flops", by_flops)):
     work |= {f"{name},\nrank {r}": sum(f for f, rank in zip(flops, ranks) if rank == r) for r in range(K)}
 title = "Cut by parameters, the slowest rank computes {:.0f} Mflop; cut by flops, {:.0f}"
 show.bars(work, "forward pass (Mflop)", title.format(max(work.values()), max([*work.values()][K:])), form="{:.0f}", width=9,
-          kind="counted", colours=dict(zip(work, ["#999999"] * K + [show.STAGE_COLOURS["8"]] * K)))  # fmt: skip
+          kind="counted", colours=dict(zip(work, ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K)))  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -316,7 +316,7 @@ table = facts.rows("imagenet_large_batch")
 batches, errors = [row["global_batch"] for row in table], [row["top1_error_percent"] for row in table]
 lowest = [min(errors)] * len(batches)
 show.curves({"linear scaling and warm-up": (batches, errors)}, "global batch", "top-1 error (%)",
-            "ImageNet: no loss up to a batch of 8,192 (Goyal et al. 2017)", theory={"best": (batches, lowest, "#999999")},
+            "ImageNet: no loss up to a batch of 8,192 (Goyal et al. 2017)", theory={"best": (batches, lowest, "#808080")},
             log="x", kind="measured, published")  # fmt: skip
 
 # %% [markdown]

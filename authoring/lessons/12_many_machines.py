@@ -240,7 +240,7 @@ hosts = {"1 host": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 ho
 sizes, card = hosts["1 host"][0], 50  # GB/s of 400 Gbit/s
 lines = {
     "eight cards": (sizes, [8 * card] * len(sizes), "#777777"),
-    "one card": (sizes, [card] * len(sizes), "#BBBBBB"),
+    "one card": (sizes, [card] * len(sizes), "#8A8A8A"),
 }
 most = hosts["4 hosts"][1][-1]
 show.curves(hosts, "message (MiB)", "bus bandwidth (GB/s)", f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards",

@@ -292,7 +292,7 @@ slow, fast, ahead = zero_measured[2], ptd_measured[2], ptd[2] / zero[2]
 guess.reveal(f"{fast:.0f} against {slow:.0f} Tflop/s per GPU: {fast / slow:.1f} times, {ahead:.1f} were predicted", guess.answers[3],
              kind="published")  # fmt: skip
 print(f"predicted over measured: ZeRO-3 {zero[2] / slow - 1:+.0%}, three ways {ptd[2] / fast - 1:+.0%}")
-points = {"ZeRO-3, fitted": (list(gpus[:2]), zero_measured[:2], "#E8A080"), "ZeRO-3, unseen": ([1536], [slow], "#D55E00"),
+points = {"ZeRO-3, fitted": (list(gpus[:2]), zero_measured[:2], "#C46A3C"), "ZeRO-3, unseen": ([1536], [slow], "#D55E00"),
           "three ways, unseen": (list(gpus), ptd_measured, "#0072B2")}  # fmt: skip
 show.curves(points, "GPUs", "Tflop/s per GPU", f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast", log="x",
             theory={"ZeRO-3, predicted": (list(gpus), zero, "#D55E00"), "three ways, predicted": (list(gpus), ptd, "#0072B2")},

@@ -35,6 +35,17 @@ DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each r
 
 # %% [markdown]
 r"""
+## Where you are
+
+Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. What is open there can
+wait until after this lesson, or come before it.
+"""
+
+# %% where-you-are
+_ = show.command("ddp-course check")
+
+# %% [markdown]
+r"""
 ## Your model and your data
 
 The template is a script for torchrun: `exercises/15_capstone.py`. This cell writes a copy beside the notebook, once.
