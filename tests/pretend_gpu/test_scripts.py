@@ -20,7 +20,7 @@ def started(gpus, log, *words):
     """Run `python WORDS` with so many GPUs: the ended process, and findings."""
     done = subprocess.run(
         [sys.executable, *words],
-        env=pretend_gpu.environment(gpus, log), cwd=log.parent,
+        env=pretend_gpu.environment(gpus, log) | {"TMPDIR": str(log.parent)}, cwd=log.parent,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done, pretend_gpu.read(log)
