@@ -36,11 +36,11 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
         events, _ = every.run([None], task.ranks, probe_once, (attempt, enter), {})
     except CourseError:
         return verdict
-    found = judge(events, [], 1, "")
-    if found.ok:
+    outcome = judge(events, [], 1, "")
+    if outcome.ok:
         return verdict
-    text = LINE.sub(r"line \1 of your cell", found.proof)
-    message = f"right here, but not in every order: {text}. Mend it: {ADVICE[found.kind]}"
+    text = LINE.sub(r"line \1 of your cell", outcome.proof)
+    message = f"right here, but not in every order: {text}. Mend it: {ADVICE[outcome.kind]}"
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
 
 

@@ -205,7 +205,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
             depth = 1
             while hasattr(function, "__wrapped__"):
                 function = function.__wrapped__
-                depth = depth + 1
+                depth += 1
             sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
             message = (
                 f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"

@@ -133,7 +133,7 @@ def explain(error: CourseError, task: Task) -> str:
             )
         return f"not solved yet ({error.message})"
     if error.type_name == DeadlockError.__name__:
-        all_send = "" if "to receive" in error.message else BOTH_SEND
+        all_send = "" if re.search("waits (to receive|for)", error.message) else BOTH_SEND
         return (
             f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
         )

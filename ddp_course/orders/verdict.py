@@ -62,21 +62,21 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
     """The verdict on the events and the results of all runs; `proof` is that of a program without a
     fault.
     """
-    shown = [event for event in events if event.kind in ("post", "wait")]
+    traffic = [event for event in events if event.kind in ("post", "wait")]
     faults = faults_in(events)
     if faults:  # What a rank has touched is the cause of a deadlock of the others.
         fault = min(faults, key=lambda event: event.kind == "deadlock")
         waits = WAITS.findall(fault.text)
         ranks = [int(rank) for rank, _ in waits] or [fault.rank]
         lines = [line for _, line in waits] or fault.lines
-        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, shown)
+        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, traffic)
     if len(set(map(values_of, results))) < 2:
-        return Verdict(True, runs, proof, events=shown)
+        return Verdict(True, runs, proof, events=traffic)
     doubts = [event for event in events if event.kind == "doubt"]
     ranks = sorted({event.rank for event in doubts})
     lines = sorted({line for event in doubts for line in event.lines})
     text = f"the results of {runs} orders differ, from these lines on: {'; '.join(lines)}"
-    return Verdict(False, runs, text, "unlike results", ranks, lines, shown)
+    return Verdict(False, runs, text, "unlike results", ranks, lines, traffic)
 
 
 def values_of(result: Any) -> str:

@@ -86,21 +86,25 @@ def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text)
             answer.step(None, TENSOR) if isinstance(answer, type) else answer(TENSOR)
 
 
-DEADLOCK = (
-    "deadlock: rank 0 waits to send to rank 1 since 0.000000 s, cell line 8: wire.send(t, 1); "
-    "rank 1 waits for ranks [0, 1, 2] in barrier since 0.000000 s, stalls.py line 33: line = …; "
-    "rank 2 has returned"
-)
+SENDS = "rank 0 waits to send to rank 1 since 0.000000 s, cell line 8: wire.send(t, 1); "
+IN_BARRIER = "waits for ranks [0, 1, 2] in barrier since 0.000000 s, stalls.py line 33: line = …; "
+BOTH_SEND = "wire.exchange sends and receives at once"
 
 
 def test_a_deadlock_is_told_with_each_ranks_line():
-    error = RankError([Failure(1, "DeadlockError", DEADLOCK)], world_size=3)
-    said = explain(error, find("4.2"))
+    text = f"deadlock: {SENDS}rank 1 {IN_BARRIER}rank 2 has returned"
+    said = explain(RankError([Failure(1, "DeadlockError", text)], world_size=3), find("4.2"))
     assert said.startswith(
         "the ranks wait for each other for ever: rank 0 waits to send to rank 1 (line 8); "
         "rank 1 has ended; rank 2 has returned; does every receive have its send"
     )
-    assert said.endswith("wire.exchange sends and receives at once")
+    assert not said.endswith(BOTH_SEND)
+
+
+def test_only_ranks_that_all_send_are_told_to_exchange():
+    text = f"deadlock: {SENDS}{SENDS.replace('rank 0', 'rank 1')}rank 2 has returned"
+    said = explain(RankError([Failure(1, "DeadlockError", text)], world_size=3), find("4.2"))
+    assert said.endswith(BOTH_SEND)
 
 
 def test_every_task_has_parts_and_points():

@@ -59,8 +59,8 @@ class Server:
         except subprocess.TimeoutExpired:
             return ""
         log = "" if self.complaints.closed else text_in(self.complaints)
-        told = log.replace(NO_PROCESS, f"{NO_PROCESS} ({PROCESS_LIMIT})")
-        return f"the launch server {ending_in_words(code)}\n{told}"
+        text = log.replace(NO_PROCESS, f"{NO_PROCESS} ({PROCESS_LIMIT})")
+        return f"the launch server {ending_in_words(code)}\n{text}"
 
     def close(self) -> None:
         """End the server, and with it all running launches, unless a process that forked this one
