@@ -157,7 +157,7 @@ def trained(seed, steps=40):
     return outcomes
 
 
-runs = [launch(trained, seed, world_size=K) for seed in show.progress(range(3))]
+runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", True)) for seed in range(3)]
 
 # %% final-loss
 final = {name: [run[0][name][2] for run in runs] for name in ways}

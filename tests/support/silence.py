@@ -1,12 +1,13 @@
 """How long each cell of a notebook shows nothing new while it runs.
 
-Counted are processor seconds of the kernel and of all that it has started, so that a busy machine
-does not make a cell seem slow: a quiet one of two cores needs at most as many seconds, and about
-half as many where several ranks compute.
+A silence is what passed on the clock, but no more than the processor seconds of the kernel and half
+of those of all that it has started: so a busy machine does not make a cell seem slow, and one of
+many cores does not either, since there the clock counts. (What a cell sleeps is not counted.)
 """
 
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Listener(NotebookClient):
     def __init__(self, notebook, **options):
         super().__init__(notebook, kernel_name="python3", **options)
         self.silent = {}  # {id of a cell: its longest silence in seconds}
-        self.heard = 0.0
+        self.heard = (0.0, 0.0)
         self.on_cell_execute = self.begin
         self.on_cell_executed = self.end
 
@@ -33,18 +34,21 @@ class Listener(NotebookClient):
 
     def hear(self, cell):
         now = self.now()
-        self.silent[cell.id] = max(self.silent.get(cell.id, 0.0), now - self.heard)
+        silence = min(after - before for before, after in zip(self.heard, now, strict=True))
+        self.silent[cell.id] = max(self.silent.get(cell.id, 0.0), silence)
         self.heard = now
 
     def now(self):
-        """Seconds of a quiet machine that the kernel and its ranks have computed so far."""
+        """(The clock, the seconds of a quiet machine of two cores that the kernel and its ranks
+        have computed so far).
+        """
         kernel = psutil.Process(self.km.provisioner.pid)
         own = kernel.cpu_times()
         seconds = own.user + own.system
         for process in kernel.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 seconds += sum(process.cpu_times()[:4]) / 2  # its own, and of children that ended
-        return seconds
+        return time.monotonic(), seconds
 
     def process_message(self, msg, cell, cell_index):
         if msg["msg_type"] != "status":
