@@ -1,4 +1,4 @@
-"""Every all-reduce of the package and its benchmarks: right everywhere, with the bytes it promises."""
+"""Every all-reduce, those of the benchmarks too: right everywhere, with the bytes it promises."""
 
 import functools
 import math
@@ -17,7 +17,6 @@ from ddp_course.collectives import (
     tree_all_reduce,
 )
 from ddp_course.running import wire
-
 
 ALGORITHMS = {
     "tree": tree_all_reduce,
