@@ -98,7 +98,8 @@ def kept(recompute=False, dtype=torch.float32):
 
 model, tokens = problems.ByteGPT(4, 128, 64), torch.randint(256, (16, 65))
 p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
-(plain, flops), (few, more), (half, _) = kept(), kept(recompute=True), kept(dtype=torch.bfloat16)
+hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
+(plain, flops), (few, more), (half, _) = [kept(**how) for how in show.progress(hows)]
 
 # %% memory-figure
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
