@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_course import problems
-from ddp_course.collectives import pipelined_ring_all_reduce
 from ddp_course.errors import EmulationError
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.links import Link
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios, take_turns, timed
+from .pipelined_ring import pipelined_ring_all_reduce
 from .training import model_and_batch, step
 
 WORLD_SIZES = (2, 4)

@@ -1,7 +1,7 @@
 """`python -m benchmarks ring`: our rings beside gloo's own all_reduce, on this machine's loopback.
 
-The three take turns on the same tensor. The promises are about the pipelined ring of `collectives`,
-on plain TCP streams; stage 4's, which is there to be read and sends through gloo, is measured
+The three take turns on the same tensor. The promises are about `pipelined_ring.py`, on plain
+TCP streams; stage 4's, which is there to be read and sends through gloo, is measured
 beside it.
 """
 
@@ -13,11 +13,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_course.collectives import pipelined_ring_all_reduce
 from ddp_course.running.launching.launch import launch
 from ddp_course.stage4_ring import ring_all_reduce
 
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios
+from .pipelined_ring import pipelined_ring_all_reduce
 
 MIB = 2**20
 WORLD_SIZES, SIZES_MIB = (2, 4), (16, 64)

@@ -9,9 +9,8 @@ For p bytes over K ranks, links of bandwidth b and latency a, additions free:
                                                        two
     hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes
                        between hosts
-    pipelined ring     as the ring, with the additions hidden under the transfers
-    duplex server                     towards (K-1) p/b   a server that sends back while it still
-                                                          collects
+    duplex server      towards (K-1) p/b               a server that sends back while it still
+                                                       collects
 
 Sources: Thakur, Rabenseifner and Gropp, Int. J. High Performance Computing Applications 19 (2005),
 for tree and halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.
@@ -20,13 +19,11 @@ for tree and halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hier
 from .duplex_server import duplex_server_all_reduce
 from .halving_doubling import halving_doubling_all_reduce
 from .hierarchical import hierarchical_all_reduce
-from .pipelined_ring import pipelined_ring_all_reduce
 from .tree import tree_all_reduce
 
 __all__ = [
     "duplex_server_all_reduce",
     "halving_doubling_all_reduce",
     "hierarchical_all_reduce",
-    "pipelined_ring_all_reduce",
     "tree_all_reduce",
 ]

@@ -1,39 +1,28 @@
-"""Every all-reduce of the package: right everywhere, with the bytes it promises."""
+"""Every all-reduce, those of the benchmarks too: right everywhere, with the bytes it promises."""
 
 import functools
 import math
-import os
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import assert_all_equal_sum, rank_tensor
 
-from ddp_course import collectives, launch
+from benchmarks import pipelined_ring
+from ddp_course import launch
 from ddp_course.collectives import (
     duplex_server_all_reduce,
     halving_doubling_all_reduce,
     hierarchical_all_reduce,
-    pipelined_ring_all_reduce,
     tree_all_reduce,
 )
 from ddp_course.running import wire
-
-
-def without_streams(tensor, group=None):
-    """The pipelined ring as in virtual time or on a GPU."""
-    with patch.dict(os.environ):
-        del os.environ["MASTER_ADDR"]
-        return pipelined_ring_all_reduce(tensor, group)
-
 
 ALGORITHMS = {
     "tree": tree_all_reduce,
     "halving-doubling": halving_doubling_all_reduce,
     "hierarchical": hierarchical_all_reduce,
-    "pipelined ring": pipelined_ring_all_reduce,
-    "pipelined ring, messages": without_streams,
+    "pipelined ring": pipelined_ring.pipelined_ring_all_reduce,
     "duplex server": duplex_server_all_reduce,
 }
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
@@ -44,7 +33,7 @@ def all_sums():
     """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small
     segments, hence many.
     """
-    collectives.pipelined_ring.SEGMENT = 256
+    pipelined_ring.SEGMENT = 256
     return {
         (name, shape, dtype): algorithm(
             rank_tensor(dist.get_rank(), shape, dtype).requires_grad_(dtype.is_floating_point)
@@ -121,7 +110,6 @@ def test_bytes_and_messages(world_size):
     for rank, found in enumerate(ranks):
         assert found["halving-doubling"] == (share, 2 * rounds)
         assert found["pipelined ring"] == found["hierarchical"] == (share, 2 * (world_size - 1))
-        assert found["pipelined ring, messages"] == found["pipelined ring"]
         peers = world_size - 1 if rank == 0 else 1
         assert found["duplex server"] == (peers * size, peers * 16)
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank

@@ -504,7 +504,6 @@ EVERY = {
     "tree": collectives.tree_all_reduce,
     "halving-doubling": collectives.halving_doubling_all_reduce,
     "hierarchical": collectives.hierarchical_all_reduce,
-    "pipelined": collectives.pipelined_ring_all_reduce,
 }
 
 

@@ -202,9 +202,19 @@ def feeds_a_process(thread: threading.Thread) -> bool:
 def start(thread: threading.Thread) -> None:
     """Start a thread, whose clock begins at that of the one that starts it."""
     parent = own()
-    if parent is None or feeds_a_process(thread):
+    if parent is not None and not feeds_a_process(thread):
+        give_clock(thread, parent)
+    # `Thread.start` waits for the new thread's first sign of life. That is a wait in real time: by
+    # the clocks nobody could end it while the new thread has none yet, or never gets one.
+    clock.local.clock = None
+    try:
         plain_start(thread)
-        return
+    finally:
+        clock.local.clock = parent
+
+
+def give_clock(thread: threading.Thread, parent: Clock) -> None:
+    """Have a thread run by a clock of its own."""
     parent.take_turn()
     thread.clock = clock.new_clock(parent, needed=not thread.daemon)
     thread.ending = Waiter()
@@ -225,13 +235,6 @@ def start(thread: threading.Thread) -> None:
             clock.local.clock = None
 
     thread.run = run_with_clock
-    clock.local.clock = (
-        None  # `Thread.start` waits for the new thread's first sign of life, in real time
-    )
-    try:
-        plain_start(thread)
-    finally:
-        clock.local.clock = parent
 
 
 def join(thread: threading.Thread, timeout: float | None = None) -> None:

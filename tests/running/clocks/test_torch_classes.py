@@ -3,6 +3,8 @@
 What takes seconds to import is imported where it is used: each rank imports this file.
 """
 
+import multiprocessing
+import threading
 import time
 import warnings
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ddp_course import Device, Link, launch
 from ddp_course.running import clocks
+from ddp_course.running.clocks.table import real_sleep
 
 RANKS = 4
 SETTING = {"device": Device("1GFLOP/s"), "link": Link("100Mbit", "100us")}
@@ -215,6 +218,28 @@ def by_a_loader():
     return total.item() == RANKS * 56.0
 
 
+def by_a_slow_first_sign():
+    """Rank 0 starts a thread that gives its first sign of life late, while the others wait for this
+    rank: it is no deadlock.
+    """
+    if dist.get_rank() == 0:
+        begin = threading.Thread._bootstrap_inner
+
+        def begin_late(thread):
+            real_sleep(0.5)
+            begin(thread)
+
+        threading.Thread._bootstrap_inner = begin_late
+        try:
+            items = multiprocessing.Queue()
+            items.put(1)
+        finally:
+            threading.Thread._bootstrap_inner = begin
+        assert items.get() == 1
+    dist.barrier()
+    return True
+
+
 def by_questions():
     rank = dist.get_rank()
     before = time.perf_counter()
@@ -239,6 +264,7 @@ def by_questions():
         by_a_batch_of_messages,
         by_whoever_is_first,
         by_a_loader,
+        by_a_slow_first_sign,
         by_questions,
     ],
 )

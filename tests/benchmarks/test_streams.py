@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from oracles import assert_all_equal_sum, rank_tensor
 
+from benchmarks import streams
+from benchmarks.pipelined_ring import pipelined_ring_all_reduce
 from ddp_course import launch
-from ddp_course.collectives import pipelined_ring_all_reduce, streams
 from ddp_course.errors import RankError
 
 NBYTES = 400

@@ -28,22 +28,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..running import clocks, wire
-from ..running.torch_inside import timeout_of
+from ddp_course.running import wire
+from ddp_course.running.torch_inside import timeout_of
 
 ADDRESS_BYTES = 128
 PASSWORD_BYTES = 16
 SIZE_BYTES = 8
 PASSWORD_SECONDS = 5.0  # A connection that sends no password for this many seconds is closed.
 _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
-
-
-def are_possible(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and time
-    must be real.
-    """
-    on_cpu = tensor.device.type == "cpu" and not wire.on_nccl(tensor, group)
-    return on_cpu and clocks.own() is None and "MASTER_ADDR" in os.environ
 
 
 @contextmanager

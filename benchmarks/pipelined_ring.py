@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..running import wire
-from ..stage4_ring import allgather, reduce_scatter
+from ddp_course.collectives.flat import copied_back, flattened
+from ddp_course.running import wire
+
 from . import streams
-from .flat import copied_back, flattened
 
 SEGMENT = 2**20  # A segment of this many bytes stays in the processor's cache until it is added.
 
@@ -20,9 +20,8 @@ def pipelined_ring_all_reduce(
 ) -> torch.Tensor:
     """Stage 4's ring, chunk by chunk in the same order, but each chunk travels as several segments.
 
-    A segment is passed on as soon as it is added, while the next one is still on its way. Where
-    ranks cannot have TCP streams of their own (on a GPU, in virtual time), it is stage 4's
-    ring.
+    A segment is passed on as soon as it is added, while the next one is still on its way. The
+    tensor must be in a processor's memory, and time must be real.
     """
     flat = flattened(tensor)
     rank = dist.get_rank(group)
@@ -30,11 +29,7 @@ def pipelined_ring_all_reduce(
     if world_size == 1:
         return tensor
     chunks = flat.tensor_split(world_size)
-    if streams.are_possible(flat, group):
-        pass_around(chunks, rank, group)
-    else:
-        reduce_scatter(chunks, group)
-        allgather(chunks, group)
+    pass_around(chunks, rank, group)
     return copied_back(flat, tensor)
 
 
