@@ -20,9 +20,12 @@ class Missing(torch.Tensor):
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of `parameter`, or a `Missing` in its place."""
+    """The gradient of `parameter`, or a `Missing` in its place.
+
+    Zero is added to a gradient, so that none of its elements is a negative zero.
+    """
     if parameter.grad is not None:
-        return parameter.grad
+        return parameter.grad.add_(0.0)
     missing = torch.full_like(parameter, -0.0).as_subclass(Missing)
     missing.parameter = parameter
     return missing

@@ -92,7 +92,7 @@ def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, 
     assert done.returncode == 1 and shown in done.stdout, done.stdout
 
 
-LONG = {"ddp_course/showing/sketches.py", "ddp_course/stage6_ddp/ddp.py"}  # These are to be split.
+LONG = {"ddp_course/stage6_ddp/ddp.py"}  # This is to be split.
 
 
 def long_functions(source, most=50):

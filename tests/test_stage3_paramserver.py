@@ -131,8 +131,11 @@ def test_training_equals_one_device(world_size):
 
 
 def train_with_decay(average):
-    """Layers that no rank, rank 1, or every rank uses, and an optimizer that decays weights."""
-    layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("none", "some", "all")})
+    """Layers that no rank, rank 1, or every rank uses, one whose gradient on rank 1 is a negative
+    zero, and an optimizer that decays weights.
+    """
+    names = ("none", "some", "all", "negative zero")
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
     layers.double()
     stage3_paramserver.broadcast_parameters(layers)
     models = [layers, copy.deepcopy(layers)]
@@ -142,7 +145,8 @@ def train_with_decay(average):
     def loss(model, number):
         outputs = model["all"](inputs[number])
         if number:
-            outputs = model["some"](outputs)
+            nothing = 0.0 * model["negative zero"].weight.sum()
+            return model["some"](outputs).square().mean() - nothing
         return outputs.square().mean()
 
     for model, numbers in zip(models, ([rank], [0, 1]), strict=True):

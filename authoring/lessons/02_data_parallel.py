@@ -141,14 +141,11 @@ claims.decide(
 r"""
 ## One step, drawn
 
-`DataParallel` does this with every batch. Follow the arrows from left to right.
-"""
+`DataParallel` does this with every batch, here on four devices. Follow the arrows from left to right: the master's row is
+the fullest.
 
-# %% sketch
-show.sketches.scatter_gather(K)
+![The master cuts the batch into four shards and sends three of them, with a copy of the model each; every device goes forward; the master gathers all outputs and computes the loss; every device goes backward, and the master adds up the four gradients](../docs/figures/data_parallel_step.svg)
 
-# %% [markdown]
-r"""
 And in code, where each arrow is a function. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
 you to write two of them, which is worth more before you look. Here is the first. Sizes differ by one at most, the longer shards
 come first, and a device without samples gets no shard.
@@ -324,7 +321,7 @@ every rank of K takes a thread for each core, there are K times as many threads 
 def with_threads(count):
     torch.set_num_threads(count)
     matrix, best = torch.ones(384, 384), 9.0
-    for _ in range(5):
+    for _ in range(3):
         dist.barrier()  # all ranks at once
         with timing.stopwatch() as watch:
             for _ in range(20):

@@ -173,8 +173,9 @@ print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]
 r"""
-The first answer names both lines, and then what happened last on that rank, in virtual time. Wait for what is leaving, as
-`wire.exchange` does, and the ring is right in every order. The checks of exercise 4 try yours in the same way;
+The drawing has a row for each rank, and a bar for each message from its post to its wait. Hatched is what nobody has waited
+for, the cross is where rank 0 touches it, and both lines stand below. Wait for what is leaving, as `wire.exchange` does, and
+the ring is right in every order. The checks of exercise 4 try yours in the same way;
 [EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
 
 ## Count

@@ -143,8 +143,8 @@ def on_devices(train, link=link, **options):
 
 
 # %% run
-both = ((stage4_ring.train, {}), (stage5_bucketed.train, {"bucket_cap_mb": 0.1}))
-plain, overlapped = [on_devices(train, **cap) for train, cap in show.progress(both)]
+plain = on_devices(stage4_ring.train, progress=("stage 4", 4))
+overlapped = on_devices(stage5_bucketed.train, bucket_cap_mb=0.1, progress=("buckets", 4))
 print(f"stage 4: {1000 * step_s(plain):.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
 
 # %% [markdown]

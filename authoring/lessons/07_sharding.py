@@ -244,8 +244,8 @@ ways = {"plain DDP": ddp, "ZeRO-1": lambda model: (model, Zero1(model)), "ZeRO-2
         "fully sharded": lambda model: (model, FullySharded(model))}  # fmt: skip
 others = {"ShardedOptimizer": lambda model: (model, ShardedOptimizer(model.parameters(), torch.optim.Adam)),
           "stage 7": stage7, "torch's ZeRO-1": torchs_zero1, "torch's fully_shard": torchs_fully}  # fmt: skip
-every = show.progress({**ways, **others}.items())
-trained = {name: torch.stack(launch(losses, way, world_size=K)) for name, way in every}
+trained = {name: torch.stack(launch(losses, way, world_size=K, progress=(name, 5)))
+           for name, way in {**ways, **others}.items()}  # fmt: skip
 
 # %% check-results
 # NBVAL_CHECK_OUTPUT
@@ -282,7 +282,7 @@ def kept(prepare):
 
 
 P = 8 * 128**2
-measured = {name: max(launch(kept, way, world_size=K)) / P for name, way in ways.items()}
+measured = {name: max(launch(kept, ways[name], world_size=K)) / P for name in show.progress(ways)}
 
 # %% memory-figure
 formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "ZeRO-2": 4 + 12 / K, "fully sharded": 16 / K}
@@ -333,7 +333,7 @@ def sent(prepare):
 
 
 # %% traffic-figure
-traffic = {name: max(launch(sent, way, world_size=K)) / (4 * P) for name, way in ways.items()}
+traffic = {name: max(launch(sent, ways[name], world_size=K)) / (4 * P) for name in show.progress(ways)}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 assert traffic == formula  # to the byte
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
@@ -370,7 +370,7 @@ def on_devices(fn, *arguments, link="150Mbit"):
 
 
 size = 6 * 256**2  # six layers
-lanes = {prefetch: on_devices(last_step, prefetch) for prefetch in (False, True)}
+lanes = {prefetch: on_devices(last_step, prefetch) for prefetch in show.progress((False, True))}
 step_ms = {prefetch: 1000 * step_s(ranks) for prefetch, ranks in lanes.items()}
 show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
                      title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")  # fmt: skip
@@ -433,7 +433,7 @@ layer's forward.
 
 # %% when-fsdp-loses
 cases = {f"{name}\n{n} samples": (name, n) for n in (128, 512) for name in ("plain DDP", "fully sharded")}
-slow_ms = {label: 1000 * max(on_devices(seconds_of, *case, link="40Mbit")) for label, case in cases.items()}
+slow_ms = {label: 1000 * max(on_devices(seconds_of, *cases[label], link="40Mbit")) for label in show.progress(cases)}
 slow, work = gather * 150 / 40, [(name, n / 128 * computing) for name, n in cases.values()]
 bounds = [max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow) for name, ms in work]
 few, many = (fully / plain for plain, fully in zip(*[iter(slow_ms.values())] * 2))
@@ -497,7 +497,7 @@ def over_a_step(shapes, batch, name="fully sharded", recompute=False):
 even = [(128, 128)] * 16
 settings = {"plain DDP": (even, 1000, "plain DDP"), "ZeRO-1": (even, 1000, "ZeRO-1"), "fully sharded": (even, 1000),
             "fully sharded, checkpointed": (even, 1000, "fully sharded", True)}  # fmt: skip
-course = {name: launch(over_a_step, *setting, world_size=K)[0] for name, setting in settings.items()}
+course = {name: launch(over_a_step, *settings[name], world_size=K)[0] for name in show.progress(settings)}
 show.curves({name: ([100 * n / len(row) for n in range(len(row))], row) for name, row in course.items()},
             "moments of a step: forward, then backward (%)", "held on a rank (bytes per parameter)", points=False, kind="counted",
             title="Peaks: DDP {:.0f}, ZeRO-1 {:.0f}, fully sharded {:.0f}, checkpointed {:.0f}".format(*map(max, course.values())))  # fmt: skip
@@ -505,7 +505,7 @@ show.curves({name: ([100 * n / len(row) for n in range(len(row))], row) for name
 # %% held-figure
 cases = {"small batch": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, "fully sharded", True),
          "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
-held = {name: max(launch(over_a_step, *case, world_size=K)[0]) for name, case in cases.items()}
+held = {name: max(launch(over_a_step, *cases[name], world_size=K)[0]) for name in show.progress(cases)}
 show.bars(held, "most held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
           kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")  # fmt: skip
 
@@ -540,7 +540,7 @@ def mixed(sharded, dtype):
     text = problems.make("bytes", parameters=20_000, context=32)
     parallel = (FullyShardedDataParallel if sharded else DistributedDataParallel)(text.model())
     optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.3), []
-    for inputs, targets in text.batches(32, 20, rank=dist.get_rank(), world_size=K):
+    for inputs, targets in text.batches(32, 5, rank=dist.get_rank(), world_size=dist.get_world_size()):
         optimizer.zero_grad()
         for part, (x, y) in enumerate(zip(inputs.chunk(2), targets.chunk(2))):
             quiet = part == 0 and not sharded
@@ -560,7 +560,7 @@ def mixed(sharded, dtype):
 # %% check-mixed-precision
 # NBVAL_CHECK_OUTPUT
 settings = [(sharded, dtype) for sharded in (False, True) for dtype in (torch.float32, torch.bfloat16)]
-exact, rounded, sharded, both = (launch(mixed, *setting, world_size=K)[0] for setting in settings)
+exact, rounded, sharded, both = (launch(mixed, *setting, world_size=2)[0] for setting in settings)
 assert max(abs(a - b) for a, b in zip(exact, sharded)) < 1e-3, (exact, sharded)
 assert 0 < max(abs(a - b) for a, b in zip(exact, rounded)) < 0.3 and abs(rounded[-1] - both[-1]) < 0.1, (rounded, both)
 print("sharded as DDP; bfloat16 within a few tenths of a nat of float32, under both")

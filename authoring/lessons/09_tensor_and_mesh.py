@@ -98,7 +98,8 @@ def kept(recompute=False, dtype=torch.float32):
 
 model, tokens = problems.ByteGPT(4, 128, 64), torch.randint(256, (16, 65))
 p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
-(plain, flops), (few, more), (half, _) = kept(), kept(recompute=True), kept(dtype=torch.bfloat16)
+hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
+(plain, flops), (few, more), (half, _) = [kept(**how) for how in show.progress(hows)]
 
 # %% memory-figure
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
@@ -208,13 +209,9 @@ r"""
 
 Usually T is small, and there are more ranks. They form a **mesh** of D × T: ranks of a row share the layers and work on the
 same samples, ranks of a column hold the same slices and average their gradients, with the ring of lesson 04.
-"""
 
-# %% mesh
-show.sketches.mesh(data=2, tensor=2)
+![Four ranks in two rows, hosts as boxes: the two ranks of a host add up activations; ranks with the same slice, one below the other, average gradients](../docs/figures/mesh_2x2.svg)
 
-# %% [markdown]
-r"""
 The loop is that of the ring but for the mesh: the average goes over one axis of it, the split over the other.
 """
 
@@ -305,13 +302,9 @@ cable needs for it, for all ranks of a host. Tensor parallelism between the host
 per pass. Gradients cross once per step, and only those of this rank's slices. A pipeline sends least, so on a cable as
 slow as this one it wins; its price is the bubble. That is why the largest models combine all three: **tensor parallel**
 inside a host, pipelines between hosts, data parallel around it all. On 8 ranks:
-"""
 
-# %% all-ways
-show.sketches.mesh(data=2, pipeline=2, tensor=2)
+![Eight ranks on four hosts in two rows: the two ranks of a host add up activations; a host passes activations on to the next one of its row; ranks one below the other average gradients](../docs/figures/mesh_2x2x2.svg)
 
-# %% [markdown]
-r"""
 ## How far does it reach?
 
 A split pair of layers on b tokens, of width h and inner width 4h, computes 16 b h² flops forward, so T ranks of R flop/s take

@@ -53,7 +53,7 @@ def losses(world_size=1, rank=0):
 
 
 single = losses()
-many = launch(lambda: losses(dist.get_world_size(), dist.get_rank()), world_size=K)
+many = launch(lambda: losses(dist.get_world_size(), dist.get_rank()), world_size=K, progress=25)
 mean = [sum(step) / K for step in zip(*many)]
 
 # %% same-batch-figure
@@ -190,7 +190,7 @@ low as a small one, a batch above it is behind.
 def curve(k, samples=5760, every=640):
     problem = problems.make("digits")
     model, batch, losses = problem.model(), 8 * k, []
-    for epoch in range(samples // every):
+    for epoch in show.progress(range(samples // every), f"batch {batch}"):
         steps = every // batch
         stage1_single.train(model, problem.batches(batch, steps * (epoch + 1), start=steps * epoch), 0.01 * k)
         losses.append(problem.loss(model))
@@ -229,7 +229,9 @@ def updates(devices, seed, goal=0.9, samples=8192):
 
 
 # %% updates-needed
-needed = {devices: [updates(devices, seed) for seed in range(3)] for devices in show.progress(factors)}
+runs = show.progress([(devices, seed) for devices in factors for seed in range(3)])
+counts = {run: updates(*run) for run in runs}
+needed = {devices: [counts[devices, seed] for seed in range(3)] for devices in factors}
 needed
 
 # %% [markdown]

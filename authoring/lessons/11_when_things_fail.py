@@ -221,10 +221,10 @@ def absent():
     time.sleep(3)
 
 
-absence = next(failure for failure in failing(absent).failures if failure.rank == 0)  # the others know less
-ours, theirs, missing = (error.message for error in (failing(shapes), failing(shapes_in_torch), absence))
-print(ours, theirs[:520], missing.splitlines()[0], sep="\n")
-assert "[1001]" in ours and "[1001]" in theirs and "Rank 1 failed to pass" in missing
+ours, theirs, absence = [failing(case) for case in show.progress((shapes, shapes_in_torch, absent))]
+missing = next(failure.message for failure in absence.failures if failure.rank == 0)  # the others know less
+print(ours.message, theirs.message[:520], missing.splitlines()[0], sep="\n")
+assert "[1001]" in ours.message and "[1001]" in theirs.message and "Rank 1 failed to pass" in missing
 
 # %% [markdown]
 r"""

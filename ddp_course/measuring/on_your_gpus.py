@@ -60,6 +60,7 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
         global_batch=size.global_batch,
         bucket_cap_mb=max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
         lr=RATE,
+        progress=True,
     )
     results["measured_on"] = name_devices(names[:world_size], world_size)
     results["message"] = message(results, len(names))

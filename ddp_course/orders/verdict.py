@@ -28,7 +28,7 @@ class Verdict:
     `runs` is the number of runs, and `proof` says in a sentence what they prove. Where `ok` is
     False, `kind` is "deadlock", "touched too early", "overwritten too early", "not waited for" or
     "unlike results", `ranks` are those that it is about, and `lines` the program's lines. `events`
-    are all posts and waits, in the order of virtual time.
+    are all posts and waits and these faults, in the order of virtual time.
     """
 
     ok: bool
@@ -43,14 +43,10 @@ class Verdict:
         return self.proof if self.ok else f"{self.kind}: {self.proof}"
 
     def show(self) -> None:
-        """Print the last events of the ranks that it is about, as a small timeline."""
-        print(self)
-        about = self.ranks or sorted({event.rank for event in self.events})
-        rows = [event for event in self.events if event.rank in about]
-        for moment, rank, kind, what, lines in rows[-6 * len(about) :]:
-            column = "    " * about.index(rank)
-            place = lines[0].partition(":")[0]
-            print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {kind} {what}  ({place})")
+        """Draw the last messages on a small timeline; in a terminal, print the last events."""
+        from ..showing.order_plot import show  # matplotlib takes a while to load.
+
+        show(self)
 
 
 def faults_in(events: list) -> list:
@@ -62,21 +58,22 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
     """The verdict on the events and the results of all runs; `proof` is that of a program without a
     fault.
     """
-    traffic = [event for event in events if event.kind in ("post", "wait")]
+    happened = [event for event in events if event.kind in ("post", "wait")]
     faults = faults_in(events)
     if faults:  # What a rank has touched is the cause of a deadlock of the others.
         fault = min(faults, key=lambda event: event.kind == "deadlock")
+        happened = [event for event in events if event.kind in ("post", "wait", fault.kind)]
         waits = WAITS.findall(fault.text)
         ranks = [int(rank) for rank, _ in waits] or [fault.rank]
         lines = [line for _, line in waits] or fault.lines
-        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, traffic)
+        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, happened)
     if len(set(map(values_of, results))) < 2:
-        return Verdict(True, runs, proof, events=traffic)
+        return Verdict(True, runs, proof, events=happened)
     doubts = [event for event in events if event.kind == "doubt"]
     ranks = sorted({event.rank for event in doubts})
     lines = sorted({line for event in doubts for line in event.lines})
     text = f"the results of {runs} orders differ, from these lines on: {'; '.join(lines)}"
-    return Verdict(False, runs, text, "unlike results", ranks, lines, traffic)
+    return Verdict(False, runs, text, "unlike results", ranks, lines, happened)
 
 
 def values_of(result: Any) -> str:

@@ -15,8 +15,8 @@ _NAMES = {
         "STAGE_COLOURS",
     ),
     "sketches": ("sketches",),
-    "widgets": ("widgets", "predict", "progress"),
-    "shell": ("command",),
+    "widgets": ("widgets", "predict"),
+    "shell": ("command", "progress"),
     "trace_plot": ("trace", "own_trace"),
     "simulator_plots": ("scaling_figure", "winners_figure"),
 }

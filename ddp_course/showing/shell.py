@@ -9,7 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from tqdm.auto import tqdm as progress
+from tqdm.auto import tqdm as progress  # cells that take long show it, too
 
 from ..running.files import course_folder
 

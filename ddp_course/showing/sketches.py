@@ -1,14 +1,11 @@
-"""The course's drawings: a star, a ring, what DataParallel does with a batch, and which layer is in
-which bucket.
-"""
+"""The course's drawings: a star, a ring, and which layer is in which bucket."""
 
 import math
 from collections.abc import Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
-from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import Circle, FancyArrowPatch
 from torch import nn
 
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, name_rows, panels
@@ -25,7 +22,6 @@ RANK_COLOURS = [  # White letters can be read on each.
 ]
 CENTRE: Any = {"ha": "center", "va": "center"}
 APART: Any = {"shrinkA": 22, "shrinkB": 22}  # An arrow begins and ends at the edge of a node.
-BOTH_WAYS: Any = {"arrowstyle": "<|-|>", "mutation_scale": 10, "linewidth": 1.8, "zorder": 2}
 
 
 @contextmanager
@@ -49,18 +45,6 @@ def _places(count, radius):
 def _node(axes, place, label, colour, radius=0.24):
     axes.add_patch(Circle(place, radius, facecolor=colour, edgecolor="white", zorder=3))
     axes.text(*place, label, color="white", fontsize=9.5, fontweight="bold", zorder=4, **CENTRE)
-
-
-def _box(axes, x, y, label, colour, width=1.5, height=0.62, **look):
-    shape: Any = {
-        "boxstyle": "round,pad=0.02,rounding_size=0.1",
-        "edgecolor": "white",
-        "zorder": 3,
-    } | look
-    axes.add_patch(
-        FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colour, **shape)
-    )
-    axes.text(x, y, label, color="white", fontsize=9, zorder=4, **CENTRE)
 
 
 def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
@@ -108,54 +92,6 @@ def ring(world_size: int = 4) -> Picture:
         for rank, place in enumerate(places):
             _node(axes, place, str(rank), STAGE_COLOURS["4"])
             _arrow(axes, place, places[(rank + 1) % world_size], bend=-0.2, **APART)
-    return picture
-
-
-def scatter_gather(devices: int = 4) -> Picture:
-    """One step of DataParallel from left to right, one row per device; the first row is the
-    master.
-    """
-    message = (
-        "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of"
-        " the gradients"
-    )
-    limits: Any = {"xlim": (-2.7, 11.0), "ylim": (-0.9 * (devices - 1) - 0.5, 1.1)}
-    seen = f"A flow chart with {devices} rows"
-    with _blank(9.4, 0.75 * devices + 1.1, seen, message, **limits) as (picture, axes):
-        for place, name in enumerate(
-            ["scatter", "replicate", "forward", "gather, loss", "backward", "reduce"]
-        ):
-            axes.text(2 * place, 0.75, name, ha="center", fontsize=10, fontweight="bold")
-        for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
-            _box(axes, 2 * place, 0, name, "#333333", height=0.74)
-        for device in range(devices):
-            colour = RANK_COLOURS[device % len(RANK_COLOURS)]
-            y = -0.9 * device
-            axes.text(
-                -1.35,
-                y,
-                f"device {device}" if device else "master",
-                ha="right",
-                va="center",
-                fontsize=9.5,
-            )
-            for place, step in (
-                (0, "shard"),
-                (1, "copy" if device else "model"),
-                (2, "outputs"),
-                (4, "gradient"),
-            ):
-                _box(axes, 2 * place, y, f"{step} {device}", colour)
-            for place in (
-                (0, 1) if device else ()
-            ):  # The master sends shards and copies to the other devices.
-                _arrow(
-                    axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device
-                )
-            _arrow(axes, (2.77, y), (3.23, y), colour)
-            for place in (2, 4):
-                _arrow(axes, (2 * place + 0.77, y), (2 * place + 1.23, 0), colour)
-            _arrow(axes, (6.77, 0), (7.23, y), "#333333")
     return picture
 
 
@@ -367,87 +303,3 @@ def _pass(axes, rank, ranks, span, last):
             color=shade,
             **CENTRE,
         )
-
-
-def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
-    """Ranks in a mesh: a row per share of the samples, a box (a host) per part of the layers, a
-    node per slice.
-    """
-    sizes = {
-        "shares of the samples": data,
-        "parts of the model": pipeline,
-        "slices of each layer": tensor,
-    }
-    message = f"{data * pipeline * tensor} ranks: " + " × ".join(
-        f"{n} {what}" for what, n in sizes.items() if n > 1
-    )
-    width = pipeline * (tensor + 0.6)
-    bottom = -1.7 * (data - 1) - 0.75
-    limits: Any = {"title": message, "xlim": (-1.5, width - 0.9), "ylim": (bottom - 0.8, 0.9)}
-    seen = "A mesh of ranks, hosts as boxes"
-    with _blank(1.1 * width + 2.6, 1.4 * data + 1.4, seen, message, **limits) as (picture, axes):
-        for rank, (replica, part, slot) in enumerate(
-            product(range(data), range(pipeline), range(tensor))
-        ):
-            left = part * (tensor + 0.6)
-            x = part * (tensor + 0.6) + slot
-            y = -1.7 * replica
-            if slot == 0:
-                look: Any = {"edgecolor": "#BBBBBB", "boxstyle": "round,pad=0.05", "zorder": 1}
-                _box(
-                    axes,
-                    left + tensor / 2 - 0.5,
-                    y + 0.075,
-                    "",
-                    "#F4F4F4",
-                    tensor - 0.16,
-                    0.95,
-                    **look,
-                )
-                layers = f", layers {part + 1}/{pipeline}" if pipeline > 1 else ""
-                host = f"host {replica * pipeline + part}{layers}"
-                axes.text(
-                    left + tensor / 2 - 0.5,
-                    y + 0.66,
-                    host,
-                    color="#555555",
-                    fontsize=7.5,
-                    ha="center",
-                )
-                if part + 1 < pipeline:
-                    _arrow(
-                        axes,
-                        (left + tensor - 0.52, y),
-                        (left + tensor + 0.12, y),
-                        STAGE_COLOURS["8"],
-                        **BOTH_WAYS,
-                    )
-            _node(axes, (x, y - 0.04), str(rank), "#5F5F5F", 0.26)
-            axes.text(x, y + 0.4, f"slice {slot + 1}/{tensor}", fontsize=7.5, **CENTRE)
-            if slot + 1 < tensor:
-                look = BOTH_WAYS | {"linewidth": 3.0}
-                _arrow(axes, (x + 0.26, y - 0.04), (x + 0.74, y - 0.04), STAGE_COLOURS["9"], **look)
-            if replica + 1 < data:
-                _arrow(axes, (x, y - 0.34), (x, y - 1.2), STAGE_COLOURS["4"], **BOTH_WAYS)
-        for replica in range(data):
-            axes.text(
-                -0.6,
-                -1.7 * replica,
-                f"samples\n{replica + 1}/{data}",
-                ha="right",
-                va="center",
-                fontsize=9,
-            )
-        names = {"9": ("activations, added up", tensor), "8": ("activations, passed on", pipeline)}
-        names["4"] = ("gradients, averaged", data)
-        for line, (key, name) in enumerate(
-            (key, name) for key, (name, size) in names.items() if size > 1
-        ):
-            words: Any = {
-                "color": STAGE_COLOURS[key],
-                "fontsize": 9,
-                "fontweight": "bold",
-                "va": "center",
-            }
-            axes.text(-0.42, bottom - 0.3 * line, f"↔ {name}", **words)
-    return picture

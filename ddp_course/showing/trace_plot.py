@@ -28,8 +28,16 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         f" {len(recorded.reduced)} all-reduces take {sending:.0f} ms, on a stream of their own,"
         f" {100 * hidden_share(recorded.gpu):.0f} % of it hidden under the backward pass"
     )
-    seen = "A timeline of processor and GPU, and a part of it enlarged"
-    with panels(2, 1, 8.4, 4.4, message, seen, "measured", message) as (picture, axes):
+    with panels(
+        2,
+        1,
+        8.4,
+        4.4,
+        message,
+        "A timeline of processor and GPU, and a part of it enlarged",
+        "measured",
+        message,
+    ) as (picture, axes):
         for axis in axes:
             for row, spans in enumerate((recorded.processor, recorded.gpu)):
                 lane = [[span.name, span.start, span.end, span.lane] for span in spans]
@@ -41,8 +49,7 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         starts = [span.start for span, _ in recorded.reduced] or [recorded.seconds / 2]
         middle = 1000 * starts[0]
         axes[0].set(xlim=(0, 1000 * recorded.seconds), ylim=(2.2, -0.6))
-        axes[1].set_xlim(middle - BEFORE_MS, middle + AFTER_MS)
-        axes[1].set_xlabel("time (ms)")
+        axes[1].set(xlim=(middle - BEFORE_MS, middle + AFTER_MS), xlabel="time (ms)")
         name_spans(picture, [lane])
     return picture
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import ipywidgets
 from IPython.display import display
-from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
 from ..running.learners_copy import keep
 from . import plots, sketches
@@ -177,10 +176,10 @@ predict = Prediction  # `predict` asks before the experiment, `reveal` answers a
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
-    """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
-    `Prediction`.
+    """The number among `answers` that is nearest to `value` (above 0) in ratio: to find the right
+    one of a `Prediction`.
     """
-    return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
+    return min(answers, key=lambda answer: abs(math.log(answer / value)))
 
 
 @explorer(

@@ -8,6 +8,7 @@ import subprocess
 import time
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from PIL import Image
 
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
 from ddp_course.commands.lab import STYLE
-from ddp_course.showing import plots, simulator_plots, sketches, widgets
+from ddp_course.orders.verdict import Event, judge
+from ddp_course.showing import order_plot, plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
 from ddp_predictions import answers
 
@@ -79,6 +81,21 @@ def bucket_explorer(measured):
     )
 
 
+def overwritten():
+    """What `every_order` says where rank 0 overwrites what it sends."""
+    line = "ring.py line 9: leaving.append(wire.isend(chunks[(rank + 1 - step) % size], right))"
+    events = [
+        Event(0.002, 0, "post", "to send to rank 1", [line]),
+        Event(0.002, 1, "post", "to receive from rank 0", [line]),
+        Event(0.003, 0, "post", "for ranks [0, 1] in all_reduce", [line]),
+        Event(0.004, 0, "wait", "for ranks [0, 1] in all_reduce", [line]),
+        Event(0.004, 0, "overwritten too early", "zero_ overwrites", [line, "ring.py line 13: x"]),
+        Event(0.005, 1, "wait", "to receive from rank 0", [line]),
+        Event(0.005, 1, "deadlock", "all wait", []),
+    ]
+    return judge(events, [], 1, "")
+
+
 def all_pictures():
     """Every figure function with typical arguments."""
     yield "compare", plots.compare_figure(compare_results())
@@ -95,11 +112,11 @@ def all_pictures():
     yield "images", plots.images(torch.rand(8, 1, 8, 8), list(range(8)), "digits")
     yield "star", sketches.star(4)
     yield "ring", sketches.ring(4)
-    yield "scatter", sketches.scatter_gather(4)
     yield "buckets", sketches.buckets(problems.make("digits").model(), 0.02)
     yield "whole ring", sketches.whole_ring_step(4, 1)
     for step in (0, 3, 6):
         yield f"ring {step}", sketches.ring_step(4, step)
+    yield "every order", order_plot.timeline(overwritten())
     yield "alpha beta", widgets.alpha_beta_explorer().picture()
     yield "bucket cap", bucket_explorer({0.05: 60.0, 0.5: 80.0}).picture()
     yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
@@ -121,6 +138,29 @@ def test_every_figure_can_be_read(name, picture):
         "the alternative text says less"
     )
     assert overlapping(picture) == [], f"overlapping labels in {name}"
+
+
+def test_a_verdict_draws_what_nobody_has_waited_for_and_where_the_rank_stops():
+    axes = order_plot.timeline(overwritten()).axes[0]
+    bars = axes.collections
+    spans = {round(bar.get_paths()[0].get_extents().x0): bar.get_hatch() for bar in bars[:2]}
+    assert spans == {2: "////", 3: None}
+    [cross] = [line for line in axes.lines if line.get_marker() == "x"]
+    assert cross.get_xdata() == [4.0]
+    posted, touched = axes.get_xlabel().splitlines()[1:]
+    assert posted.startswith("▨ rank 0, ring.py line 9: leaving")
+    assert touched == "× rank 0, ring.py line 13: x"
+
+
+def test_a_verdict_is_drawn_in_a_notebook_and_printed_in_a_terminal(monkeypatch, capsys):
+    overwritten().show()
+    assert "4.000 ms  rank 0: overwritten too early  (ring.py line 13)" in capsys.readouterr().out
+    displayed = []
+    monkeypatch.setattr(order_plot, "get_ipython", lambda: SimpleNamespace(kernel="of a notebook"))
+    monkeypatch.setattr(order_plot, "display", displayed.append)
+    overwritten().show()
+    assert [type(picture) for picture in displayed] == [plots.Picture]
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("slow", [30.0, 300.0])
@@ -331,6 +371,9 @@ MARKS = {
     **{f"rank {rank}": colour for rank, colour in enumerate(sketches.RANK_COLOURS)},
     **plots.SPAN_COLOURS,
     **sketches.PASSES,
+    **order_plot.COLOURS,
+    "collective": order_plot.COLLECTIVE,
+    "fault": order_plot.FAULT,
     **simulator_plots.ALGORITHM_COLOURS,
     **answers.COLOURS,
     **{f"line {colour}": colour for colour in plots.SETTINGS["axes.prop_cycle"].by_key()["color"]},

@@ -1,68 +1,96 @@
-"""How long each cell of a notebook shows nothing new while it runs.
+"""A plugin for nbval: how long each cell of a notebook shows nothing new while it runs.
 
-Counted are processor seconds of the kernel and of all that it has started, so that a busy machine
-does not make a cell seem slow: a quiet one of two cores needs at most as many seconds, and about
-half as many where several ranks compute.
+    PYTHONPATH=tests/support python -m pytest -p silence --nbval-lax notebooks/05_bucketed_ddp.ipynb
+
+A cell that shows nothing for more than MOST_SECONDS fails. With `-s` each cell's longest silence is
+printed. A silence is what passed on the clock, but no more than the processor seconds of the kernel
+and half of those of all that it has started: a busy machine does not make a cell seem slow, and
+on one of many cores the clock counts. (What a cell sleeps is not counted.)
 """
 
 import os
-import sys
+import time
+from collections import deque
 from contextlib import suppress
-from pathlib import Path
+from queue import Empty
 
-import nbformat
+import nbval.plugin
 import psutil
-from nbclient import NotebookClient
+import pytest
+from nbval.kernel import RunningKernel
+
+MOST_SECONDS = float(os.environ.get("DDP_COURSE_SILENCE", "5"))
 
 
-class Listener(NotebookClient):
-    """Runs a notebook and notes when its kernel says something."""
+class ListeningKernel(RunningKernel):
+    """A kernel that notes when it says something, while its cell still runs."""
 
-    def __init__(self, notebook, **options):
-        super().__init__(notebook, kernel_name="python3", **options)
-        self.silent = {}  # {id of a cell: its longest silence in seconds}
-        self.heard = 0.0
-        self.on_cell_execute = self.begin
-        self.on_cell_executed = self.end
+    def __init__(self, *args, **keywords):
+        self.messages = deque()  # They have been read, but nbval has not asked for them yet.
+        self.heard = (0.0, 0.0)
+        self.silent = 0.0
+        super().__init__(*args, **keywords)
 
-    def begin(self, cell, **_):
+    def execute_cell_input(self, *args, **keywords):
+        """Begin a cell."""
+        self.silent = 0.0
         self.heard = self.now()
+        return super().execute_cell_input(*args, **keywords)
 
-    def end(self, cell, **_):
-        self.hear(cell)
+    def await_reply(self, msg_id, timeout=None):
+        """Wait until a cell has ended, and hear what it says meanwhile."""
+        end = time.monotonic() + (timeout or 60)
+        while time.monotonic() < end:
+            with suppress(Empty):
+                message = self.kc.get_iopub_msg(timeout=0.05)
+                self.messages.append(message)
+                if message["msg_type"] != "status":
+                    self.hear()
+            with suppress(Empty):
+                reply = self.kc.get_shell_msg(timeout=0)
+                if reply["parent_header"].get("msg_id") == msg_id:
+                    self.hear()
+                    return
+        raise Empty
 
-    def hear(self, cell):
+    def get_message(self, stream, timeout=None):
+        """Return the next message, as nbval asks for it."""
+        if stream == "iopub" and self.messages:
+            return self.messages.popleft()
+        return super().get_message(stream, timeout)
+
+    def hear(self):
+        """Note that the cell has said something."""
         now = self.now()
-        self.silent[cell.id] = max(self.silent.get(cell.id, 0.0), now - self.heard)
+        silence = min(after - before for before, after in zip(self.heard, now, strict=True))
+        self.silent = max(self.silent, silence)
         self.heard = now
 
     def now(self):
-        """Seconds of a quiet machine that the kernel and its ranks have computed so far."""
+        """The clock, and the seconds that the kernel and its ranks have computed so far on a quiet
+        machine of two cores.
+        """
         kernel = psutil.Process(self.km.provisioner.pid)
         own = kernel.cpu_times()
         seconds = own.user + own.system
         for process in kernel.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 seconds += sum(process.cpu_times()[:4]) / 2  # its own, and of children that ended
-        return seconds
-
-    def process_message(self, msg, cell, cell_index):
-        if msg["msg_type"] != "status":
-            self.hear(cell)
-        return super().process_message(msg, cell, cell_index)
+        return time.monotonic(), seconds
 
 
-def silences(path: Path) -> dict[str, float]:
-    """{id of a cell: the longest time in seconds in which it showed nothing}, of one run."""
-    notebook = nbformat.read(path, as_version=4)
-    client = Listener(notebook, timeout=900, resources={"metadata": {"path": str(path.parent)}})
-    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # waiting threads would count, too
-    return client.silent
+nbval.plugin.RunningKernel = ListeningKernel
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for cell, seconds in silences(Path(name)).items():
-            if seconds > 1.0:
-                print(f"{Path(name).stem}: {cell} {seconds:.1f} s", flush=True)
-        print(f"{Path(name).stem}: done", flush=True)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a cell that was silent for too long."""
+    result = yield
+    seconds = item.parent.kernel.silent
+    cell = item.cell.id
+    print(f"{item.path.stem}: {cell} {seconds:.1f} s")
+    assert seconds <= MOST_SECONDS, (
+        f"cell {cell} showed nothing for {seconds:.1f} seconds:"
+        " show.progress or launch(…, progress=True) belongs into it"
+    )
+    return result

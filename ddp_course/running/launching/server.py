@@ -40,13 +40,11 @@ AGENT = "ddp_course.running.launching.agent"  # the forked child imports it, fro
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 # each rank's first optimizer would otherwise import these for dynamo, in more than a second
 LATER = [
-    *(
-        "mpmath",
-        "sympy",
-        "torch.fx.experimental.symbolic_shapes",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-    ),
+    "mpmath",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
     "torch.utils.data",
 ]
 POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended

@@ -66,6 +66,9 @@ def describe_launch(
     say_sharing(world_size, gpus)
     if link is not None:
         link.check(world_size, backend)
+    modules = [name for name in sys.modules if name.startswith(READ_ONCE)]
+    if emulated or progress:  # such ranks compute, and each would import it, in more than a second
+        modules.append("torch._dynamo")
     return Setting(
         world_size=world_size,
         start=start_method(),
@@ -77,7 +80,7 @@ def describe_launch(
         link=pickling.dumps(link),
         emulated=pickling.dumps(emulated),
         progress=progress,
-        modules=[name for name in sys.modules if name.startswith(READ_ONCE)],
+        modules=modules,
         path=list(sys.path),
         argv=list(sys.argv),
         folder=os.getcwd(),

@@ -73,18 +73,23 @@ def rank_with_dynamo():
     return "torch._dynamo" in sys.modules
 
 
-@pytest.mark.parametrize("caller_has_it", [False, True])
-def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, caller_has_it):
+@pytest.mark.parametrize(
+    ("caller_has_it", "options"),
+    [(False, {}), (True, {}), (False, {"progress": True}), (False, {"device": Device("1GFLOP/s")})],
+)
+def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(
+    monkeypatch, caller_has_it, options
+):
     """By the server, before its second launch; before the first if the caller has made an
-    optimizer.
+    optimizer, and by the agent if the ranks are known to compute.
     """
     server_handle.use_server(None)
     importlib.import_module("torch._dynamo")
     with monkeypatch.context() as patched:
         if not caller_has_it:
             patched.delitem(sys.modules, "torch._dynamo")
-        found = [launch(rank_with_dynamo, world_size=1) for _ in range(2)]
-    assert found == [[caller_has_it], [True]]
+        found = [launch(rank_with_dynamo, world_size=1, **options) for _ in range(2)]
+    assert found == [[caller_has_it or bool(options)], [True]]
 
 
 def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
