@@ -105,7 +105,7 @@ class Explained:
         three = "three were expected: predicted seconds, two names of runs, a sentence"
         predicted, pair, sentence = several(explained(), 3, three)
         require(
-            type(predicted) is float and 0 < predicted,
+            type(predicted) is float and predicted > 0,
             "predicted seconds are a number such as 0.05",
         )
         longer, shorter = several(pair, 2, "the cause is a pair of runs: (the longer, the shorter)")
