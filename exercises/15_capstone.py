@@ -5,13 +5,15 @@ writes what it did.
 
 Lesson 15 copies it to `my_capstone.py`. Change `make_model` and `make_batch` there; all else can
 stay. It goes on from the checkpoint in the folder, and leaves `run.json` there: wrap, world size,
-parameters, last loss, median step time, the step it resumed from, the devices.
+parameters, last loss, median step time, the step it resumed from, the devices, when it ran; and a
+signature of all this, by which exercise 15 sees that nothing was changed afterwards.
 
 With a GPU for each rank of this machine the ranks train there and talk through NCCL, else on the
 processor.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -107,8 +109,15 @@ def device_name() -> str:
     return "a process on this machine's processor"
 
 
+def signed(run: dict) -> dict:
+    """The run with a signature: it belongs to these numbers and to no others."""
+    text = json.dumps(run, sort_keys=True)
+    return {**run, "signature": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
 def train(options: argparse.Namespace) -> None:
     """Train to the last step; rank 0 writes `run.json`."""
+    began = time.time()
     model = wrapped(make_model().to(rank_device()), options.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     resumed, seconds = resume(options.folder, model, optimizer), []
@@ -140,7 +149,10 @@ def train(options: argparse.Namespace) -> None:
             "loss": statistics.fmean(losses),
             "step_s": max(times),
             "devices": f"{len(times)} × {device_name()}",
+            "began": round(began),
+            "took_s": round(time.time() - began, 1),
         }
+        run = signed(run)
         with open(f"{options.folder}/run.json", "w") as file:
             json.dump(run, file)
         print(json.dumps(run), flush=True)

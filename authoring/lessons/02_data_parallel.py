@@ -98,8 +98,9 @@ claims.decide(
 
 # %% [markdown]
 r"""
-This was the first of the course's twenty *claims*: sentences that one reads about distributed training, each put to the
-test where it belongs. The cell decides under each condition, prints the verdict, and says why.
+This was one of the course's twenty *claims*: sentences that one reads about distributed training, each put to the test where
+it belongs, and numbered as in the list that `ddp-course claims` prints. The cell decides under each condition, prints the
+verdict, and says why.
 
 So K devices with B/K samples each do *the same step* as one device with B samples, at the same learning rate. You
 will read that the rate has to be multiplied by K "because the gradient is divided by K". Here is the experiment:

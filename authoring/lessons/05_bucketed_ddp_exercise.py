@@ -212,8 +212,8 @@ check("5.5", Bucketed)
 #     backward       ==========================
 #     communication         ----------------------------
 #
-# Write the rules by which you tell them apart, from spans in any order. Numbers are never exact: what "begins when
-# backward ends" may begin 2 ms before or after.
+# Write the rules by which you tell them apart, from spans in any order; a step's "forward" and "update" are among them.
+# Numbers are never exact: what "begins when backward ends" may begin 2 ms before or after.
 # %% answer-5-6
 def setting_of(timeline):
     """Return "each on its own", "one bucket", "hidden" or "slow link" for spans (name, start_ms, end_ms)."""

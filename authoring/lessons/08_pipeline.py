@@ -299,30 +299,58 @@ show.widgets.pipeline_explorer(K, M)
 r"""
 ## The real one
 
-`torch.distributed.pipelining` has the same schedules. Same layers, same samples, against one device again:
+`torch.distributed.pipelining` has the same schedules. Those with several stages per rank are lists there, too: we translate these
+into our instructions, and let our own loop run them as well. Before you look: will the interleaved list be the one that we have? And
+its zero bubble, which is interleaved, too: two stages per rank, with B and W apart?
 """
 
 
+# %% with-torch
+def with_torch(name, per_rank):
+    pipelining, rank, size = import_module("torch.distributed.pipelining"), dist.get_rank(), dist.get_world_size()
+    modules = {n: stack(per_rank * size)[n] for n in range(rank, per_rank * size, size)}
+    stages = [pipelining.PipelineStage(module, n, per_rank * size, torch.device("cpu")) for n, module in modules.items()]
+    schedule = getattr(pipelining, name)(stages if per_rank > 1 else stages[0], n_microbatches=M, loss_fn=cross_entropy)
+    inputs = [torch.cat(samples)] if rank == 0 else []
+    schedule.step(*inputs, target=torch.cat(targets), losses=[])
+    gradients = {n: gradients_of(module) for n, module in modules.items()}
+    return gradients, [in_our_words(schedule.pipeline_order[each]) for each in range(size)]
+
+
+def in_our_words(actions):
+    return [kinds[each.computation_type.name](each.microbatch_index, each.stage_index)
+            for each in actions if each and each.computation_type.name in kinds]  # fmt: skip
+
+
+kinds = {"FORWARD": stage8_pipeline.Forward, "FULL_BACKWARD": stage8_pipeline.Backward,
+         "BACKWARD_INPUT": stage8_pipeline.BackwardInput, "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}  # fmt: skip
+
 # %% check-torchs
 # NBVAL_CHECK_OUTPUT
-def with_torch(name):
-    pipelining, rank = import_module("torch.distributed.pipelining"), dist.get_rank()
-    world_size, losses = dist.get_world_size(), []
-    module = stack(world_size)[rank]
-    stage = pipelining.PipelineStage(module, rank, world_size, torch.device("cpu"))
-    schedule = getattr(pipelining, name)(stage, n_microbatches=M, loss_fn=cross_entropy)
-    inputs = [torch.cat(samples)] if rank == 0 else []
-    schedule.step(*inputs, target=torch.cat(targets), losses=losses)
-    return gradients_of(module)
+lists = {}
+for name, each, per_rank in (("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
+                             ("interleaved", "ScheduleInterleaved1F1B", 2), ("zero bubble", "ScheduleInterleavedZeroBubble", 2)):  # fmt: skip
+    outcomes = launch(with_torch, each, per_rank, world_size=K)
+    by_loop = {"torch's loop": [gradients for gradients, _ in outcomes]}
+    if per_rank == 2:
+        lists[name] = outcomes[0][1]
+        by_loop["ours"] = launch(run, lambda *_, order=outcomes[0][1]: order, world_size=K)
+    for parts in by_loop.values():
+        by_stage = {number: gradient for part in parts for number, gradient in part.items()}
+        gradient = torch.cat([by_stage[number] for number in sorted(by_stage)])
+        assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
+    alike = "" if per_rank == 1 else f", by a list that {'is' if lists[name] == schedules[name](K, M) else 'is not'} ours"
+    print(f"{each}: the gradients of one device by {' and by '.join(by_loop)}{alike}")
 
-
-for name in ("ScheduleGPipe", "Schedule1F1B"):
-    gradient = torch.cat(launch(with_torch, name, world_size=K))
-    assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
-    print(f"torch's {name}: the gradients are those of one device")
+# %% torchs-figure
+torchs = {f"torch's {name}": stage8_pipeline.timetable(lists[name], forward=0.5, backward=1) for name in ("interleaved", "zero bubble")}
+show.sketches.schedules({"our interleaved": rows["interleaved"], "our zero bubble": rows["zero bubble"], **torchs})
 
 # %% [markdown]
 r"""
+torch's interleaved list is ours, instruction by instruction. Its zero bubble joins both ideas: thin stages halve what zero bubble's
+white parts take, for twice as many messages.
+
 ## What stage 8 adds
 
 `stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out: activations of any
@@ -550,7 +578,7 @@ to one neighbour. So between machines people use pipelines.
 
 ## In three lines
 
-1. A pipeline splits layers over ranks; a schedule is a list of F, B and W per rank, run by one loop.
+1. A pipeline splits layers over ranks; a schedule is a list of F, B and W per rank, run by one loop, torch's lists too.
 2. GPipe and 1F1B idle for (K-1)/(M+K-1); 1F1B keeps less; interleaved stages and a split backward pass idle less.
 3. What travels grows with samples and width, not with depth: pipelines suit slow links between hosts.
 

@@ -328,6 +328,92 @@ by D, if they are sharded too). Activations are divided by D, since each row has
 layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits
 them too.
 
+## A sequence on all ranks: ring attention (optional)
+
+One text of a million tokens is a batch of one: there is nothing to share out by samples, and its activations alone are too large
+for a device. So cut the *sequence*: each rank has the tokens of one stretch. All layers but one work on each token by itself.
+**Attention** does not: each query needs the keys and values of all tokens before it. Send these around the ring of lesson 04, a
+stretch at a time, while the queries stay (Liu et al., *Ring Attention*, 2023).
+
+A softmax needs the sum over all keys, and no rank ever has them all. But a sum can be corrected: keep the highest score so far, and
+when a higher one comes, shrink what was summed up by the ratio of the two. This is the **online softmax**, on which FlashAttention
+stands, too. What goes to the right in the forward pass has a gradient that comes back to the left:
+"""
+
+
+# %% pass-on
+class PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks):
+        _, _, left, right = wire.neighbours()
+        received = torch.empty_like(blocks)
+        wire.exchange(blocks, right, received, left)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, _, left, right = wire.neighbours()
+        received = torch.empty_like(gradient)
+        wire.exchange(gradient.contiguous(), left, received, right)
+        return received
+
+
+# %% ring-attention
+def ring_attention(queries, keys, values):  # of this rank's tokens: each (tokens, width)
+    rank, size, _, _ = wire.neighbours()
+    places, blocks = torch.arange(len(queries)), torch.stack([keys, values])
+    highest, total, output = torch.full((len(queries), 1), -torch.inf), 0.0, 0.0
+    for turn in range(size):
+        ahead = (rank - turn) % size - rank  # these keys are from the rank that is so many further on
+        scores = queries @ blocks[0].T / queries.shape[1] ** 0.5
+        scores = scores.masked_fill(places + ahead * len(places) > places[:, None], -torch.inf)
+        top = torch.maximum(highest, scores.amax(1, keepdim=True)).detach()
+        weights, shrink = (scores - top).exp(), (highest - top).exp()
+        total = total * shrink + weights.sum(1, keepdim=True)
+        output = output * shrink + weights @ blocks[1]
+        highest = top
+        if turn < size - 1:
+            blocks = PassOn.apply(blocks)
+    return output / total
+
+
+# %% [markdown]
+r"""
+Its first turn is with its own keys, so that each query has a finite score from the beginning. Before you run it: how many bytes
+does a rank send in both passes, if the keys and values of the whole sequence are k bytes?
+"""
+
+
+# %% attend
+def attend(size):
+    torch.manual_seed(0)
+    whole, rank = torch.randn(3, 64, 16, dtype=torch.float64), dist.get_rank()
+    own = whole.chunk(size, 1)[rank].clone().requires_grad_()
+    with wire.counting() as traffic:
+        result = ring_attention(*own)
+        result.square().sum().backward()
+    whole.requires_grad_()
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    expected.square().sum().backward()
+    pairs = (result, expected.chunk(size)[rank]), (own.grad, whole.grad.chunk(size, 1)[rank])
+    return max((a - b).abs().max().item() for a, b in pairs), traffic.bytes_sent / whole[1:].nbytes
+
+
+# %% check-ring-attention
+# NBVAL_CHECK_OUTPUT
+apart, shares = zip(*launch(attend, K, world_size=K))
+assert max(apart) < 1e-13, apart
+assert set(shares) == {2 * (K - 1) / K}, shares
+print("ring attention: torch's outputs and gradients; each rank sends 2 (K-1)/K of the keys and values in both passes")
+
+# %% [markdown]
+r"""
+The scores of all tokens with all others are never in one place: a rank has a K-th of a K-th of them at a time. What it sends grows
+with the tokens of a stretch, what it computes with their square, so in long sequences the messages hide behind the products. Two
+things are missing for real use. Our autograd keeps every stretch that came by; real ones let it come by once more in the backward
+pass. And with this mask rank 0 has work in one turn only, the last rank in all: so each rank is given one stretch from the front
+and one from the back.
+
 ## On your GPUs
 
 Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on

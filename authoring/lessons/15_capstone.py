@@ -18,6 +18,7 @@ change it.
 # %% imports
 import importlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from ddp_predictions.answers import predict
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 FOLDER = Path("runs")  # where the runs write
 DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each rank, or the processor
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
 
 # %% [markdown]
 r"""
@@ -140,15 +142,18 @@ If there are K GPUs, each rank of these runs trains on its own, and NCCL carries
 too small to gain by that, so give it more layers. Without, K processes share the processor. The figure says which it was.
 
 First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
-ranks on one machine slow each other down.
+ranks on one machine slow each other down. A fourth run has `fully_shard` on a single rank, where it sends nothing. (Losses are
+means over the ranks, and each rank has its own samples: only DDP and `fully_shard` on K ranks have equal ones.)
 """
 
 # %% runs
 runs = {name: torchrun(name, K, f"--wrap {name}") for name in ("ddp", "fully_shard", "none")}
+runs["sharded alone"] = torchrun("sharded_alone", 1, "--wrap fully_shard")
 
 # %% figure
 times = {"predicted": predicted, "no messages": runs["none"]["step_s"], "DDP": runs["ddp"]["step_s"],
-         "fully_shard": runs["fully_shard"]["step_s"]}  # fmt: skip
+         "fully_shard": runs["fully_shard"]["step_s"],
+         "one rank,\nno wrapper": alone["step_s"], "one rank,\nfully_shard": runs["sharded alone"]["step_s"]}  # fmt: skip
 gap = times["DDP"] / predicted - 1
 print("measured on", runs["ddp"]["devices"])
 show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)",
@@ -167,15 +172,21 @@ r"""
 
 Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of
 one rank alone, since ranks on one machine share cores and memory. The difference to DDP's bar is the communication that
-overlap did not hide. `fully_shard` sends half as many bytes again, in one message per block; if its bar is longer than DDP's by
-more than half of the all-reduce, the bytes are not the reason. Run it on one rank, where it sends nothing, and profile it.
+overlap did not hide. `fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
+all-reduce, the bytes are not the reason. The last two bars are: on one rank it sends nothing to anybody, and still takes longer
+than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
+DTensors. Most of that comes once per block and parameter, so where blocks are larger it is a smaller part.
 """
 
 # %% explain
 contention = runs["none"]["step_s"] - alone["step_s"]
-exposed = runs["ddp"]["step_s"] - runs["none"]["step_s"]
-print(f"gap {1000 * (times['DDP'] - predicted):+.0f} ms: ranks beside each other {1000 * contention:+.0f} ms, "
-      f"communication {1000 * (exposed - average_s):+.0f} ms beyond the all-reduce alone (measured)")  # fmt: skip
+messages = runs["ddp"]["step_s"] - runs["none"]["step_s"] - average_s
+own_work = runs["sharded alone"]["step_s"] - alone["step_s"]
+more = runs["fully_shard"]["step_s"] - runs["ddp"]["step_s"]
+print(f"gap {1000 * (times['DDP'] - predicted):+.1f} ms: ranks beside each other {1000 * contention:+.1f} ms, "
+      f"messages {1000 * messages:+.1f} ms beyond the all-reduce alone (measured)\n"
+      f"fully_shard takes {1000 * more:+.1f} ms beyond DDP; on one rank, without a message, {1000 * own_work:+.1f} ms "
+      f"beyond the bare model; half of the all-reduce is {500 * average_s:.1f} ms (measured)")  # fmt: skip
 
 # %% elsewhere
 for gigabits, ranks in ((1, 8), (10, 8), (100, 64)):

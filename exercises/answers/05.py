@@ -150,7 +150,7 @@ def average_in_background(flats, all_reduce, executor, world_size):
     list(executor.map(job, flats))
 
 
-# %% 5.3 wrong: never waits | it returned after no bucket was done: wait for all of them
+# %% 5.3 wrong: never waits | it returned before all five were done: wait for each
 #-     for future in futures:
 #-         future.result()
 #+     return futures
@@ -195,7 +195,7 @@ def average_in_background(flats, all_reduce, executor, world_size):
 # %% 5.3 wrong: K is 4 | it was divided by 4: K is world_size
 #- flat /= world_size
 #+ flat /= 4
-# %% 5.3 wrong: first bucket not waited for | it returned after some buckets were done: wait for all of them
+# %% 5.3 wrong: first bucket not waited for | it returned before all five were done: wait for each
 #- for future in futures:
 #+ for future in futures[:1]:
 # %% 5.4 right: a pointer

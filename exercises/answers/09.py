@@ -17,8 +17,7 @@ def my_slices(gate_and_up, down, rank, ranks):
 
 # %% 9.1 wrong: the fused matrix in one piece | gates and what they gate are mixed up: cut both halves of the fused matrix alike
 def my_slices(gate_and_up, down, rank, ranks):
-    units = torch.arange(down.shape[1]).tensor_split(ranks)[rank]
-    return gate_and_up[2 * units[0] : 2 * units[-1] + 2], down[:, units]
+    return gate_and_up.tensor_split(ranks)[rank], down.tensor_split(ranks, dim=1)[rank]
 
 
 # %% 9.1 wrong: other columns of down | the columns of down belong to other units than the rows
@@ -38,7 +37,7 @@ def my_slices(gate_and_up, down, rank, ranks):
 # %% 9.1 wrong: the rest to the last rank | share the rest out as well: two ranks differ by one unit at most
 #- torch.arange(len(gate)).tensor_split(ranks)[rank]
 #+ torch.arange(len(gate))[rank * (len(gate) // ranks) :][: None if rank == ranks - 1 else len(gate) // ranks]
-# %% 9.1 told: only the gate is split | shapes cannot be multiplied
+# %% 9.1 told: only the gate is split | each column belongs to two rows
 #- torch.cat([gate[mine], up[mine]])
 #+ torch.cat([gate[mine], up])
 # %% 9.1 wrong: one rank does it all | one rank has everything: share the units out evenly

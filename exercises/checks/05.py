@@ -367,7 +367,8 @@ def in_words(timeline):
     rings = sorted((start, end) for name, start, end in timeline if name == "communication")
     return (
         f"backward {backward} ms, communication"
-        f" {', '.join(f'{a:.0f} to {b:.0f}' for a, b in rings)} ms"
+        f" {', '.join(f'{a:.0f} to {b:.0f}' for a, b in rings)} ms (and a forward before, an update"
+        " after: neither is communication)"
     )
 
 

@@ -125,8 +125,11 @@ class FewestRanks:
                 enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
             never = [whole * parameters * 3 // 4] if whole else []
             for memory in enough + never:
+                part = "enough"
                 case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-                part = "enough" if memory in enough else "never enough"
+                if memory in never:
+                    part = "never enough"
+                    case += ", too little for any number of ranks"
                 yield part, case, (parameters, memory, level)
 
 

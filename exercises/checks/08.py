@@ -183,6 +183,11 @@ def ticks(orders):
         return math.inf
 
 
+def in_ticks(took):
+    """Ticks, or a word where there are none: infinity would be equal to every number."""
+    return took if took < math.inf else "none that count"
+
+
 def peak(order):
     """The most micro-batches that a stage holds, from their F to their W."""
     held = most = 0
@@ -246,13 +251,14 @@ class Schedule:
             most = max(map(peak, orders)) if took < math.inf else math.inf
             held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
             yield "memory", held, "at most as many as there are stages" if most <= stages else most
-            fewer = "fewer" if took < plain else took
-            yield "1F1B beaten", f"{about}, ticks (1F1B needs {plain}, so let W wait)", fewer
+            beaten = f"{about}, ticks (1F1B needs {plain}, so let W wait)"
+            yield "1F1B beaten", beaten, "fewer" if took < plain else in_ticks(took)
             possible = (
                 f"{3 * count + stages - 1} are possible: which stage is idle while it has a W"
                 " to do?"
             )
-            yield "the best", f"{about}, ticks ({possible})", took if most <= stages else math.inf
+            counts = took if most <= stages else math.inf
+            yield "the best", f"{about}, ticks ({possible})", in_ticks(counts)
 
 
 def one_at_a_time(ranks, micro_batches):

@@ -43,13 +43,22 @@ class MySlices:
 
     def probe(my_slices, cases):
         for gate_and_up, down, x, ranks in cases:
-            total, sizes = 0, []
+            total = torch.zeros_like(x)
+            sizes, misfit = [], ""
             for rank in range(ranks):
                 fused, back = my_slices(gate_and_up.clone(), down.clone(), rank, ranks)
+                sizes.append(fused.numel() + back.numel())
+                rows, columns = len(fused), back.shape[1]
+                if rows != 2 * columns:
+                    misfit = misfit or (
+                        f"rank {rank} has {rows} rows for {columns} columns of down; each column"
+                        " belongs to two rows: one of the gate's half and the same one of up's"
+                    )
+                    continue
                 gate, up = (x @ fused.T).chunk(2, dim=-1)
                 total = total + (torch.nn.functional.silu(gate) * up) @ back.T
-                sizes.append(fused.numel() + back.numel())
             case = f"H = {down.shape[1]}, {ranks} ranks: "
+            yield "sum", case + "two rows for each column", misfit
             yield "sum", case + "the sum of all ranks' y", total
             yield "sizes", case + "numbers on each rank, most first", sorted(sizes, reverse=True)
 

@@ -141,10 +141,11 @@ class LargestRate:
     """
 
     def draw(random):
-        return {"cases": [()]}
+        return {}
 
-    def read(returned, cases):
-        rate, sentence = several(returned[0], 2, "a pair was expected: (the rate, a sentence)")
+    def probe(largest_rate):
+        pair = "a pair was expected: (the rate, a sentence)"
+        rate, sentence = several(largest_rate(), 2, pair)
         require(
             type(rate) in (int, float) and 0 < rate < 1e6,
             f"the rate is a number above 0, not {rate!r}",

@@ -92,11 +92,10 @@ class Foresee:
             share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
             most = f"{about}, the most ranks measured on; you have four, so predict from these"
             yield "seconds", most, max(largest, 4)
-            yield (
-                "seconds",
-                f"{about}, measurements; two to eight are enough",
-                2 if 1 < count <= 8 else count,
-            )
+            too_few = "one measurement cannot tell latency from bandwidth: two are needed"
+            too_many = f"you measured {count} times; two to eight are enough"
+            odd = too_few if count < 2 else too_many if count > 8 else ""
+            yield "seconds", f"{about}, measurements", odd
             yield (
                 "seconds",
                 f"{about}, seconds",
