@@ -3,9 +3,11 @@ machine is, and what would go wrong is said in words, with the learner's line.
 """
 
 import multiprocessing
+import re
+from textwrap import indent
 
 import pytest
-from answers import edited, of_kind
+from answers import edited, hand_in, of_kind, submission_of
 
 from ddp_course.checking import check
 from ddp_course.checking.any_order import confirmed
@@ -14,7 +16,8 @@ from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import nothing
 from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
-from ddp_course.running import wire
+from ddp_grading.grader import grade
+from ddp_grading.submissions import load_exercises
 
 EXERCISES = (3, 4, 5, 7, 8, 9)
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise) if task.every_order]
@@ -163,11 +166,83 @@ def allgather(chunks, group=None):
 """
 
 
-def test_a_learner_reads_it_after_a_right_first_answer():
-    space = {"wire": wire, "__name__": "__main__"}
-    exec(PASSES, space)
-    with pytest.raises(Wrong, match=r"4\.3: right here, but not in every order: .*overwrites"):
-        check("4.3", space["allgather"], seed=1)
+# Each writes to what it sends, and passes, because it writes what was there before.
+TOUCHED = """
+import torch.distributed as dist
+from ddp_course import wire
+
+def send_touched(tensor, peer, group=None):
+    leaving = wire.isend(tensor, peer, group)
+    tensor.add_(0)
+    leaving.wait()
+
+def touched_reduce_scatter(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 1):
+        own = chunks[(rank - step - 1) % size]
+        incoming = torch.empty_like(own)
+        arriving = wire.irecv(incoming, left, group)
+        send_touched(chunks[(rank - step) % size], right, group)
+        arriving.wait()
+        own += incoming
+
+"""
+HANDED_ON = """
+    if dist.get_rank() == 0:
+        send_touched(torch.ones(1), 1)
+    if dist.get_rank() == 1:
+        wire.recv(torch.ones(1), 0)
+"""
+REFUTED = {  # These are of one task of each exercise whose answers send.
+    "3.1": [("wire.send(", "send_touched(")],
+    "4.3": [],
+    "5.3": [("    futures = []\n", f"{HANDED_ON}    futures = []\n")],
+    "7.5": [("submit(reduce_scatter, ", "submit(touched_reduce_scatter, ")],
+    "8.7": [("wire.send(x.grad, ", "send_touched(x.grad, ")],
+    "9.5": [
+        ("        return allgather(x)", f"{indent(HANDED_ON, '    ')}        return allgather(x)")
+    ],
+}
+PRISTINE = load_exercises()
+
+
+@pytest.mark.parametrize("number", REFUTED)
+def test_a_learner_reads_it_after_a_right_first_answer(number, tmp_path):
+    task = find(number)
+    cell = tmp_path / "cell.py"
+    cell.write_text(refuted(number))
+    space = {"__name__": "__main__"}
+    exec(PRISTINE[task.exercise].given["imports"], space)
+    exec(compile(cell.read_text(), cell, "exec"), space)
+    with pytest.raises(Wrong) as wrong:
+        check(number, *[space[name] for name in task.names], seed=1)
+    assert_says_where(str(wrong.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", REFUTED)
+def test_a_submission_loses_the_points_of_one_part_and_is_told_why(number, tmp_path):
+    task = find(number)
+    pristine = PRISTINE[task.exercise]
+    exercises = {task.exercise: pristine._replace(points={number: pristine.points[number]})}
+    path = hand_in(tmp_path / "anna", {number: refuted(number)})
+    (result,) = grade([submission_of(path)], exercises, seed=3)
+    (graded,) = result.tasks
+    assert_says_where(graded.message)
+    assert 0 < graded.points < graded.possible or len(task.parts) == 1
+
+
+def refuted(number):
+    """The solution of a task, but for a touch that an unlucky order would punish."""
+    return PASSES if number == "4.3" else TOUCHED + edited(number, *REFUTED[number])
+
+
+def assert_says_where(message):
+    """Assert that a message names the learner's two lines, and what to do."""
+    assert "right here, but not in every order: " in message
+    assert re.search(r"overwrites a buffer that may not have left \(line \d+ of your cell", message)
+    assert re.search(r"begun \(line \d+ of your cell", message)
+    assert "Mend it: wait for the send first" in message
 
 
 def test_what_could_not_be_tried_is_no_fault(monkeypatch):
