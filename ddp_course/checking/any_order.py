@@ -1,7 +1,8 @@
 """Once an answer was right: would it be, if its messages travelled in another order?
 
 `every_order` tries it in virtual time, where nothing depends on how busy the machine is. What could
-not be tried to its end is no fault of the answer.
+not be tried to its end is no fault of the answer. It also knows why an answer hangs that forgets a
+send: the message is lost with the object that nobody keeps.
 """
 
 import re
@@ -13,7 +14,7 @@ from ..orders import every
 from ..orders.verdict import judge
 from .attempt import Attempt, load, prepare, probed
 from .checks import find
-from .diagnosis import Verdict
+from .diagnosis import Verdict, nothing
 
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
@@ -21,26 +22,32 @@ ADVICE = {
     "overwritten too early": "wait for the send first",
     "not waited for": "wait for every send and every receive",
 }
+HUNG = ("not finished in time", "still running after all")
 # The files in exercises/checks, such as 04.py and shared.py, keep their names.
 LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
 
 def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None) -> Verdict:
     """The verdict on an attempt; if it was right, its task's part `every_order` is wrong where an
-    order breaks it. `enter()` sets a submission's limits.
+    order breaks it. If it hung, the verdict says why. `enter()` sets a submission's limits.
     """
     task = find(attempt.number)
-    if verdict.message or not task.every_order:
+    hung = verdict.message.startswith(HUNG)
+    if not task.every_order or (verdict.message and not hung):
         return verdict
+    program = (probe_once, (attempt, enter), {})
     try:
-        events, _ = every.run([None], task.ranks, probe_once, (attempt, enter), {})
+        events, _ = every.run([None], task.ranks, *program, timeout=30.0 if hung else 300.0)
     except CourseError:
         return verdict
     outcome = judge(events, [], 1, "")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)
-    message = f"right here, but not in every order: {text}. Mend it: {ADVICE[outcome.kind]}"
+    fault = f"{text}. Mend it: {ADVICE[outcome.kind]}"
+    if hung:
+        return nothing(task, f"it never comes to its end: {fault}")
+    message = f"right here, but not in every order: {fault}"
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
 
 

@@ -43,16 +43,23 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
     return judge(others, results + other_results, 1 + SEEDS, proof)
 
 
-def run(seeds: Iterable, world_size: int, *program: Any) -> tuple:
+def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
     """Run the program once for each seed; return what its ranks wrote down, and the results of all
-    ranks for each seed.
+    ranks for each seed. LaunchTimeout if that takes longer than `timeout` seconds.
     """
     results: list = []
     failure = None
     with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
         given = (log.name, list(seeds), *program)
         try:
-            results = launch(run_on_rank, *given, world_size=world_size, device="cpu", link=SLOW)
+            results = launch(
+                run_on_rank,
+                *given,
+                world_size=world_size,
+                device="cpu",
+                link=SLOW,
+                timeout=timeout,
+            )
         except CourseError as error:
             failure = error
         lines = Path(log.name).read_text(encoding="utf-8").splitlines()

@@ -10,10 +10,11 @@ import pytest
 from answers import edited, hand_in, of_kind, submission_of
 
 from ddp_course.checking import check
-from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.any_order import HUNG, confirmed
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import nothing
+from ddp_course.checking.evidence import gather
 from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
 from ddp_grading.grader import grade
@@ -245,6 +246,24 @@ def assert_says_where(message):
     assert "Mend it: wait for the send first" in message
 
 
+@pytest.mark.parametrize(
+    "number, edit",
+    [
+        ("3.1", ("wire.send(", "wire.isend(")),
+        ("8.7", ("wire.send(y.detach()", "wire.isend(y.detach()")),
+    ],
+)
+def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, edit):
+    source = edited(number, edit)
+    attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
+    (evidence,) = gather([attempt])
+    assert evidence.failure.startswith(HUNG), "the message was not lost"
+    message = confirmed(nothing(find(number), evidence.failure), attempt).message
+    assert "it never comes to its end: " in message
+    assert "nobody waits for what was begun" in message
+    assert "of your cell: wire.isend" in message
+
+
 def test_what_could_not_be_tried_is_no_fault(monkeypatch):
     ends_its_process = edited(
         "4.3",
@@ -258,7 +277,7 @@ def test_what_could_not_be_tried_is_no_fault(monkeypatch):
     )
     assert not any(said_of("4.3", ends_its_process).values())
 
-    def has_no_time(*_):
+    def has_no_time(*_, **limits):
         raise LaunchTimeout(1.0, [])
 
     monkeypatch.setattr(every, "run", has_no_time)
