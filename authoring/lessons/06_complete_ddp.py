@@ -51,8 +51,8 @@ def train_with(wrap):
 
 
 vector = torch.nn.utils.parameters_to_vector  # all numbers of some tensors, one after the other
-classes = [BucketedDDP, DistributedDataParallel, torch.nn.parallel.DistributedDataParallel]
-stage5, stage6, torchs = [launch(train_with, wrap, world_size=K) for wrap in show.progress(classes)]
+classes = {"stage 5": BucketedDDP, "stage 6": DistributedDataParallel, "torch's": torch.nn.parallel.DistributedDataParallel}
+stage5, stage6, torchs = [launch(train_with, wrap, world_size=K, progress=(name, 10)) for name, wrap in classes.items()]
 
 # %% what-changed
 show.diff(stage5_bucketed.train, stage6_ddp.train)
