@@ -200,7 +200,8 @@ latency of a message. The latency comes first: an all-reduce of 64 bytes is 2(K-
 # %% measure-caps
 caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
 latency = timing.time_collective(ring_all_reduce, 64, K, link) / (2 * (K - 1))
-measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap)) for cap in show.progress(caps)}
+measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap, progress=(f"{cap:g} MiB", 4)))
+            for cap in caps}  # fmt: skip
 
 # %% simulate
 text = problems.make("bytes", parameters=100_000, context=32)

@@ -52,8 +52,8 @@ def losses(world_size=1, rank=0):
     return train(text.model(), text.batches(48, 25, rank=rank, world_size=world_size), lr=0.5)
 
 
-single = losses()
 many = launch(lambda: losses(dist.get_world_size(), dist.get_rank()), world_size=K, progress=25)
+single = losses()
 mean = [sum(step) / K for step in zip(*many)]
 
 # %% same-batch-figure
@@ -169,7 +169,7 @@ def critical_batch(model, digits, draws=256):
 
 
 problem, model, critical = problems.make("digits"), problems.make("digits").model(), {}
-for steps in (0, 40, 80, 160):
+for steps in show.progress((0, 40, 80, 160)):
     stage1_single.train(model, list(problem.batches(8, steps))[steps // 2 :], 0.01)
     critical[f"after {steps} steps"] = critical_batch(model, problem)
 low, high = min(critical.values()), max(critical.values())

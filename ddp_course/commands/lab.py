@@ -85,9 +85,9 @@ def main(args: argparse.Namespace) -> None:
     print(f"Your copies of the course are in {folder}, and what you change there stays.")
     print("The browser opens at lesson 00; Ctrl-C ends the lab. Next, in a terminal of the lab:")
     print("ddp-course check says what you have solved.", flush=True)
-    from jupyterlab.labapp import LabApp
-
     prepare_environment(folder)
+    from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
+
     fixed = [
         # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",

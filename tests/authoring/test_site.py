@@ -12,7 +12,7 @@ from pathlib import Path
 
 import build
 import pytest
-from chromium import fresh_page, running_browser
+from chromium import PALE, fresh_page, running_browser
 from web import explorers, pages
 
 from ddp_course.showing import widgets
@@ -243,6 +243,19 @@ def picture(explorer):
     drawn = "image => image.complete && image.naturalWidth > 200"
     image.page.wait_for_function(drawn, arg=image.element_handle(), timeout=10_000)
     return explorer.locator("output").text_content(), image.get_attribute("src")
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read_and_figures_are_dark_in_the_dark(site, offline, scheme):
+    offline.emulate_media(color_scheme=scheme)
+    for page in ("index.html", "notebooks/05_bucketed_ddp.html"):
+        offline.goto((site / page).as_uri())
+        assert offline.locator("body").evaluate(PALE) == []
+        filters = "images => images.map(image => getComputedStyle(image).filter)"
+        drawn = offline.locator("main img").evaluate_all(filters)
+        assert drawn and all(("invert" in each) == (scheme == "dark") for each in drawn), page
 
 
 @pytest.mark.browser

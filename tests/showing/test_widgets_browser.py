@@ -141,6 +141,10 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
                 "the terminal does not start in the learner's folder"
             )
             page.wait_for_timeout(100)
+        tabs = folder / ".jupyter" / "workspaces"
+        while not any(tabs.glob("*")):
+            assert time.monotonic() < deadline, "the tabs of this copy are not kept in it"
+            page.wait_for_timeout(100)
     where, *commands = (folder / "seen").read_text().split()
     assert where == str(folder) and [os.path.basename(path) for path in commands] == [
         "ddp-course",
@@ -274,13 +278,19 @@ def explorers_answer_their_questions(page, alpha_beta, buckets):
 def texts(page, cell, index):
     """What an explorer says for each setting of a slider, from the lowest to the highest."""
     handle, said = cell.locator(".noUi-handle").nth(index), []
+    readout = cell.locator(".widget-readout").nth(index)
+    message = cell.locator(".widget-html-content").last
     handle.focus()
     for key in ["Home"] + ["ArrowRight"] * 9:
-        before = cell.locator(".widget-readout").nth(index).inner_text()
+        value, text = readout.inner_text(), message.inner_text()
         page.keyboard.press(key)
         page.wait_for_timeout(1500)
-        if key == "Home" or cell.locator(".widget-readout").nth(index).inner_text() != before:
-            said.append(cell.locator(".widget-html-content").last.inner_text().replace("\n", " "))
+        moved = readout.inner_text() != value
+        if moved:  # The kernel draws the figure and then sends what it says.
+            changed = "([message, text]) => message.innerText !== text"
+            page.wait_for_function(changed, arg=[message.element_handle(), text], timeout=30_000)
+        if moved or key == "Home":
+            said.append(message.inner_text().replace("\n", " "))
     return said
 
 
