@@ -247,9 +247,11 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     costs = theory.Costs.of_link(
         8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s
     )
-    impossible = (
-        {None, "pipelined"} if world_size > 5 else {None}
-    )  # The digits' network has five layers.
+    impossible: set[str | None] = {None}
+    left_out = ""
+    if world_size > 5:
+        impossible.add("pipelined")
+        left_out = "; five layers are no pipeline"
     stages = [stage for stage in ladder.STAGES.values() if stage.step not in impossible]
     faster = {
         stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages
@@ -261,7 +263,7 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
         if best.key != "1"
         else "none is faster than one"
     )
-    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {winner}"
+    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {winner}{left_out}"
     colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
     heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
     return plots.bars(
@@ -270,7 +272,7 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
         title,
         colours,
         width=11,
-        form="{:.1f}",
+        form="{:.2g}",
         kind="derived",
     )
 

@@ -355,6 +355,9 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
         widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5)
     )
     assert "none is faster" in slow and "none is faster" not in fast
+    many = widgets.strategies_explorer(world_size=8, share=200).picture()
+    assert "no pipeline" in many.message and "no pipeline" not in slow
+    assert "0.0" not in [text.get_text() for text in many.axes[0].texts], "a bar that says nothing"
 
 
 def test_a_command_that_lasts_too_long_is_ended(capsys):
