@@ -620,7 +620,7 @@ ways["hybrid"], two_hosts = hybrid, {"device": Device("800MFLOP/s"), "link": Lin
 together = torch.stack(launch(losses, hybrid, world_size=K))
 bytes_of = {"plain DDP": 16, "fully sharded": 16 / K, "hybrid": max(launch(kept, hybrid, world_size=K)) / P}
 assert (together - trained["plain DDP"]).abs().max() < 1e-6 and abs(bytes_of["hybrid"] * (K // 2) / 16 - 1) < 0.1
-on_hosts = {name: 1000 * max(launch(seconds_of, name, world_size=K, **two_hosts)) for name in bytes_of}
+on_hosts = {name: 1000 * max(launch(seconds_of, name, world_size=K, **two_hosts)) for name in show.progress(bytes_of)}
 show.bars({f"{name}\n{count:.0f} bytes\nper parameter": on_hosts[name] for name, count in bytes_of.items()}, "a step (ms)", form="{:.0f}",
           title=f"On two hosts hybrid sharding takes {on_hosts['hybrid'] / on_hosts['fully sharded']:.2f} of fully sharded's time", kind="virtual time")  # fmt: skip
 

@@ -161,8 +161,10 @@ show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)"
           kind="measured; predicted is derived")  # fmt: skip
 
 # %% datasheet-measured
+print(f"{inputs.numel() / times['DDP']:,.0f} tokens per second and rank with DDP (measured)")
 if own:
-    print(f"by the datasheet {1000 * foretold.step_s:.1f} ms, measured {1000 * times['DDP']:.1f} ms on {K} of {gpu}")
+    mfu = foretold.mfu * foretold.step_s / times["DDP"]
+    print(f"by the datasheet {1000 * foretold.step_s:.1f} ms, measured {1000 * times['DDP']:.1f} ms on {K} of {gpu}: MFU {mfu:.1%}")
 else:
     print(f"No GPU here to hold the datasheet against: {1000 * foretold.step_s:.0f} ms stay a prediction for {K} of {gpu}.")
 
@@ -200,13 +202,16 @@ On hosts of their own, ranks do not share cores: there the prediction from two n
 
 ## Kill it
 
-The first run ends with a torchrun that reports a dead rank. The second is the same command again.
+The first run ends with a torchrun that reports a dead rank. The second is the same command again. Steps since the last checkpoint
+are computed twice: of lesson 13's three numbers this is the goodput, here counted in steps, without the time of the restart.
 """
 
 # %% killed
 assert torchrun("killed", K, "--wrap ddp --kill-after 25") is None, "it was not killed before its end"
 again = torchrun("killed", K, "--wrap ddp --kill-after 25", resume=True)
 guess.reveal(f"step {again['resumed']}", again["resumed"])
+computed = 25 + again["steps"] - again["resumed"]
+print(f"{again['steps']} of {computed} steps were kept: the goodput is at most {again['steps'] / computed:.0%} (counted)")
 
 # %% check
 # NBVAL_CHECK_OUTPUT

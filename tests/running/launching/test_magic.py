@@ -78,7 +78,7 @@ def test_errors_show_the_cell_and_what_was_printed_before(kernel):
         ("%%ranks 2 --pull absent\n1", "UsageError", '"absent" is to be pulled'),
         ("%%ranks 0\n1", "ValueError", "world size is 0"),
         ("%%ranks 2\nunsendable", "TypeError", "unsendable cannot be sent"),
-        ("%%ranks 2 --timeout 1\nwhile True: pass", "LaunchTimeout", "while True: pass"),
+        ("%%ranks 2 --timeout 5\nwhile True: pass", "LaunchTimeout", "while True: pass"),
     ],
 )
 def test_mistakes_are_told(kernel, cell, error, words):
