@@ -53,6 +53,7 @@ def test_wrong_answers_are_told_what_is_wrong(exercise):
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
 def test_what_a_task_asks_for_is_in_every_draw(task):
     """No wrong answer passes by luck: all are tried on many draws, in one launch."""
