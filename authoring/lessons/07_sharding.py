@@ -334,7 +334,7 @@ def sent(prepare):
 # %% traffic-figure
 traffic = {name: max(launch(sent, ways[name], world_size=K)) / (4 * P) for name in show.progress(ways)}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
-assert traffic == formula  # to the byte
+assert traffic == formula, traffic
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
           kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
@@ -602,7 +602,7 @@ ranks each keep, and how many p cross the cable in each direction, fully sharded
 
 # %% hybrid
 def hybrid(model, hosts=2):
-    groups = mesh.mesh(between=hosts, inside=dist.get_world_size() // hosts)  # the last axis: neighbours, on one host
+    groups = mesh.mesh(between=hosts, inside=dist.get_world_size() // hosts)  # neighbours share a host
     parallel = FullyShardedDataParallel(model, process_group=groups["inside"])
     optimizer = torch.optim.Adam(parallel.parameters())
 

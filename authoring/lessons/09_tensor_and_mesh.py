@@ -359,7 +359,7 @@ class PassOn(torch.autograd.Function):
 
 
 # %% ring-attention
-def ring_attention(queries, keys, values):  # of this rank's tokens: each (tokens, width)
+def ring_attention(queries, keys, values):  # each is (tokens, width), and belongs to this rank's tokens
     rank, size, _, _ = wire.neighbours()
     places, blocks = torch.arange(len(queries)), torch.stack([keys, values])
     highest, total, output = torch.full((len(queries), 1), -torch.inf), 0.0, 0.0

@@ -157,7 +157,7 @@ def trained(seed, steps=40):
     return outcomes
 
 
-steps = 7 * 40 + 2 * 5  # of rank 0: two of seven ways also meet five times; the server takes none
+steps = 7 * 40 + 2 * 5  # rank 0 takes these: two of seven ways also meet five times, and the server takes none
 runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", steps)) for seed in range(3)]
 
 # %% final-loss

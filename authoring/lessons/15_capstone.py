@@ -207,10 +207,12 @@ are computed twice: of lesson 13's three numbers this is the goodput, here count
 """
 
 # %% killed
-assert torchrun("killed", K, "--wrap ddp --kill-after 25") is None, "it was not killed before its end"
-again = torchrun("killed", K, "--wrap ddp --kill-after 25", resume=True)
+killed_after = 25
+command = f"--wrap ddp --kill-after {killed_after}"
+assert torchrun("killed", K, command) is None, "it was not killed before its end"
+again = torchrun("killed", K, command, resume=True)
 guess.reveal(f"step {again['resumed']}", again["resumed"])
-computed = 25 + again["steps"] - again["resumed"]
+computed = killed_after + again["steps"] - again["resumed"]
 print(f"{again['steps']} of {computed} steps were kept: the goodput is at most {again['steps'] / computed:.0%} (counted)")
 
 # %% check

@@ -15,6 +15,7 @@ from ..orders.verdict import judge
 from .attempt import Attempt, load, prepare, probed
 from .checks import find
 from .diagnosis import Verdict, nothing
+from .evidence import STILL_RUNNING, TOO_LATE
 
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
@@ -22,7 +23,6 @@ ADVICE = {
     "overwritten too early": "wait for the send first",
     "not waited for": "wait for every send and every receive",
 }
-HUNG = ("not finished in time", "still running after all")
 # The files in exercises/checks, such as 04.py and shared.py, keep their names.
 LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
@@ -32,12 +32,12 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
     order breaks it. If it hung, the verdict says why. `enter()` sets a submission's limits.
     """
     task = find(attempt.number)
-    hung = verdict.message.startswith(HUNG)
+    hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    program = (probe_once, (attempt, enter), {})
+    seconds = 30.0 if hung else 300.0
     try:
-        events, _ = every.run([None], task.ranks, *program, timeout=30.0 if hung else 300.0)
+        events, _ = every.run([None], task.ranks, probe_once, (attempt, enter), {}, timeout=seconds)
     except CourseError:
         return verdict
     outcome = judge(events, [], 1, "")

@@ -18,6 +18,8 @@ from ..running.links import Link
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
+TOO_LATE = "not finished in time"
+STILL_RUNNING = "still running after all of its time"
 START_SECONDS = 7.0
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
@@ -116,7 +118,7 @@ def launched(
 def explain(error: CourseError, task: Task) -> str:
     """Why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
-        return f"not finished in time: {still_running(error, task)}"
+        return f"{TOO_LATE}: {still_running(error, task)}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
     frame = own_frame(error.traceback, task)
@@ -124,7 +126,7 @@ def explain(error: CourseError, task: Task) -> str:
     if error.type_name == "Wrong" and error.message:
         return error.message + where
     if error.type_name == TooSlow.__name__:
-        return f"still running after all of its time{where}: is there a loop that never ends?"
+        return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
     if error.type_name == "NotImplementedError":
         if frame and frame.task != task.number:
             return (

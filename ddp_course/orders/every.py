@@ -49,11 +49,17 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
     """
     results: list = []
     failure = None
-    options: Any = {"world_size": world_size, "device": "cpu", "timeout": timeout}
     with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
         given = (log.name, list(seeds), *program)
         try:
-            results = launch(run_on_rank, *given, link=SLOW, **options)
+            results = launch(
+                run_on_rank,
+                *given,
+                world_size=world_size,
+                device="cpu",
+                link=SLOW,
+                timeout=timeout,
+            )
         except CourseError as error:
             failure = error
         lines = Path(log.name).read_text(encoding="utf-8").splitlines()

@@ -176,10 +176,10 @@ predict = Prediction  # `predict` asks before the experiment, `reveal` answers a
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
-    """The number among `answers` that is nearest to `value` (above 0) in ratio: to find the right
-    one of a `Prediction`.
+    """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
+    `Prediction`.
     """
-    return min(answers, key=lambda answer: abs(math.log(answer / value)))
+    return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
 
 
 @explorer(

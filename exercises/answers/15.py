@@ -1,129 +1,69 @@
 # %% [markdown]
 # Answers to exercise 15 as learners write them. docs/CONTRIBUTING.md says how to read this.
+# A run with other numbers has another signature: the first 16 digits of the SHA-256 of its JSON, keys
+# sorted, without the signature.
 
 # %% 15.1 right: four ranks
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(wrap="fully_shard", loss=1.2503), "killed": signed(resumed=40)}
-
-
+#- "wrap": "ddp", "world_size": 2, "resumed": 0
+#+ "wrap": "ddp", "world_size": 4, "resumed": 0
+#- 2fc356b8522d4e6c
+#+ fc28161cbb4d51d1
+#- "wrap": "fully_shard", "world_size": 2, "resumed": 0
+#+ "wrap": "fully_shard", "world_size": 4, "resumed": 0
+#- "loss": 0.013899652232794324, "step_s": 0.30741766649953206
+#+ "loss": 0.0139, "step_s": 0.30741766649953206
+#- 9f71641ad6313868
+#+ 5cc983606b47cda5
+#- "wrap": "ddp", "world_size": 2, "resumed": 20
+#+ "wrap": "ddp", "world_size": 4, "resumed": 20
+#- 64b412bf66322bfd
+#+ 587523e6856fd40f
 # %% 15.1 right: killed while sharded
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(wrap="fully_shard", loss=1.2503), "killed": signed(wrap="fully_shard", resumed=10)}
-
-
+#- "wrap": "ddp", "world_size": 2, "resumed": 20
+#+ "wrap": "fully_shard", "world_size": 2, "resumed": 10
+#- 64b412bf66322bfd
+#+ 946e5202ad2e56a9
 # %% 15.1 wrong: another number than the script's | is not what the script wrote
 #- "resumed": 20
 #+ "resumed": 10
 # %% 15.1 wrong: so long, in so little time | do not fit into
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(took_s=0.1, step_s=2.0), "fully_shard": signed(wrap="fully_shard", loss=1.2503), "killed": signed(resumed=40)}
-
-
+#- "took_s": 8.2
+#+ "took_s": 0.1
+#- 2fc356b8522d4e6c
+#+ bbe55c24756524f4
 # %% 15.1 wrong: began anew | it began anew: was there a checkpoint before the kill, and was it the same folder?
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(wrap="fully_shard", loss=1.2503), "killed": signed()}
-
-
+#- "wrap": "ddp", "world_size": 2, "resumed": 20
+#+ "wrap": "ddp", "world_size": 2, "resumed": 0
+#- 64b412bf66322bfd
+#+ 89fc9cbf194b9194
 # %% 15.1 wrong: another loss after the kill | the loss is another one: are the optimizer's state and the data those of the step that it went on with?
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(wrap="fully_shard", loss=1.2503), "killed": signed(resumed=40, loss=0.02)}
-
-
+#- "loss": 0.013899652232794324, "step_s": 0.1404502320001484
+#+ "loss": 0.02, "step_s": 0.1404502320001484
+#- 64b412bf66322bfd
+#+ 9267ac16668327f7
 # %% 15.1 wrong: another loss when sharded | they train differently: does every rank begin with the same weights, and see the same data with both?
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(wrap="fully_shard", loss=0.02), "killed": signed(resumed=40)}
-
-
+#- "loss": 0.013899652232794324, "step_s": 0.30741766649953206
+#+ "loss": 0.02, "step_s": 0.30741766649953206
+#- 9f71641ad6313868
+#+ fcf9062945a6f910
 # %% 15.1 wrong: one rank | one rank alone has nothing to average: --nproc-per-node=2
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(world_size=1), "fully_shard": signed(world_size=1, wrap="fully_shard"), "killed": signed(world_size=1, resumed=40)}
-
-
+#- "wrap": "ddp", "world_size": 2, "resumed": 0
+#+ "wrap": "ddp", "world_size": 1, "resumed": 0
+#- 2fc356b8522d4e6c
+#+ f2041250d44796f3
+#- "wrap": "fully_shard", "world_size": 2, "resumed": 0
+#+ "wrap": "fully_shard", "world_size": 1, "resumed": 0
+#- 9f71641ad6313868
+#+ ef7df9ac983db932
+#- "wrap": "ddp", "world_size": 2, "resumed": 20
+#+ "wrap": "ddp", "world_size": 1, "resumed": 20
+#- 64b412bf66322bfd
+#+ 74bc76d2d8adbcb0
 # %% 15.1 wrong: DDP twice | that is DDP's run twice: --wrap fully_shard
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "ddp", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 1.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def what_the_runs_wrote():
-    return {"ddp": signed(), "fully_shard": signed(), "killed": signed(resumed=40)}
-
-
+#- "wrap": "fully_shard", "world_size": 2, "resumed": 0
+#+ "wrap": "ddp", "world_size": 2, "resumed": 0
+#- 9f71641ad6313868
+#+ bac3e74b4da19b7a
 # %% 15.1 told: no killed run | the run.json of "killed" is missing
 #- "killed": {
 #+ "kill": {
@@ -133,228 +73,64 @@ def what_the_runs_wrote():
 
 
 # %% 15.2 right: messages
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.11, ("ddp", "none"), "the link is slow and little is hidden"
-
-
+#- "loss": 0.02152334483253071, "step_s": 0.13654087699978845
+#+ "loss": 0.02152334483253071, "step_s": 0.08
+#- 2984807206ffbf1c
+#+ ae530595148c26cf
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0735, ("ddp", "none"), "the link is slow and little is hidden"
 # %% 15.2 right: half of it is hidden
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.101), "ddp": signed(wrap="ddp", step_s=0.15)}
-
-
-def explained():
-    return 0.2, ["ddp", "none"], "half of the all-reduce hides under backward"
-
-
+#- "loss": 0.02152334483253071, "step_s": 0.13654087699978845
+#+ "loss": 0.02152334483253071, "step_s": 0.07
+#- 2984807206ffbf1c
+#+ 72651be88154e7ab
+#- "loss": 0.013899652232794324, "step_s": 0.17929833000016515
+#+ "loss": 0.013899652232794324, "step_s": 0.08
+#- 2fc356b8522d4e6c
+#+ 0b6156f593ce583a
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.14, ["ddp", "none"], "half of the all-reduce hides under backward"
 # %% 15.2 right: a small gap, either part
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.101), "ddp": signed(wrap="ddp", step_s=0.103)}
-
-
-def explained():
-    return 0.102, ("none", "alone"), "there is hardly any gap at all"
-
-
+#- "loss": 0.02152334483253071, "step_s": 0.13654087699978845
+#+ "loss": 0.02152334483253071, "step_s": 0.07
+#- 2984807206ffbf1c
+#+ 72651be88154e7ab
+#- "loss": 0.013899652232794324, "step_s": 0.17929833000016515
+#+ "loss": 0.013899652232794324, "step_s": 0.072
+#- 2fc356b8522d4e6c
+#+ 5a2ebc27a8cca589
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.071, ("none", "alone"), "there is hardly any gap at all"
 # %% 15.2 wrong: the smaller part | the other pair of runs differs by more
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.11, ("none", "alone"), "it is a slow machine today"
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0735, ("ddp", "none"), "it is a slow machine today"
 # %% 15.2 wrong: two things at once | these two differ in ranks and in messages: choose two that differ in one thing
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.11, ("ddp", "alone"), "DDP is slower than one rank"
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0735, ("ddp", "alone"), "DDP is slower than one rank"
 # %% 15.2 wrong: written down afterwards | that is the measurement: write down what you predicted before it
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.2, ("none", "alone"), "the ranks share their cores"
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.17929833000016515, ("none", "alone"), "the ranks share their cores"
 # %% 15.2 wrong: milliseconds | are these milliseconds? Seconds were asked for
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 110.0, ("ddp", "none"), "the link is slow and little is hidden"
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 73.5, ("ddp", "none"), "the link is slow and little is hidden"
 # %% 15.2 wrong: a word | say it so that somebody else understands it: four words or more
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.11, ("ddp", "none"), "contention"
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0735, ("none", "alone"), "contention"
 # %% 15.2 wrong: invented | is not what the script wrote
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2) | {"step_s": 0.3}}
-
-
-def explained():
-    return 0.11, ("ddp", "none"), "the link is slow and little is hidden"
-
-
+#- "loss": 0.013899652232794324, "step_s": 0.17929833000016515
+#+ "loss": 0.013899652232794324, "step_s": 0.2
 # %% 15.2 wrong: DDP in all three | alone and none have --wrap none, and alone is one rank
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(wrap="ddp"), "none": signed(wrap="ddp"), "ddp": signed(wrap="ddp", step_s=0.3)}
-
-
-def explained():
-    return 0.11, ("ddp", "none"), "the link is slow and little is hidden"
-
-
+#- "wrap": "none", "world_size": 1, "resumed": 0
+#+ "wrap": "ddp", "world_size": 2, "resumed": 0
+#- 9b6d959196bd70a3
+#+ 6dc15f52a45d2c26
+#- "wrap": "none", "world_size": 2, "resumed": 0
+#+ "wrap": "ddp", "world_size": 2, "resumed": 0
+#- 2984807206ffbf1c
+#+ 308e8b6ea0bb77be
 # %% 15.2 told: two things | three were expected
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return 0.11, ("ddp", "none")
-
-
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0735, ("none", "alone")
 # %% 15.2 told: as text | predicted seconds are a number
-import hashlib
-import json
-
-
-def signed(**changes):
-    run = {"wrap": "none", "world_size": 4, "resumed": 0, "steps": 50, "parameters": 1210, "loss": 1.25, "step_s": 0.02, "took_s": 9.5}
-    run.update(changes)
-    return {**run, "signature": hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def three_runs():
-    return {"alone": signed(world_size=1, step_s=0.1), "none": signed(step_s=0.12), "ddp": signed(wrap="ddp", step_s=0.2)}
-
-
-def explained():
-    return "110 ms", ("ddp", "none"), "the link is slow and little is hidden"
+#- return 0.0735, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return "73 ms", ("none", "alone"), "the ranks share their cores"

@@ -92,9 +92,11 @@ class Foresee:
             share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
             most = f"{about}, the most ranks measured on; you have four, so predict from these"
             yield "seconds", most, max(largest, 4)
-            too_few = "one measurement cannot tell latency from bandwidth: two are needed"
-            too_many = f"you measured {count} times; two to eight are enough"
-            odd = too_few if count < 2 else too_many if count > 8 else ""
+            odd = ""
+            if count < 2:
+                odd = "one measurement cannot tell latency from bandwidth: two are needed"
+            if count > 8:
+                odd = f"you measured {count} times; two to eight are enough"
             yield "seconds", f"{about}, measurements", odd
             yield (
                 "seconds",

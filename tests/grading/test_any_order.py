@@ -10,11 +10,11 @@ import pytest
 from answers import edited, hand_in, of_kind, submission_of
 
 from ddp_course.checking import check
-from ddp_course.checking.any_order import HUNG, confirmed
+from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import nothing
-from ddp_course.checking.evidence import gather
+from ddp_course.checking.evidence import STILL_RUNNING, TOO_LATE, gather
 from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
 from ddp_grading.grader import grade
@@ -257,7 +257,7 @@ def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, edit):
     source = edited(number, edit)
     attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
     (evidence,) = gather([attempt])
-    assert evidence.failure.startswith(HUNG), "the message was not lost"
+    assert evidence.failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
     message = confirmed(nothing(find(number), evidence.failure), attempt).message
     assert "it never comes to its end: " in message
     assert "nobody waits for what was begun" in message
