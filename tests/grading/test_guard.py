@@ -18,13 +18,14 @@ from ddp_grading.guard import enter
 from ddp_grading.submissions import load_exercises
 
 EXERCISES = load_exercises()
-SPAWN = multiprocessing.get_context("spawn")
+SERVER = multiprocessing.get_context("forkserver")  # it loads this file, and torch, once
+SERVER.set_forkserver_preload([__name__])
 
 
 def tried_inside(folder, code):
     """What a piece of code raises, or "", in a process under a submission's limits."""
-    receiver, sender = SPAWN.Pipe()
-    process = SPAWN.Process(target=run_inside, args=(str(folder), code, sender))
+    receiver, sender = SERVER.Pipe()
+    process = SERVER.Process(target=run_inside, args=(str(folder), code, sender))
     process.start()
     process.join(60)
     return receiver.recv() if receiver.poll() else f"exit code {process.exitcode}"

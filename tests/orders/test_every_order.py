@@ -174,8 +174,8 @@ def find_planted_races(numbers):
         assert all(line.startswith("interleavings.py line ") for line in verdict.lines)
 
 
-def test_ten_planted_races_are_found():
-    find_planted_races(range(0, 500, 50))
+def test_five_planted_races_are_found():
+    find_planted_races(range(0, 500, 100))
 
 
 @pytest.mark.weekly
@@ -202,7 +202,7 @@ def compare(numbers):
 
 
 def test_one_run_says_what_all_interleavings_say():
-    compare(range(12))
+    compare(range(8))
 
 
 @pytest.mark.weekly

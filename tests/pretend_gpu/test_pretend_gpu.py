@@ -69,7 +69,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "numbers = [number.item() for number in plan]", "waits",
     ),
 }  # fmt: skip
-EVERY_DAY = {"missing_wait", "nobody waits for the backend"}  # the others run in make test-rest
+EVERY_DAY = {"nobody waits for the backend": (), "missing_wait": pytest.mark.slow}
 
 
 def run(script, *arguments, log, course=ROOT):
@@ -97,10 +97,8 @@ def found(findings):
 
 
 def marked(names):
-    """Parameters of a test, slow but for a few."""
-    return [
-        pytest.param(name, marks=[] if name in EVERY_DAY else [pytest.mark.slow]) for name in names
-    ]
+    """Parameters of a test, for the week but for two."""
+    return [pytest.param(name, marks=EVERY_DAY.get(name, pytest.mark.weekly)) for name in names]
 
 
 def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_path):
