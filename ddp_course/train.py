@@ -33,7 +33,7 @@ import torch.distributed as dist
 from . import ladder, problems
 from .errors import CheckpointError, CourseError
 from .measuring import finite
-from .measuring.job import Job, checked
+from .measuring.job import Job, make_job
 from .running import checkpoint
 from .running.devices import rank_device
 from .running.join import join
@@ -151,7 +151,7 @@ def complete(options: argparse.Namespace, saved: Any) -> Job:
     """
     if saved and options.global_batch is None:
         options.global_batch = saved.get("settings", {}).get("global_batch")
-    job = checked(
+    job = make_job(
         options.problem,
         dist.get_world_size(),
         options.steps,
