@@ -106,11 +106,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 checkpoint.save(options.checkpoint, state, options.keep)
     model = job.model()
     model.load_state_dict(state["model"])
+    resumed = saved["step"] if saved else 0
     return {
         "losses": state["losses"],
         "model": {name: tensor.cpu() for name, tensor in state["model"].items()},
         "evaluation": job.problem.evaluate(model),
-        "resumed": saved["step"] if saved else 0,
+        "resumed": resumed,
     }
 
 

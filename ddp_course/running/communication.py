@@ -128,7 +128,8 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     holds the wrapper, which must still average the gradients. So a dict that every node of a graph
     has holds the wrapper.
     """
-    for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
+    tensors = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             kept: Any = tensor.grad_fn.metadata  # the stubs of torch take this dict for a function
             kept.setdefault("owners", []).append(owner)
