@@ -8,13 +8,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
 from .. import ladder
+from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
+from ..measuring.on_your_gpus import large_problem, name_devices
 from ..running.devices import rank_device
-from ..running.devices.placement import usable_gpus
+from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
@@ -27,7 +30,11 @@ from . import as_typed
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
+    parser.add_argument(
+        "--problem",
+        help="digits, bytes or synthetic; None: digits, or on GPUs bytes of a size and a batch for"
+        " which one GPU needs at least 50 ms",
+    )
     gpus = usable_gpus()
     ranks = max(2, 2 ** (gpus.bit_length() - 1)) if gpus else 4  # They share the batch equally.
     parser.add_argument(
@@ -59,7 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="size of the model; None: the problem's",
     )
     parser.add_argument(
-        "--bucket-cap-mb", type=positive_number, default=0.25, metavar="M", help="MiB per bucket"
+        "--bucket-cap-mb",
+        type=positive_number,
+        metavar="M",
+        help="MiB per bucket; None: 0.25, or eight buckets in the problem for GPUs",
     )
     parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
     parser.add_argument(
@@ -79,12 +89,19 @@ def main(args: argparse.Namespace) -> None:
     print the table.
     """
     writable_folder(args.out)
-    options = {name: value for name, value in vars(args).items() if name not in ("main", "out")}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: value for name, value in given.items() if name not in ("main", "out")}
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)
         options |= {"device": str(rank_device()), "device_speed": "none", "link": None}
+    if "problem" not in options and emulated.on_gpus(options["device"]):
+        options = large_problem(options["device"], options["world_size"]) | options
     results = run(**options, progress=rank == 0)
+    if results["device"] == "cuda" and JOB not in os.environ:
+        gpus = dict.fromkeys(placement(args.device, args.world_size)[1])
+        names = [torch.cuda.get_device_name(gpu) for gpu in gpus]
+        results["measured_on"] = name_devices(names, args.world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank:
