@@ -83,9 +83,11 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
     """
     if not dist.is_initialized():
         return problem_options(launch(find_size, world_size, world_size=1, device=device)[0][0])
-    size = [find_size(world_size)[0] if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(size)
-    return problem_options(size[0])
+    chosen: list[Any] = [None]
+    if dist.get_rank() == 0:
+        chosen = [find_size(world_size)[0]]
+    dist.broadcast_object_list(chosen)
+    return problem_options(chosen[0])
 
 
 def sizes(world_size: int) -> Iterator[Size]:
