@@ -30,18 +30,11 @@ from . import as_typed
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument(
-        "--problem",
-        help="digits, bytes or synthetic; None: digits, or on GPUs bytes of a size and a batch for"
-        " which one GPU needs at least 50 ms",
-    )
+    add_training_options(parser)
     gpus = usable_gpus()
     ranks = max(2, 2 ** (gpus.bit_length() - 1)) if gpus else 4  # They share the batch equally.
     parser.add_argument(
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
-    )
-    parser.add_argument(
-        "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
     )
     parser.add_argument(
         "--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}"
@@ -52,26 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-speed", default="auto", help="such as 2GFLOP/s, or none: the processor as it is"
     )
-    parser.add_argument("--dtype", default="float32", help="float32 or float64")
-    parser.add_argument(
-        "--global-batch",
-        type=whole_number,
-        metavar="B",
-        help="samples per step; None: the problem's",
-    )
-    parser.add_argument(
-        "--parameters",
-        type=whole_number,
-        metavar="P",
-        help="size of the model; None: the problem's",
-    )
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=positive_number,
-        metavar="M",
-        help="MiB per bucket; None: 0.25, or eight buckets in the problem for GPUs",
-    )
-    parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
     parser.add_argument(
         "--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem"
     )
@@ -82,6 +55,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=positive_number, default=300.0, metavar="S", help="seconds for a stage"
     )
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained."""
+    parser.add_argument(
+        "--problem",
+        help="digits, bytes or synthetic; None: digits, or on GPUs bytes of a size and a batch for"
+        " which one GPU needs at least 50 ms",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=whole_number,
+        metavar="P",
+        help="size of the model; None: the problem's",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=whole_number,
+        metavar="B",
+        help="samples per step; None: the problem's",
+    )
+    parser.add_argument(
+        "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
+    )
+    parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
+    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=positive_number,
+        metavar="M",
+        help="MiB per bucket; None: 0.25, or eight buckets in the problem for GPUs",
+    )
 
 
 def main(args: argparse.Namespace) -> None:
