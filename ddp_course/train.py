@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             check_settings(saved, options)
         state = saved or {"step": 0, "losses": [], "model": job.model().state_dict(), "random": []}
         while state["step"] < job.steps:
-            state = leg(options, job, state)
+            state = train_to_next_checkpoint(options, job, state)
             say(f"step {state['step']}/{job.steps}  loss {state['losses'][-1]:.4f}")
             if options.checkpoint:
                 checkpoint.save(options.checkpoint, state, options.keep)
@@ -202,7 +202,9 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
         )
 
 
-def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[str, Any]:
+def train_to_next_checkpoint(
+    options: argparse.Namespace, job: Job, state: dict[str, Any]
+) -> dict[str, Any]:
     """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is
     saved.
     """

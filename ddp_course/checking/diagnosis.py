@@ -116,7 +116,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
     if secret:
         return (
             f"{first.case}:"
-            f" {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
+            f" {unlike_type(first.actual, first.expected) or f'{in_words(first.actual)} is not it'}"
         )
     where = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
@@ -132,7 +132,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
 def in_short(value: Value) -> str:
     """The answer's number, or its short list beside the expected one; "" for any other value."""
     if type(value.actual) in (int, float):
-        return f"{shown(value.actual)}; "
+        return f"{in_words(value.actual)}; "
     short = (
         isinstance(value.actual, list | tuple)
         and len(repr(value.actual)) + len(repr(value.expected)) < 100
@@ -215,7 +215,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
         equal = type(actual) is type(expected) and bool(actual == expected)
-    return "" if equal else f"{what} is {shown(actual)}; {shown(expected)} was expected"
+    return "" if equal else f"{what} is {in_words(actual)}; {in_words(expected)} was expected"
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
@@ -255,7 +255,7 @@ def kind_of(actual: Any) -> str:
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def shown(thing: Any) -> str:
+def in_words(thing: Any) -> str:
     """A value as a message shows it."""
     return f"{thing:.10g}" if type(thing) in (int, float) else repr(thing)[:200]
 

@@ -22,14 +22,14 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .torch_inside import tree_leaves, twin
+from .torch_inside import group_like, tree_leaves
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # this maps a process group to its thread
 _failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process group to its error
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Mark a block that all ranks of `group` run together: after an exception in it, all later
     blocks fail too.
 
@@ -65,7 +65,7 @@ class CommunicationThread:
     """
 
     def __init__(self, group):
-        self.group = twin(group)
+        self.group = group_like(group)
         self.streams = {}
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
@@ -101,7 +101,7 @@ class CommunicationThread:
         if stream:  # a new thread's GPU is 0, where leaving the stream would open a context
             torch.cuda.set_device(stream.device)
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
-        with together(self.group), torch.no_grad(), on_stream:
+        with failing_together(self.group), torch.no_grad(), on_stream:
             if ready:
                 ready.wait()
             return function(self.group), stream and stream.record_event()

@@ -33,7 +33,7 @@ class Explorer(ipywidgets.VBox):
     """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls`
     by name.
 
-    `again(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
+    `rebuild(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
     "module:name".
     """
 
@@ -98,7 +98,7 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
     return decorate
 
 
-def again(recipe: dict[str, Any]) -> Explorer:
+def rebuild(recipe: dict[str, Any]) -> Explorer:
     """The explorer that `recipe` describes, made anew."""
     return resolve_name(recipe["explorer"])(*recipe["arguments"], **recipe.get("named", {}))
 

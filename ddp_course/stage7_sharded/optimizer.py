@@ -10,7 +10,7 @@ So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 
 import torch
 
-from ..running.communication import together
+from ..running.communication import failing_together
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
@@ -82,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self.averaged:
             return
-        with together(self.group):
+        with failing_together(self.group):
             for flat in self.trainable():
                 flat.make_room_for_gradients()
                 for parameter in list(flat.places):
@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({key: value for key, value in members.items() if key != "params"})
         self.average()
-        with together(self.group):
+        with failing_together(self.group):
             self.averaged = False
             self.local.step()
             for flat in self.trainable():
@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must
         call this.
         """
-        with together(self.group):
+        with failing_together(self.group):
             return {
                 **super().state_dict(),
                 "state": whole_state(self.local, self.flats, self.group),

@@ -79,7 +79,7 @@ def test_a_pipeline_without_latency_takes_its_compute_and_the_bubble(problem):
     others in a row.
     """
     alone, four = (
-        ideals.in_parts(
+        ideals.pipelined_seconds(
             ladder.find("8"), job_of(ranks, problem=problem), DEVICE, theory.Costs(0.0, 0.0)
         )
         for ranks in (1, 4)

@@ -26,7 +26,7 @@ TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look(
+def describe_ranks(
     world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
 ) -> tuple[list, str]:
     """Return the RankState of every rank, and a sentence about the collective that the first of
@@ -49,7 +49,7 @@ def look(
             else statuses.get(rank) or "not started yet"
         )
         collective = last_collective(calls.get(rank, []), entered[rank])
-        states.append(RankState(rank, status, collective, shown(dump)))
+        states.append(RankState(rank, status, collective, as_traceback(dump)))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
     if missing is None:
         return states, ""
@@ -145,7 +145,7 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def shown(dump: str) -> str:
+def as_traceback(dump: str) -> str:
     """Return the frames of a dump as in Python tracebacks, with the source lines where they are
     known.
     """
