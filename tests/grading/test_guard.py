@@ -144,9 +144,9 @@ LONG = "import time\nstart = time.process_time()\nwhile time.process_time() < st
 def test_a_cells_time_is_the_processors_where_others_compute_and_the_clocks_where_it_waits(
     tmp_path,
 ):
-    receiver, sender = SPAWN.Pipe()
-    process = SPAWN.Process(target=use_a_busy_core, args=(str(tmp_path), sender))
-    others = [SPAWN.Process(target=spin) for _ in range(4)]
+    receiver, sender = SERVER.Pipe()
+    process = SERVER.Process(target=use_a_busy_core, args=(str(tmp_path), sender))
+    others = [SERVER.Process(target=spin) for _ in range(4)]
     try:
         for each in (*others, process):
             each.start()
