@@ -22,8 +22,6 @@ SUPPORT = str(ROOT / "tests" / "support")
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
-EVERY_DAY = ("04",)  # the other lessons run in make test-rest
-MARKS = {path.stem: () if path.name.startswith(EVERY_DAY) else pytest.mark.slow for path in LESSONS}
 
 
 def read(path):
@@ -88,9 +86,8 @@ def altered(notebook, world_size):
     return notebook
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in LESSONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())

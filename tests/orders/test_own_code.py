@@ -57,7 +57,10 @@ def all_of_them():
 STAGES = [key for key, stage in ladder.STAGES.items() if not stage.one_process]
 
 
-@pytest.mark.parametrize("key", STAGES)
+DRAWN = {"5": pytest.mark.slow, "7": pytest.mark.slow}  # of these, 21 orders are drawn
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=DRAWN.get(key, ())) for key in STAGES])
 def test_each_stage(key):
     assert_right(trained, key, threads=key in ("5", "7"))
 

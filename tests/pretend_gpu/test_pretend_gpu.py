@@ -69,7 +69,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "numbers = [number.item() for number in plan]", "waits",
     ),
 }  # fmt: skip
-EVERY_DAY = {"nobody waits for the backend": (), "missing_wait": pytest.mark.slow}
+ALWAYS = {"nobody waits for the backend", "missing_wait"}
 
 
 def run(script, *arguments, log, course=ROOT):
@@ -97,8 +97,12 @@ def found(findings):
 
 
 def marked(names):
-    """Parameters of a test, for the week but for two."""
-    return [pytest.param(name, marks=EVERY_DAY.get(name, pytest.mark.weekly)) for name in names]
+    """Parameters of a test: one is for make test-rest, and all others are for the week."""
+    parameters = []
+    for name in names:
+        mark = pytest.mark.slow if name in ALWAYS else pytest.mark.weekly
+        parameters.append(pytest.param(name, marks=mark))
+    return parameters
 
 
 def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_path):

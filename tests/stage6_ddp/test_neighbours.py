@@ -293,9 +293,8 @@ def whole_step(wrap, compiled):
     return [parameter.detach() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "wrap", [DistributedDataParallel, pytest.param(BucketedDDP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, BucketedDDP])
 def test_a_whole_step_may_be_compiled(wrap):
     compiled = launch(whole_step, wrap, True, world_size=2, timeout=300)
     for ours, theirs in zip(compiled, launch(whole_step, wrap, False, world_size=2), strict=True):

@@ -106,10 +106,13 @@ def timed(*ways):
 def take_the_same_time_twice(*ways):
     """Run all ways in one launch, and again in another; return the results of each rank."""
     first, second = (launch(timed, *ways, world_size=RANKS, **SETTING) for _ in range(2))
-    moments = [[moment for _, moment in outcomes] for outcomes in first]
-    assert moments == [[moment for _, moment in outcomes] for outcomes in second]
-    assert all(0 < before < after for before, after in pairwise(moments[0]))
-    return [[result for result, _ in outcomes] for outcomes in first]
+    results = []
+    for outcomes, again in zip(first, second, strict=True):
+        moments = [moment for _, moment in outcomes]
+        assert moments == [moment for _, moment in again]
+        assert all(0 < before < after for before, after in pairwise(moments))
+        results.append([result for result, _ in outcomes])
+    return results
 
 
 def test_torch_trains_as_one_process_does_and_takes_the_same_time_twice():
