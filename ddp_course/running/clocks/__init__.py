@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import DeadlockError
-from .clock import Clock, advance, local, moment, now, own, process, several_compute
+from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .table import CLOCK, FAILED, FLOOR, NEEDED, RUNNING, STATE, Table
+from .table import CLOCK, FAILED, Table
 
 __all__ = [
     "DeadlockError",
@@ -44,8 +44,7 @@ def enter(table: Table, rank: int) -> None:
     threading.Thread(target=stalls.watch, args=(table,), name="watchdog", daemon=True).start()
     slot = table.own_threads()[0]
     table.idents[slot] = threading.get_ident()
-    process.threads = process.needed = 1
-    local.clock = Clock(table, slot, 0)
+    local.clock = begin(table, slot, 0, needed=True)
     threads.patch()
     torch_inside.make_groups_with(group.Group)
 
@@ -59,22 +58,14 @@ def calling() -> Iterator[None]:
     if table is None:
         yield
         return
-    main = table.own_threads()[0]
     if own() is None:  # kept ranks are called again, and go on at the latest clock
         with table.lock:
-            start = int(table.arrays["threads"][CLOCK].max())
-            table.threads[FLOOR, main] = start
-            table.threads[STATE, main] = RUNNING
-            table.threads[NEEDED, main] = 1
-            process.threads += 1
-            process.needed += 1
-        local.clock = Clock(table, main, start)
+            latest = int(table.arrays["threads"][CLOCK].max())
+            local.clock = begin(table, table.own_threads()[0], latest, needed=True)
     try:
         yield
     except BaseException:
         table.head[FAILED] = 1
         raise
     finally:
-        table.threads[CLOCK, main] = own().moment  # type: ignore[union-attr]
         own().end()  # type: ignore[union-attr]
-        local.clock = None

@@ -81,12 +81,9 @@ def join_new_group(name: str, members: list[int]) -> int:
     ticket = joined(
         key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
     )
-    clock = own()
-    stand_until_booked(ticket)
+    wait(ticket)
     number = process.table.rows[GROUP, ticket.row]
-    clock.advance(process.table.rows[ARRIVES, ticket.row])
     process.table.members[number, process.table.rank] = 1
-    process.table.dropped.append(ticket.row)
     return number
 
 
