@@ -11,12 +11,11 @@ rank its clocks.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ...errors import DeadlockError
 from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .table import CLOCK, FAILED, Table
+from .table import FAILED, Table
 
 __all__ = [
     "DeadlockError",
@@ -52,20 +51,14 @@ def enter(table: Table, rank: int) -> None:
 @contextmanager
 def calling() -> Iterator[None]:
     """While the caller's function runs, the main thread has a clock; a rank that failed causes no
-    deadlock.
+    deadlock. A child that the function has forked has no clock, and nothing of it counts here.
     """
-    table: Any = process.table
-    if table is None:
-        yield
-        return
-    if own() is None:  # kept ranks are called again, and go on at the latest clock
-        with table.lock:
-            latest = int(table.arrays["threads"][CLOCK].max())
-            local.clock = begin(table, table.own_threads()[0], latest, needed=True)
     try:
         yield
     except BaseException:
-        table.head[FAILED] = 1
+        if process.table is not None:
+            process.table.head[FAILED] = 1
         raise
     finally:
-        own().end()  # type: ignore[union-attr]
+        if process.table is not None:
+            own().end()  # type: ignore[union-attr]

@@ -107,11 +107,10 @@ class Clock:
         self.moment = table.threads[CLOCK, slot]
 
     def end(self) -> None:
-        """This thread has ended, or goes on without a clock."""
+        """The thread has ended, or goes on without a clock."""
         local.clock = None
         with self.table.lock:
             threads = self.table.threads
-            threads[CLOCK, self.slot] = self.moment
             threads[STATE, self.slot] = FREE
             threads[FLOOR, self.slot] = FOREVER
             threads[TIMER, self.slot] = FOREVER
@@ -184,6 +183,6 @@ def several_compute() -> bool:
     if clock is None:
         return False
     needed = clock.table.threads[NEEDED, clock.slot]
-    if not needed and clock.slot not in process.daemons:
+    if not needed:
         process.daemons.add(clock.slot)
     return process.needed + len(process.daemons) > 1
