@@ -197,6 +197,8 @@ def test_lesson_keeps_its_form(path):
         f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
     )
     assert statistics.median(lengths) <= 7.5, f"median {statistics.median(lengths)} lines"
+    read = sum(len(lines(cell)) for cell in cells if "jupyter" not in cell.metadata)
+    assert read <= 170, f"{read} lines of code to read: fold cells that only measure or draw"
     importing = [
         cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)
     ]
