@@ -428,19 +428,16 @@ def limits(gpu, tokens, inner=4 * 8192):
 
 
 # %% limits-figure folded=true
-batches = [2**k for k in range(18, 27)]
-alone, both = {}, {}
-for gpu, colour in {"V100": "#009E73", "A100": "#0072B2", "H100": "#D55E00"}.items():
-    pairs = [limits(gpu, tokens) for tokens in batches]
-    alone[f"{gpu}, fully sharded"] = (batches, [sharded for sharded, _ in pairs], colour)
-    both[f"{gpu}, 8 to a layer too"] = (batches, [most for _, most in pairs], colour)
-sharded, most = limits("H100", 4e6)
-show.curves(alone, "tokens in a batch", "most GPUs", f"4 million tokens feed {sharded:.0f} H100s fully sharded, {most:,.0f} with 8 to a layer",
-            theory=both, log="xy", points=False, nested=True, kind="derived", height=4.4)  # fmt: skip
+reach = {gpu: limits(gpu, 4e6) for gpu in ("V100", "A100", "H100")}
+bars = {f"{gpu}s,\nfully sharded": sharded for gpu, (sharded, _) in reach.items()}
+bars |= {f"{gpu}s,\n8 to a layer too": most for gpu, (_, most) in reach.items()}
+alone, both = reach["H100"]
+show.bars(bars, "most GPUs that 4 million tokens feed", f"A batch of 4 million tokens feeds {alone:.0f} H100s fully sharded, {both:,.0f} with 8 to a layer",
+          form="{:,.0f}", kind="derived", width=9)  # fmt: skip
 
 # %% check-limits folded=true
 # NBVAL_CHECK_OUTPUT
-tokens_per_gpu = {gpu: round(4e6 / (limits(gpu, 4e6)[0] - 1), -2) for gpu in ("V100", "A100", "H100")}
+tokens_per_gpu = {gpu: round(4e6 / (sharded - 1), -2) for gpu, (sharded, _) in reach.items()}
 print("tokens that each GPU needs, fully sharded:", tokens_per_gpu)
 
 # %% [markdown]
