@@ -12,9 +12,9 @@ else after its first words, and its id is made of the name, so that a rebuild is
 byte. Outputs of cells whose source did not change are kept. In exercises nbgrader's markers count:
 what stands between `### BEGIN SOLUTION` and `### END SOLUTION` becomes a NotImplementedError, what
 stands between the HIDDEN TESTS markers goes. Lessons and exercises, never solutions, get badges and
-a cell that installs the course on Colab (elsewhere.py). The code of a cell with `folded=true` stands
-behind a click. A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2`
-is its check.
+a cell that installs the course on Colab (elsewhere.py). With `folded=true` a cell's code is behind
+a click. A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its
+check.
 """
 
 import argparse

@@ -196,7 +196,7 @@ def test_lesson_keeps_its_form(path):
         f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
     )
     visible = [len(lines(cell)) for cell in cells if "jupyter" not in cell.metadata]
-    assert sum(visible) <= 170, f"{sum(visible)} lines to read: fold cells that only measure or draw"
+    assert sum(visible) <= 170, f"{sum(visible)} lines to read: fold what only measures or draws"
     importing = [
         cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)
     ]
