@@ -21,8 +21,11 @@ from ddp_course.running import linux
 from .guard import enter
 
 FORK: Any = multiprocessing.get_context("fork")
-CELL_SECONDS, INTERRUPT_SECONDS = 20.0, 3.0
-FIRST_SHARE, SLOW_SHARE = 0.5, 0.05  # These are parts of a submission's time.
+CELL_SECONDS = 20.0
+INTERRUPT_SECONDS = 3.0
+LOOK_SECONDS = 0.5
+FIRST_SHARE = 0.5  # After this part of a submission's time all its slow cells are left out.
+SLOW_SHARE = 0.05
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 LEFT_OUT = "it was left out after {:.0f} s: the submission's time was running out"
 NEVER_RUN = "the submission's time was over before this cell could run"
@@ -47,68 +50,103 @@ def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Co
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
     errors: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    start = time.monotonic()
-    end, most = start + FIRST_SHARE * seconds, min(CELL_SECONDS, FIRST_SHARE * seconds)
-    while time.monotonic() < start + seconds:
+    left = FIRST_SHARE * seconds
+    most = min(CELL_SECONDS, left)
+    is_first = True
+    while left > 0:
         waiting = {name: source for name, source in cells.items() if name not in left_out}
-        bad, errors = run_once(waiting, folder, most, end)
+        bad, errors, used = run_once(waiting, folder, most, left)
         left_out |= bad
         if not bad:
             break
-        if time.monotonic() > end:  # From now on no cell may be slow.
-            end, most = start + seconds, min(most, SLOW_SHARE * seconds)
+        left -= used
+        if is_first and left <= 0:  # From now on no cell may be slow.
+            is_first = False
+            left += seconds - FIRST_SHARE * seconds
+            most = min(most, SLOW_SHARE * seconds)
     answers.send({name: (errors | left_out).get(name, NEVER_RUN) for name in cells})
 
 
 def run_once(
-    cells: Mapping[str, str], folder: str, most: float, end: float
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Run cells in a new kernel until `end`, a learner's for at most `most` seconds: {id: why it
-    must be left out}, and {id: its error} of the others.
+    cells: Mapping[str, str], folder: str, most: float, left: float
+) -> tuple[dict[str, str], dict[str, str], float]:
+    """Run cells in a new kernel, all for at most `left` seconds, a learner's for at most `most`:
+    {id: why it must be left out}, {id: its error} of the others, and the seconds used.
     """
     kernel = Kernel(folder)
     errors: dict[str, str] = {}
     took: dict[str, float] = {}
     bad: dict[str, str] = {}
     for name, source in cells.items():
-        start = time.monotonic()
-        left = end - start
-        allowed = min(most, left) if name.startswith(LEARNERS) else left
-        error = kernel.run(source, max(0.1, allowed))
-        took[name] = time.monotonic() - start
+        start = kernel.used
+        rest = max(0.1, left - start)
+        error = kernel.run(source, min(most, rest) if name.startswith(LEARNERS) else rest)
+        took[name] = kernel.used - start
         if error is None:
             bad = {name: DIED}
             break
-        if time.monotonic() > end:
+        if kernel.used > left:
             learners = [other for other in took if other.startswith(LEARNERS)]
             slow = [other for other in learners if took[other] > SLOW_SHARE * most] or [name]
             bad = {other: LEFT_OUT.format(took[other]) for other in slow}
             break
         errors[name] = error
     end_children()
-    return bad, errors
+    return bad, errors, kernel.used
 
 
 class Kernel:
-    """A process in which cells run, one after the other."""
+    """A process in which cells run, one after the other.
+
+    It has `used` seconds so far: of processor time, and of the clock while it waits for something.
+    So a busy machine takes nothing from a submission.
+    """
 
     def __init__(self, folder: str) -> None:
         self.connection, other = multiprocessing.Pipe()
         self.process = FORK.Process(target=be_kernel, args=(folder, other))
         self.process.start()
         other.close()
+        self.used = 0.0
+        self.computed = 0.0
 
     def run(self, source: str, seconds: float) -> str | None:
         """Run a cell; return its error, "" if there is none, or None if the kernel has ended."""
+        end = self.used + seconds
         try:
             self.connection.send(source)
-            if not self.connection.poll(seconds):
+            if not self.answers_before(end):
                 os.kill(self.process.pid, signal.SIGALRM)
-                if not self.connection.poll(INTERRUPT_SECONDS):
+                if not self.answers_before(end + INTERRUPT_SECONDS):
                     return None
             return self.connection.recv()
         except (EOFError, OSError):
             return None
+
+    def answers_before(self, end: float) -> bool:
+        """Whether there is an answer, or the kernel has ended, before it has used `end` seconds."""
+        self.looked = time.monotonic()
+        while self.used < end:
+            if self.connection.poll(LOOK_SECONDS):
+                return True
+            self.look()
+        return False
+
+    def look(self) -> None:
+        """Add what was used since the last look by the kernel and what it has started."""
+        now = time.monotonic()
+        waited = now - self.looked
+        computed = 0.0
+        computes = False
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                computed += times.user + times.system
+                computes |= process.status() == psutil.STATUS_RUNNING
+        more = computed - self.computed
+        self.used += min(waited, max(0.0, more)) if computes else waited
+        self.looked = now
+        self.computed = computed
 
 
 def be_kernel(folder: str, connection: Connection) -> None:
@@ -117,6 +155,8 @@ def be_kernel(folder: str, connection: Connection) -> None:
     from ipykernel.inprocess.ipkernel import InProcessKernel
 
     os.setpgid(0, 0)
+    with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
+        linux.unshare_as_anyone(linux.CLONE_NEWNS)
     linux.die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,6 +11,7 @@ import pickle
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -40,6 +41,7 @@ COLLECTIVES = tuple(
 groups: dict[
     int, Any
 ] = {}  # {size: group of the first `size` ranks}; the groups last for the whole launch.
+reading = threading.Lock()  # A `read` may draw from torch's one state of chance.
 
 
 class Attempt(NamedTuple):
@@ -84,8 +86,9 @@ def prepare() -> None:
     torch.manual_seed(dist.get_rank())
     torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     ranks = dist.get_world_size()
-    for size in range(1, ranks + 1) if ranks > 1 else ():
-        groups[size] = dist.new_group(list(range(size)), timeout=LONG)
+    if ranks > 1:
+        for size in range(1, ranks + 1):
+            groups[size] = dist.new_group(list(range(size)), timeout=LONG)
     # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
     # process.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -116,8 +119,9 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
         if task.read:
             returned = [list(parts[""].values()) for parts in by_rank]
             one_or_all = returned[0] if task.ranks == 1 else returned
-            for part, case, value in task.read(one_or_all, **attempt.inputs):
-                values.setdefault(part, {})[case] = value
+            with reading:
+                for part, case, value in task.read(one_or_all, **attempt.inputs):
+                    values.setdefault(part, {})[case] = value
             return Evidence(values)
         for rank, parts in enumerate(by_rank):
             for part, cases in parts.items():

@@ -5,6 +5,7 @@ Each rank writes a file per attempt: after a bad answer the launch is repeated f
 on.
 """
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,12 +16,13 @@ from typing import NamedTuple
 from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
 from ..running.links import Link
+from ..running.linux import usable_cores
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
-START_SECONDS = 7.0
+WAIT_SECONDS = 60.0  # So long a rank may wait on a quiet machine; computing has a limit of its own.
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
@@ -37,20 +39,16 @@ NOT_OURS = re.compile(
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
-def gather(
-    attempts: Sequence[Attempt],
-    enter: Callable | None = None,
-    stretch: float = 1.0,
-) -> list[Evidence]:
+def gather(attempts: Sequence[Attempt], enter: Callable | None = None) -> list[Evidence]:
     """The evidence of each attempt. Where ranks `enter` a submission's limits, before anything of
-    it runs, they keep to them; they may take `stretch` times as long as their tasks say.
+    it runs, they keep to them.
     """
     warm_up()
     results: list[Evidence] = []
     waiting = list(attempts)
     while waiting:
         task = find(waiting[0].number)
-        done, failure = launched(waiting, task, enter, stretch)
+        done, failure = launched(waiting, task, enter)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
@@ -86,12 +84,13 @@ def warm_up() -> None:
 
 
 def launched(
-    attempts: Sequence, task: Task, enter: Callable | None, stretch: float
+    attempts: Sequence, task: Task, enter: Callable | None
 ) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
     it.
     """
-    timeout = stretch * (START_SECONDS + task.seconds * len(attempts))
+    crowd = max(1.0, os.getloadavg()[0] / usable_cores())
+    timeout = crowd * (WAIT_SECONDS + task.seconds * len(attempts))
     failure = None
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         arguments = (list(attempts), folder, enter)
@@ -106,13 +105,12 @@ def launched(
             )
         except CourseError as error:
             failure = error
-        files = [
-            [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
-            for place in range(len(attempts))
-        ]
-        return [
-            [file.read_bytes() for file in row] for row in files if all(map(Path.exists, row))
-        ], failure
+        written = []
+        for place in range(len(attempts)):
+            files = [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            if all(map(Path.exists, files)):
+                written.append(list(map(Path.read_bytes, files)))
+        return written, failure
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -173,8 +171,8 @@ def still_running(error: LaunchTimeout, task: Task) -> str:
     """The line of the learner's that was still running when time ran out; else the task's hint."""
     for state in error.states:
         if frame := own_frame(state.stack, task):
-            where = f"still running on rank {state.rank}{place(frame, task)}"
-            return f"{where}: {task.hang if task.ranks > 1 else 'does it ever end?'}"
+            hint = task.hang if task.ranks > 1 else "does it ever end?"
+            return f"still running on rank {state.rank}{place(frame, task)}: {hint}"
     return task.hang if task.ranks > 1 else "is there a loop that never ends?"
 
 

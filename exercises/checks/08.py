@@ -335,13 +335,6 @@ class StageOfThree:
             self.targets = targets
             self.loss = torch.nn.functional.mse_loss
 
-    def gradients(self):
-        """The gradients of the module's parameters, end to end, zeros where there is none."""
-        missing = [
-            torch.zeros_like(p) if p.grad is None else p.grad for p in self.module.parameters()
-        ]
-        return torch.cat([gradient.reshape(-1) for gradient in missing])
-
 
 @task(
     "8.7",
@@ -366,14 +359,33 @@ class StageWithMessages:
         for microbatches in (4, 2):
             stage = StageOfThree(weights, inputs[:microbatches], targets)
             with wire.counting() as traffic:
-                most = 0
+                kept = []
                 for step in gpipe(3, microbatches)[dist.get_rank()]:
                     run = forward if isinstance(step, Forward) else backward
                     run(stage, step.microbatch)
-                    most = max(most, len(stage.kept))
-            about = f"GPipe, {microbatches} micro-batches, stage {dist.get_rank()}"
-            yield "gradients", f"{about}, the gradients of its parameters", stage.gradients()
-            yield "messages", f"{about}, messages sent in a step", traffic.messages_sent
-            yield "messages", f"{about}, bytes sent in a step", traffic.bytes_sent
-            yield "memory", f"{about}, micro-batches that are kept at the same time", most
-            yield "memory", f"{about}, micro-batches that are kept after the step", len(stage.kept)
+                    kept.append(len(stage.kept))
+            gradients = [parameter.grad for parameter in stage.module.parameters()]
+            sent = (traffic.messages_sent, traffic.bytes_sent)
+            yield "", microbatches, (gradients, sent, kept)
+
+    def read(returned, weights, inputs, targets):
+        for rank, of_rank in enumerate(returned):
+            for microbatches, (gradients, sent, kept) in zip((4, 2), of_rank, strict=True):
+                about = f"GPipe, {microbatches} micro-batches, stage {rank}"
+                case = f"{about}, the gradients of its parameters"
+                yield "gradients", case, {rank: end_to_end(gradients)}
+                yield "messages", f"{about}, messages sent in a step", {rank: sent[0]}
+                yield "messages", f"{about}, bytes sent in a step", {rank: sent[1]}
+                case = f"{about}, micro-batches that are kept at the same time"
+                yield "memory", case, {rank: max(kept)}
+                case = f"{about}, micro-batches that are kept after the step"
+                yield "memory", case, {rank: kept[-1]}
+
+
+def end_to_end(gradients):
+    """Gradients of a stage's weight and bias as one vector, zeros where there is none."""
+    shapes = ((5, 5), (5,))
+    tensors = []
+    for shape, gradient in zip(shapes, gradients, strict=True):
+        tensors.append(torch.zeros(shape) if gradient is None else gradient)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

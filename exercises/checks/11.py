@@ -1,9 +1,12 @@
 """Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks."""
 
+import copy
+import io
 import os
 import sys
 import tempfile
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course.checking.checks import load_tasks, task
+from ddp_course.checking.diagnosis import kind_of
+from ddp_course.checking.plain import ODD
 
 from .shared import require, several, tensors
 
@@ -28,10 +33,18 @@ class Unwritable:
         raise OSError(28, "No space left on device")
 
 
-def loaded(path):
-    """What `torch.load` returns, or the name of the error that it raises."""
+def content(path):
+    """The bytes of a file as a tensor; None if there is no such file."""
+    path = Path(path)
+    return torch.tensor(list(path.read_bytes()), dtype=torch.uint8) if path.is_file() else None
+
+
+def loaded(content):
+    """What `torch.load` makes of the bytes of a file, or the name of the error that it raises."""
+    if content is None:
+        return "there is no such file"
     try:
-        return torch.load(path, weights_only=False)
+        return torch.load(io.BytesIO(bytes(content.tolist())), weights_only=True)
     except Exception as error:
         return type(error).__name__
 
@@ -41,7 +54,9 @@ def watching(path, names):
     """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the
     same folder.
     """
-    events, watched, syncs = [], [str(path)], {name: getattr(os, name) for name in SYNCS}
+    events = []
+    watched = [str(path)]
+    syncs = {name: getattr(os, name) for name in SYNCS}
 
     def synced(handle):
         events.append(("sync",))
@@ -50,7 +65,7 @@ def watching(path, names):
     def renamed(event, values):
         if event == "os.rename" and os.path.abspath(values[1]) in watched:
             beside = os.path.dirname(os.path.abspath(values[0])) == str(path.parent)
-            events.append(("rename", loaded(values[0]), loaded(path), beside))
+            events.append(("rename", content(values[0]), content(path), beside))
 
     sys.addaudithook(renamed)
     own = {name: synced for name, value in names.items() if value in syncs.values()}
@@ -73,33 +88,39 @@ class SaveCheckpoint:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "checkpoint.pt"
             save_checkpoint(first, path)
-            yield "saved", "what torch.load finds", loaded(path)
+            yield "", "first", content(path)
             with watching(path, save_checkpoint.__globals__) as events:
                 save_checkpoint(second, path)
-            yield "saved", "what torch.load finds after a second one", loaded(path)
-            yield "saved", "the files in the folder", sorted(os.listdir(folder))
+            yield "", "second", (content(path), os.listdir(folder))
+            yield "", "events", events
             try:
                 save_checkpoint({**first, "rest": [Unwritable()]}, path)
                 error = "hidden"
             except OSError:
                 error = "let out"
-            full = "when the disk is full in the middle of writing"
-            yield "a full disk", f"{full}, what torch.load finds", loaded(path)
-            yield "a full disk", "the error", error
-            yield "a full disk", f"{full}, the files in the folder", sorted(os.listdir(folder))
+            yield "", "full", (content(path), os.listdir(folder), error)
+
+    def read(returned, first, second):
+        saved, (again, files), events, (left, files_left, error) = returned
+        yield "saved", "what torch.load finds", loaded(saved)
+        yield "saved", "what torch.load finds after a second one", loaded(again)
+        yield "saved", "the files in the folder", sorted(files)
+        full = "when the disk is full in the middle of writing"
+        yield "a full disk", f"{full}, what torch.load finds", loaded(left)
+        yield "a full disk", "the error", error
+        yield "a full disk", f"{full}, the files in the folder", sorted(files_left)
         yield from one_step(events)
 
 
 def one_step(events):
     """What holds at the moment when the new checkpoint takes the old one's name."""
     kinds = [event[0] for event in events]
-    _, new, old, beside = next(
-        (event for event in events if event[0] == "rename"), ("", None, None, None)
-    )
+    renames = [event for event in events if event[0] == "rename"]
+    _, new, old, beside = renames[0] if renames else ("", None, None, None)
     before = kinds[: kinds.index("rename")] if "rename" in kinds else []
     yield "in one step", "the finished file is put in place in one step", "rename" in kinds
-    yield "in one step", "what the new file holds when it is put in place", new
-    yield "in one step", "what the old file holds until then", old
+    yield "in one step", "what the new file holds when it is put in place", loaded(new)
+    yield "in one step", "what the old file holds until then", loaded(old)
     yield "in one step", "the temporary file lies beside the checkpoint", beside
     yield "in one step", "os.fsync is called", "sync" in kinds
     yield "in one step", "os.fsync comes before os.replace", "sync" in before
@@ -138,23 +159,50 @@ class ExactResume:
         model, optimizer = dropout_model(seed)
         train(model, optimizer, batches[:stop])
         state = capture(model, optimizer, stop)
-        yield (
-            "twice",
-            "the run that goes on after capture, its losses",
-            train(model, optimizer, batches[stop:]),
-        )
-        for number, name in enumerate(
-            ("the resumed run", "the second run from the same checkpoint"), 1
-        ):
+        yield "", "captured", snapshot(model, optimizer)
+        train(model, optimizer, batches[stop:])  # What was captured must not change by this.
+        for number in (1, 2):
             again, fresh = dropout_model(seed + number)
             step = resume(state, again, fresh)
-            buffers = torch.cat([buffer.double().reshape(-1) for buffer in again.buffers()])
-            part, goes_on = ("state", "goes on exactly") if number == 1 else ("twice", "twice")
-            yield part, f"{name}, its weights at the start", EX1.weights(again)
+            yield "", f"resumed {number}", (step, *snapshot(again, fresh))
+            train(again, fresh, batches[stop:])
+            yield "", f"trained {number}", EX1.weights(again)
+
+    def read(returned, seed, stop, batches):
+        captured, *resumed = returned
+        on = "the run that goes on after capture, its losses"
+        yield "twice", on, goes_on(captured, batches[stop:])[0]
+        names = ("the resumed run", "the second run from the same checkpoint")
+        parts = (("state", "goes on exactly"), ("twice", "twice"))
+        for name, (part, later), run in zip(names, parts, (resumed[:2], resumed[2:]), strict=True):
+            (step, model, optimizer, chance), trained = run
+            losses, weights, buffers = goes_on((model, optimizer, chance), batches[stop:])
+            yield part, f"{name}, its weights at the start", weights
             yield part, f"{name}, its buffers", buffers
             yield part, f"{name}, the number of the next step", step
-            yield part, f"{name}, entries in the optimizer's state", len(fresh.state)
-            yield goes_on, f"{name}, its losses", train(again, fresh, batches[stop:])
+            yield part, f"{name}, entries in the optimizer's state", len(optimizer["state"])
+            yield later, f"{name}, its losses", losses
+            yield later, f"{name}, its weights at the end", trained
+
+
+def snapshot(model, optimizer):
+    """All that the next steps depend on: states of the model, the optimizer and chance."""
+    states = [dict(thing.state_dict()) for thing in (model, optimizer)]
+    return (*copy.deepcopy(states), torch.get_rng_state())
+
+
+def goes_on(states, batches):
+    """The losses of a run that begins with the states of a snapshot; its weights and its buffers at
+    the start.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model, optimizer = dropout_model(0)
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        torch.set_rng_state(states[2])
+        weights = EX1.weights(model)
+        buffers = torch.cat([buffer.double().reshape(-1) for buffer in model.buffers()])
+        return train(model, optimizer, batches), weights, buffers
 
 
 ROOTS = (
@@ -248,18 +296,27 @@ class FindTheBugInTheRun:
         }
 
     def probe(the_bug, mended_run, seed, batches, peak, stops):
-        yield "the line", "the faulty line", the_bug()
+        yield "", "line", the_bug()
         whole, _ = mended_run(*small_net(seed), list(batches), peak, None, len(batches))
-        state, parts = None, []
+        yield "", "whole", list(whole)
+        state = None
+        parts = []
         for number, stop in enumerate(stops):
             model, optimizer = small_net(seed + number)
             losses, state = mended_run(model, optimizer, list(batches), peak, state, stop)
             parts.append(list(losses))
+        yield "", "parts", parts
+        yield "", "end", list(model.parameters())
+
+    def read(returned, seed, batches, peak, stops):
+        line, whole, parts, end = returned
+        yield "the line", "the faulty line", line
         about = f"stopped after {', '.join(map(str, stops[:-1]))} of {len(batches)} steps"
-        yield "mended", "the losses of a run that is never stopped", list(whole)
+        yield "mended", "the losses of a run that is never stopped", whole
         yield "mended", f"{about}, how many losses the parts have", [len(part) for part in parts]
-        yield "mended", f"{about}, the losses", [loss for part in parts for loss in part]
-        yield "mended", f"{about}, the weights at the end", EX1.weights(model)
+        yield "mended", f"{about}, the losses", list(chain.from_iterable(parts))
+        weights = torch.cat([parameter.reshape(-1) for parameter in end])
+        yield "mended", f"{about}, the weights at the end", weights
 
 
 CLINIC = Path(__file__).resolve().parents[1] / "clinic"
@@ -297,7 +354,10 @@ class Clinic:
         return {}
 
     def probe(diagnoses):
-        named = diagnoses()
+        yield "", "all", diagnoses()
+
+    def read(returned):
+        (named,) = returned
         require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
         for number, (culprit, pieces) in CAUSES.items():
             patient, diagnosis = f"patient {number}", named.get(number)
@@ -339,22 +399,33 @@ class Reshard:
             for rank in range(before):
                 part = {name: w.tensor_split(before)[rank].clone() for name, w in wholes.items()}
                 saved.append({"step": step, **part})
+            for rank in range(after):
+                state = reshard(saved, rank, after)
+                yield "", f"{before} {after} {rank}", (state, memory_behind(state))
+
+    def read(returned, wholes, step, changes):
+        states = iter(returned)
+        for before, after in changes:
             about = f"saved on {before} ranks, loaded on {after}"
             part = "fewer ranks" if after < before else "more ranks"
             extra = 0
             for rank in range(after):
-                state = reshard(saved, rank, after)
-                is_dict = isinstance(state, dict)
-                require(is_dict, f"{about}: a dict was expected, not {type(state).__name__}")
+                state, memory = next(states)
+                is_dict = isinstance(state, dict) and ODD not in state
+                require(is_dict, f"{about}: a dict was expected, not {kind_of(state)}")
                 case = f"{about}, rank {rank}"
                 yield part, f"{case}, the names", sorted(state)
                 for name in (name for name in wholes if name in state):
                     yield part, f"{case}, {name}", state[name]
-                    extra += memory_behind(state[name]) - 4 * len(state[name])
+                    extra += 4 * (len(memory[name]) - len(state[name]))
                 yield part, f"{case}, the step", state.get("step")
             yield "memory", f"{about}, bytes kept beyond the parts themselves", extra
 
 
-def memory_behind(tensor):
-    """Bytes of the memory that a tensor keeps alive."""
-    return tensor.untyped_storage().nbytes()
+def memory_behind(state):
+    """{name: all of the memory that a tensor keeps alive, as a tensor}."""
+    wholes = {}
+    for name, tensor in state.items() if isinstance(state, dict) else ():
+        if isinstance(tensor, torch.Tensor):
+            wholes[name] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return wholes

@@ -3,16 +3,19 @@ the time.
 """
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from answers import hand_in, submission_of
 
 from ddp_course.checking.checks import solution
-from ddp_grading import landlock
+from ddp_grading import guard, landlock, run_cells
 from ddp_grading.grader import grade
 from ddp_grading.guard import enter
 from ddp_grading.submissions import load_exercises
@@ -107,8 +110,80 @@ def test_no_process_of_another_is_ended(way, folders):
         other.wait()
 
 
-def test_shared_memory_is_bounded(folders):
+SEGMENTS = (
+    "import os, _posixshmem as shm\n"
+    "def fill(name):\n"
+    "    handle = shm.shm_open(name, os.O_CREAT | os.O_RDWR, 0o600)\n"
+    "    os.write(handle, bytes(32 << 20))\n"
+)
+
+
+def test_shared_memory_is_bounded_whether_it_has_a_name_or_not(folders):
     assert "Cannot allocate" in tried_inside(folders[0], "import mmap; mmap.mmap(-1, 16 << 30)")
+    many = f"{SEGMENTS}for number in range(40): fill(f'/ddp_course_test_{{number}}')"
+    assert "No space left" in tried_inside(folders[0], many)
+    few = f"{SEGMENTS}import multiprocessing\nfill('/ddp_course_test')\nmultiprocessing.Lock()"
+    assert tried_inside(folders[0], few) == ""
+    assert not [path for path in Path("/dev/shm").iterdir() if "ddp_course_test" in path.name]
+
+
+def test_where_it_cannot_be_bounded_there_is_none(folders, monkeypatch):
+    monkeypatch.setattr(guard.linux, "unshare_as_anyone", refuse)
+    assert guard.own_shared_memory() == []
+
+
+def refuse(flags):
+    raise PermissionError
+
+
+FIRST_CORE = min(psutil.Process().cpu_affinity())
+LONG = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 2: pass"
+
+
+def test_a_cells_time_is_the_processors_where_others_compute_and_the_clocks_where_it_waits(
+    tmp_path,
+):
+    receiver, sender = SPAWN.Pipe()
+    process = SPAWN.Process(target=use_a_busy_core, args=(str(tmp_path), sender))
+    others = [SPAWN.Process(target=spin) for _ in range(4)]
+    try:
+        for each in (*others, process):
+            each.start()
+        error, used, took = receiver.recv()
+        assert error == "" and used < 4 < took
+        error, used, took = receiver.recv()
+        assert "time.sleep(60)) was still running" in error and took < 40
+        process.join(60)
+    finally:
+        for each in (*others, process):
+            each.kill()
+
+
+def use_a_busy_core(folder, sender):
+    """Run a cell that computes and one that sleeps, each for at most 4 seconds, beside four
+    processes on the same core.
+    """
+    import ipykernel.inprocess.ipkernel  # noqa: F401 (a kernel begins sooner then)
+    import torch  # noqa: F401
+
+    for name in ("work", "answers", "ipython"):
+        (Path(folder) / name).mkdir()
+    os.environ["IPYTHONDIR"] = f"{folder}/ipython"
+    kernel = run_cells.Kernel(folder)
+    psutil.Process(kernel.process.pid).cpu_affinity([FIRST_CORE])
+    kernel.run("pass", 60)
+    for code in (LONG, "time.sleep(60)"):
+        start = time.monotonic()
+        used = kernel.used
+        error = kernel.run(code, 4.0)
+        sender.send((error, kernel.used - used, time.monotonic() - start))
+    run_cells.end_children()
+
+
+def spin():
+    os.sched_setaffinity(0, {FIRST_CORE})
+    while True:
+        pass
 
 
 def test_what_an_answer_writes_to_the_terminal_is_dropped(folders, capfd):
