@@ -61,8 +61,7 @@ def figures(copy: Path) -> Iterator[tuple[str, str]]:
                 outputs: list[Any] = cell.get("outputs", []) if cell.id == identifier else []
                 for output in outputs:
                     if "image/png" in output.get("data", {}):
-                        number, topic = lesson.split("_", 1)
-                        yield f"{number}: {topic.replace('_', ' ')}", output["data"]["image/png"]
+                        yield lesson.replace("_", " "), output["data"]["image/png"]
 
 
 def page(copy: Path, exercises: dict[int, Pristine]) -> str:
