@@ -532,7 +532,7 @@ print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activat
 # %% [markdown]
 r"""
 Every way holds most where forward ends and backward begins: then all activations are there. Sharding lowers the whole curve by
-what it divides, and no more; **activation checkpointing** takes the mountain away. torch's own ways are dashed. Its `fully_shard` peaks where
+what it divides, and no more; **activation checkpointing** keeps the activations of one quarter of the model at a time. torch's own ways are dashed. Its `fully_shard` peaks where
 ours does; its ZeRO-1 holds 4 bytes per parameter more than ours, which are DDP's buckets. The remedies stand beside the faults: checkpointing keeps only some activations and computes the others again;
 smaller blocks mean that less is whole at a time.
 

@@ -179,8 +179,8 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 # %% [markdown]
 r"""
 Well below it, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
-steps, and samples are wasted. In between one changes slowly into the other: at the critical size training takes twice
-the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
+steps, and samples are wasted. In between one changes slowly into the other: by the theory training takes, at the critical
+size, twice the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
 looks best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as
 low as a small one, a batch above it is behind.
 """
