@@ -209,7 +209,7 @@ GENERAL = {  # what nobody foresaw: {edits of a solution: the relation that is t
     ("3.3", ("tensor /= dist.get_world_size(group)", "tensor.zero_()")): "all of it is 0",
     ("4.2", ("target += incoming", "target += incoming\n        target.neg_()")): "was expected",
     ("4.5", ("return min(", "return 1 + min(")): "all are +1 off",
-    ("1.1", ("return loss.item()", "return -loss.item()")): "the sign is the other way round",
+    ("1.1", ("return loss.item()", "return -loss.item()")): "all are -1 times what was expected",
 }
 
 
