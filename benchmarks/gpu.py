@@ -5,8 +5,8 @@ Is every stage right there, with races made likely? Does the preloaded server su
 failures name the culprit, does nothing stay on the device? How long is a step of stage 6 beside
 torch's, and how much memory does it take? With `--device cpu` the same runs without a GPU, as
 far as that is possible. At the end stands one table: right, safe, fast, each row "yes", "no" or
-"not checked here, because …"; it is `answers` in results/gpu.json. It needs torch (2.10 or newer)
-and numpy, nothing else: `python -m benchmarks gpu` in the checkout.
+"not checked here, because …"; it is `answers` in results/gpu.json. It needs torch (2.10 or newer),
+NumPy, cloudpickle and tqdm: `python -m benchmarks gpu` in the checkout; matplotlib draws.
 """
 
 import argparse
@@ -77,6 +77,7 @@ NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
 SEVERAL = "it needs several GPUs"
 WEAK = 0.7  # On all GPUs a step may take 1 / 0.7 times as long as on one, each with its own batch.
 NOTHING_LEFT = "no process is left on a GPU"
+MARK = "@pytest.mark.cuda"  # Only files with such tests are collected.
 CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
 
@@ -384,19 +385,11 @@ def compared(args: argparse.Namespace) -> Part:
 def own_tests(args: argparse.Namespace) -> Part:
     """The project's tests that are marked `cuda`, where the checkout and pytest are there."""
     root = Path(__file__).resolve().parents[1]
-    if importlib.util.find_spec("pytest") is None or not (root / "tests").is_dir():
+    files = [str(file) for file in root.glob("tests/**/*.py") if MARK in file.read_text("utf-8")]
+    if importlib.util.find_spec("pytest") is None or not files:
         return Part([{"tests": "not run: they need pytest and the checkout"}])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "cuda",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-    ]
+    options = ["-q", "-m", "cuda", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     summary = (ended.stdout.strip() or ended.stderr.strip() or "nothing printed").splitlines()[-1]
     failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]

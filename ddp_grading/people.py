@@ -124,9 +124,10 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
     several are.
     """
     words = list(owner.about.values())  # A service says which words of a path are the learner's.
-    for part in () if words else map(without_ending, parts):
-        words += [part, *part.split("_")]
-        words += [part[dash.end() :] for dash in re.finditer("-", part)]
+    if not words:
+        for part in map(without_ending, parts):
+            words += [part, *part.split("_")]
+            words += [part[dash.end() :] for dash in re.finditer("-", part)]
     wanted = set(map(plainly, words)) - {""}
     for known_by in (ids_of, names_of):
         found = [name for name, about in roster.items() if wanted & known_by(name, about)]

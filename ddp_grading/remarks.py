@@ -16,43 +16,11 @@ from .results import Result
 LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
 ALIKE = 0.95
 MOST_REMARKS = 6
-LEADS_OUT = frozenset(
-    {
-        "__builtins__",
-        "__closure__",
-        "__code__",
-        "__dict__",
-        "__globals__",
-        "__import__",
-        "__subclasses__",
-        "_getframe",
-        "builtins",
-        "ctypes",
-        "eval",
-        "exec",
-        "f_back",
-        "get_objects",
-        "importlib",
-        "inspect",
-        "linecache",
-        "os",
-        "multiprocessing",
-        "open",
-        "pathlib",
-        "pickle",
-        "shutil",
-        "socket",
-        "subprocess",
-        "tempfile",
-        # These names can fake equality.
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__bool__",
-        "__float__",
-        "__len__",
-        "__class__",
-    }
+LEADS_OUT = set(
+    "__builtins__ __closure__ __code__ __dict__ __globals__ __import__ __subclasses__ _getframe"
+    " builtins ctypes eval exec f_back get_objects importlib inspect linecache os multiprocessing"
+    " open pathlib pickle shutil socket subprocess tempfile"
+    " __eq__ __ne__ __lt__ __bool__ __float__ __len__ __class__".split()  # These fake equality.
 )
 
 
@@ -94,9 +62,8 @@ def shape(source: str) -> list[str]:
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two shapes are nearly the same."""
     matcher = SequenceMatcher(None, words, other, autojunk=False)
-    return (
-        min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= ALIKE and matcher.ratio() >= ALIKE
-    )
+    quick = min(matcher.real_quick_ratio(), matcher.quick_ratio())
+    return quick >= ALIKE and matcher.ratio() >= ALIKE
 
 
 def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:

@@ -205,7 +205,10 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path):
         RankError, match=r'no checkpoint could be written to ".*/file/run": Not a directory'
     ):
         launch(
-            lambda: run([*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"], leg=notice),
+            lambda: run(
+                [*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"],
+                train_to_next_checkpoint=notice,
+            ),
             world_size=2,
         )
     assert not began.exists()

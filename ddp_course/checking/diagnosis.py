@@ -66,7 +66,9 @@ def verdict(
     wrong = {
         name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
     }
-    still, *tried = (others() if wrong else []) or [Evidence(None)]
+    still, *tried = [Evidence(None)]
+    if wrong:
+        still, *tried = others() or [Evidence(None)]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
     messages = dict.fromkeys(task.parts, "")
@@ -114,7 +116,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
     if secret:
         return (
             f"{first.case}:"
-            f" {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
+            f" {unlike_type(first.actual, first.expected) or f'{in_words(first.actual)} is not it'}"
         )
     where = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
@@ -127,8 +129,8 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
 
 def in_short(value: Value) -> str:
     """The answer's number, or its short list beside the expected one; "" for any other value."""
-    text = shown(value.actual)
-    expected = shown(value.expected)
+    text = in_words(value.actual)
+    expected = in_words(value.expected)
     if type(value.actual) in (int, float):
         return f" (yours: {text})"
     if isinstance(value.actual, list | tuple) and len(text) + len(expected) < 100:
@@ -167,14 +169,11 @@ def count_numbers(values: Sequence[Value]) -> int:
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     """Which ranks are wrong in the first wrong case; "" if all ranks are."""
-    ranks, of_case = (
-        [value.rank for value in some if value.case == wrong[0].case] for some in (wrong, values)
-    )
-    return (
-        f" (on rank {', '.join(map(str, ranks))}; the others are right)"
-        if len(ranks) < len(of_case)
-        else ""
-    )
+    case = wrong[0].case
+    ranks = [str(value.rank) for value in wrong if value.case == case]
+    if len(ranks) == sum(value.case == case for value in values):
+        return ""
+    return f" (on rank {', '.join(ranks)}; the others are right)"
 
 
 def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
@@ -226,7 +225,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
     size = ""
     if type(expected) in (int, float) and actual == actual:
         size = "too small: " if actual < expected else "too large: "
-    return f"{what} is {size}{shown(actual)}; {shown(expected)} was expected"
+    return f"{what} is {size}{in_words(actual)}; {in_words(expected)} was expected"
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
@@ -249,14 +248,15 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     place = int(places[0])
     x = actual.reshape(-1).double()
     y = expected.reshape(-1).double()
-    odd = (
-        "; such numbers come up when bytes are read as another dtype, or when nobody has filled a"
-        " buffer"
-    )
-    huge = bool(x[place].abs() > 1e6 * largest(expected))
+    odd = ""
+    if x[place].abs() > 1e6 * largest(expected):
+        odd = (
+            "; such numbers come up when bytes are read as another dtype, or when nobody has filled"
+            " a buffer"
+        )
     return (
         f"{len(places)} of {len(x)} numbers are wrong: number {place} is {x[place]:.6g};"
-        f" {y[place]:.6g} was expected{odd if huge else ''}"
+        f" {y[place]:.6g} was expected{odd}"
     )
 
 
@@ -268,7 +268,7 @@ def kind_of(actual: Any) -> str:
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def shown(thing: Any) -> str:
+def in_words(thing: Any) -> str:
     """A value as a message shows it."""
     return f"{thing:.10g}" if type(thing) in (int, float) else repr(thing)[:200]
 
@@ -279,13 +279,11 @@ def numbers(thing: Any) -> torch.Tensor:
         return thing.reshape(-1).double()
     if type(thing) in (int, float, bool):
         return torch.tensor([float(thing)], dtype=torch.float64)
-    items = (
-        list(thing.values())
-        if isinstance(thing, dict)
-        else list(thing)
-        if isinstance(thing, list | tuple)
-        else []
-    )
+    items: list[Any] = []
+    if isinstance(thing, dict):
+        items = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        items = list(thing)
     return torch.cat([torch.empty(0, dtype=torch.float64), *map(numbers, items)])
 
 
@@ -293,18 +291,16 @@ def relation(wrong: Sequence[Value]) -> str:
     """What holds between all wrong values (x), those expected (y) and those left by doing nothing
     (z): "words: ".
     """
-    x, y, z = (
-        torch.cat(list(map(numbers, column))) for column in list(zip(*wrong, strict=True))[2:]
-    )
+    x = numbers([value.actual for value in wrong])
+    y = numbers([value.expected for value in wrong])
+    z = numbers([value.still for value in wrong])
     if len(x) != len(y) or not len(x):
         return ""
     differs = not near(x, y)
     several = differs and len(x) > 1
     scaled = several and len(x) > 2 and bool(y.any())
     factor = (x / y)[y.abs().argmax()].item()
-    digits = next(
-        (n for n in range(7) if x.tolist() == [round(item, n) for item in y.tolist()]), None
-    )
+    digits = digits_left(x, y)
     laws = {
         "nothing has changed: what was given must be changed itself, in place": several
         and near(x, z),
@@ -319,8 +315,19 @@ def relation(wrong: Sequence[Value]) -> str:
     return next((f"{words}: " for words, holds in laws.items() if holds), "")
 
 
+def digits_left(x: torch.Tensor, y: torch.Tensor) -> int | None:
+    """To how many digits after the point `x` is `y` rounded, up to 6; None if it is not."""
+    for digits in range(7):
+        if x.tolist() == [round(number, digits) for number in y.tolist()]:
+            return digits
+    return None
+
+
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two vectors are equal to rounding."""
-    return len(x) == len(y) and bool(
-        ((x - y).abs() <= 1e-6 * (y.abs() + largest(y) * (len(y) > 1))).all()
-    )
+    """Whether two vectors are equal to rounding; of several numbers the largest counts too."""
+    if len(x) != len(y):
+        return False
+    size = y.abs()
+    if len(y) > 1:
+        size = size + largest(y)
+    return bool(((x - y).abs() <= 1e-6 * size).all())

@@ -8,13 +8,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
 from .. import ladder
+from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
+from ..measuring.on_your_gpus import large_problem, name_devices
 from ..running.devices import rank_device
-from ..running.devices.placement import usable_gpus
+from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
@@ -27,14 +30,11 @@ from . import as_typed
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
+    add_training_options(parser)
     gpus = usable_gpus()
     ranks = max(2, 2 ** (gpus.bit_length() - 1)) if gpus else 4  # They share the batch equally.
     parser.add_argument(
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
-    )
-    parser.add_argument(
-        "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
     )
     parser.add_argument(
         "--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}"
@@ -45,23 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-speed", default="auto", help="such as 2GFLOP/s, or none: the processor as it is"
     )
-    parser.add_argument("--dtype", default="float32", help="float32 or float64")
-    parser.add_argument(
-        "--global-batch",
-        type=whole_number,
-        metavar="B",
-        help="samples per step; None: the problem's",
-    )
-    parser.add_argument(
-        "--parameters",
-        type=whole_number,
-        metavar="P",
-        help="size of the model; None: the problem's",
-    )
-    parser.add_argument(
-        "--bucket-cap-mb", type=positive_number, default=0.25, metavar="M", help="MiB per bucket"
-    )
-    parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
     parser.add_argument(
         "--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem"
     )
@@ -74,17 +57,56 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
 
 
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained."""
+    parser.add_argument(
+        "--problem",
+        help="digits, bytes or synthetic; None: digits, or on GPUs bytes of a size and a batch for"
+        " which one GPU needs at least 50 ms",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=whole_number,
+        metavar="P",
+        help="size of the model; None: the problem's",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=whole_number,
+        metavar="B",
+        help="samples per step; None: the problem's",
+    )
+    parser.add_argument(
+        "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
+    )
+    parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
+    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=positive_number,
+        metavar="M",
+        help="MiB per bucket; None: 0.25, or eight buckets in the problem for GPUs",
+    )
+
+
 def main(args: argparse.Namespace) -> None:
     """Run the comparison, on the ranks of torchrun if it has started them; write the results and
     print the table.
     """
     writable_folder(args.out)
-    options = {name: value for name, value in vars(args).items() if name not in ("main", "out")}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: value for name, value in given.items() if name not in ("main", "out")}
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)
         options |= {"device": str(rank_device()), "device_speed": "none", "link": None}
+    if "problem" not in options and emulated.on_gpus(options["device"]):
+        options = large_problem(options["device"], options["world_size"]) | options
     results = run(**options, progress=rank == 0)
+    if results["device"] == "cuda" and JOB not in os.environ:
+        gpus = dict.fromkeys(placement(args.device, args.world_size)[1])
+        names = [torch.cuda.get_device_name(gpu) for gpu in gpus]
+        results["measured_on"] = name_devices(names, args.world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank:

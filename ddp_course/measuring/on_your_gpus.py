@@ -4,6 +4,7 @@ yours = on_your_gpus("3")           trains
 show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .timing import stopwatch
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
 WIDEST = 768
 LARGEST_SHARE = 256  # samples of one device
+FAST_ENOUGH = 0.75  # The sentence about a larger batch speaks of this part of K times the speed.
 RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
 
 
@@ -50,22 +52,42 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
         names = []
         steps = 5
     results = run(
-        "bytes",
-        world_size,
-        steps,
-        f"1,{stages}",
+        world_size=world_size,
+        steps=steps,
+        stages=f"1,{stages}",
         device_speed="none",
         link=None,
-        parameters=size.parameters,
-        global_batch=size.global_batch,
-        bucket_cap_mb=max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
-        lr=RATE,
         progress=True,
+        **problem_options(size),
     )
     results["measured_on"] = name_devices(names[:world_size], world_size)
     results["message"] = message(results, len(names))
     results["max_abs_diff"] = max(each["max_abs_diff_vs_single"] for each in results["stages"])
     return results
+
+
+def problem_options(size: Size) -> dict[str, Any]:
+    """The options of `comparison.run` that train the bytes GPT of this size."""
+    return {
+        "problem": "bytes",
+        "parameters": size.parameters,
+        "global_batch": size.global_batch,
+        "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
+        "lr": RATE,
+    }
+
+
+def large_problem(device: str, world_size: int) -> dict[str, Any]:
+    """The options of `comparison.run` for a problem of which one GPU needs at least 50 ms for a
+    step; the ranks of a job all call this, and rank 0 tries the sizes.
+    """
+    if not dist.is_initialized():
+        return problem_options(launch(find_size, world_size, world_size=1, device=device)[0][0])
+    chosen: list[Any] = [None]
+    if dist.get_rank() == 0:
+        chosen = [find_size(world_size)[0]]
+    dist.broadcast_object_list(chosen)
+    return problem_options(chosen[0])
 
 
 def sizes(world_size: int) -> Iterator[Size]:
@@ -116,6 +138,15 @@ def profile_step(size: Size, file: str) -> None:
         profiler.export_chrome_trace(file)
 
 
+def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
+    """How many times as many samples a batch needs so that `ranks` GPUs have `FAST_ENOUGH` of their
+    speed, if a step of one takes as many times as long, and messages take what they take now.
+    """
+    messages_ms = together_ms - alone_ms / ranks
+    saved_ms = alone_ms / ranks * (1 / FAST_ENOUGH - 1)  # So much may messages take now.
+    return math.ceil(messages_ms / saved_ms)
+
+
 def name_devices(names: list[str], ranks: int) -> str:
     """The devices: "4 × NVIDIA H100", or the processor."""
     if not names:
@@ -136,6 +167,12 @@ def message(results: dict[str, Any], gpus: int) -> str:
         if gpus >= ranks:
             devices = f"{ranks} GPUs"
             reason = "this model is too small for them"
+            if ladder.find(stage["stage"]).splits_batch:
+                times = samples_needed(alone["step_ms"], stage["step_ms"], ranks)
+                reason += (
+                    f"; with {times} times as many samples they would be"
+                    f" {FAST_ENOUGH * ranks:.2g} times as fast"
+                )
         elif gpus:
             devices = f"{ranks} ranks"
             reason = "they share what one could use alone"

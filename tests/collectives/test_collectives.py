@@ -9,22 +9,14 @@ import torch.distributed as dist
 from oracles import assert_all_equal_sum, rank_tensor
 
 from benchmarks import pipelined_ring
-from ddp_course import launch
-from ddp_course.collectives import (
-    duplex_server_all_reduce,
-    halving_doubling_all_reduce,
-    hierarchical_all_reduce,
-    tree_all_reduce,
-)
+from ddp_course import collectives, launch
+from ddp_course.collectives import hierarchical_all_reduce
 from ddp_course.running import wire
 
 ALGORITHMS = {
-    "tree": tree_all_reduce,
-    "halving-doubling": halving_doubling_all_reduce,
-    "hierarchical": hierarchical_all_reduce,
-    "pipelined ring": pipelined_ring.pipelined_ring_all_reduce,
-    "duplex server": duplex_server_all_reduce,
+    name.removesuffix("_all_reduce"): getattr(collectives, name) for name in collectives.__all__
 }
+ALGORITHMS["pipelined ring"] = pipelined_ring.pipelined_ring_all_reduce
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
@@ -108,10 +100,10 @@ def test_bytes_and_messages(world_size):
     )
     share = 2 * (world_size - 1) * size // world_size
     for rank, found in enumerate(ranks):
-        assert found["halving-doubling"] == (share, 2 * rounds)
+        assert found["halving_doubling"] == (share, 2 * rounds)
         assert found["pipelined ring"] == found["hierarchical"] == (share, 2 * (world_size - 1))
         peers = world_size - 1 if rank == 0 else 1
-        assert found["duplex server"] == (peers * size, peers * 16)
+        assert found["duplex_server"] == (peers * size, peers * 16)
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
     assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
 

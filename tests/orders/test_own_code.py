@@ -76,7 +76,7 @@ def trained(key):
     stage = ladder.find(key)
     problem = "digits" if stage.splits_batch else "bytes"
     size = {} if stage.splits_batch else {"parameters": 20_000}
-    work = job.checked(problem, RANKS, 2, 12, 0.1, **size)
+    work = job.make_job(problem, RANKS, 2, 12, 0.1, **size)
     shares = (dist.get_rank(), RANKS) if stage.splits_batch else ()
     train_stage = stage.trainer({"bucket_cap_mb": 0.01, "tensor": RANKS, "stages": RANKS})
     train_stage(work.model(), work.batches(*shares), work.lr)

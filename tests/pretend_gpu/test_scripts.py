@@ -64,6 +64,17 @@ def test_the_doctors_two_ranks_send_as_it_says(gpus, sum_on, cells, tmp_path):
     assert bool(findings.communicators) == (gpus > 1)
 
 
+@pytest.mark.parametrize("words", [["-m", "ddp_course.cli"], [*TORCHRUN, "ddp_course.cli"]])
+def test_compare_chooses_a_problem_that_is_large_enough(words, tmp_path):
+    options = ["compare", "--stages", "3", "--steps", "2", "--global-batch", "16", "--out", "out"]
+    _, findings = run(2, tmp_path / "log", *words, *options)
+    results = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert results["problem"] == "bytes" and results["global_batch"] == 16
+    assert results["parameters"] > 40_000
+    assert max(stage["max_abs_diff_vs_single"] for stage in results["stages"]) < 1e-4
+    assert findings.communicators and not findings.foreign and not findings.races
+
+
 ON_THE_MASTER = """
 import torch
 from ddp_course.stage2_dataparallel import replicate

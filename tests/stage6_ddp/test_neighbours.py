@@ -247,8 +247,8 @@ def test_torchs_class_and_ours_do_the_same_beside(name):
 
 
 def copied_by_rank_0():
-    """A copy for averaged weights, made by one rank only, while buckets are to be measured."""
-    parallel = DistributedDataParallel(seeded(Net), bucket_cap_mb="auto")
+    """A copy for averaged weights, made by one rank only, before and after buckets are rebuilt."""
+    parallel = DistributedDataParallel(seeded(Net))
     for step in range(3):
         if dist.get_rank() == 0:
             copy.deepcopy(parallel)
