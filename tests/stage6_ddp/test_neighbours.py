@@ -293,6 +293,7 @@ def whole_step(wrap, compiled):
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, BucketedDDP])
 def test_a_whole_step_may_be_compiled(wrap):
     compiled = launch(whole_step, wrap, True, world_size=2, timeout=300)
