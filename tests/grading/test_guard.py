@@ -21,8 +21,8 @@ from ddp_grading.guard import enter
 from ddp_grading.submissions import load_exercises
 
 EXERCISES = load_exercises()
-SERVER = multiprocessing.get_context("forkserver")  # it loads this file, and torch, once
-SERVER.set_forkserver_preload([__name__])
+SERVER = multiprocessing.get_context("forkserver")  # it loads torch once for all tests
+SERVER.set_forkserver_preload(["ddp_grading.grader", "ddp_course.checking.evidence"])
 
 
 def tried_inside(folder, code):
