@@ -36,13 +36,8 @@ $(VENV)/tools: requirements-dev.lock $(VENV)/installed
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	@$(BIN)/ddp-course compare $(ARGS)
 
-# Three files at a time: the launches of one file share a server. What failed is tried once more with
-# nothing beside it, and named twice: a fault fails again, a full machine does not.
-define run_tests
-	@$(BIN)/python -m pytest --durations=20 --cache-clear -m "$(1) and not weekly" $(BESIDE) tests; ended=$$?; \
-	[ $$ended = 0 ] || { [ $$ended = 1 ] && echo "Once more, one at a time, what has failed:" && \
-	$(BIN)/python -m pytest -m "not weekly" --last-failed --last-failed-no-failures none tests; }
-endef
+# Three files at a time: the launches of one file share a server.
+run_tests = $(BIN)/python -m pytest --durations=20 -m "$(1) and not weekly" $(BESIDE) tests
 
 test: tools  ## whether a change holds, in ten minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)

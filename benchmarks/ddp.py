@@ -3,7 +3,7 @@ CPU.
 
 Both train copies of the same model in the same processes and take turns step by step, so that
 whatever disturbs the machine disturbs both. Other parts measure what the Python hooks cost per
-parameter, memory, overlap, and "auto" buckets over a slow link.
+parameter, memory and overlap.
 """
 
 import argparse
@@ -16,11 +16,9 @@ from itertools import permutations, product
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course import problems
 from ddp_course.errors import EmulationError
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.links import Link
@@ -31,34 +29,26 @@ from .pipelined_ring import pipelined_ring_all_reduce
 from .training import model_and_batch, step
 
 WORLD_SIZES = (2, 4)
-EACH, GEOMETRIC_MEAN, RING_EACH, MEMORY, SLOW_LINK, HOOK_MICROSECONDS = (
-    1.05,
-    1.00,
-    1.10,
-    1.05,
-    0.95,
-    15,
-)
+# Promises: times torch's, but for the microseconds that a hook may cost.
+EACH = 1.05
+GEOMETRIC_MEAN = 1.00
+RING_EACH = 1.10
+MEMORY = 1.05
+HOOK_MICROSECONDS = 15
 MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 1024}, 64),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
     "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
     "encoder, 48 small parameters": ("encoder", {}, 16),
-    "GPT, 1 M, large batch": ("bytes", {"parameters": 1_000_000}, 24),
 }
-STEPS, SLOW = (
-    list(MODELS)[:4],
-    list(MODELS)[4],
-)  # SLOW's backward pass must last as long as a slow all-reduce.
 VIEWS = (
     "MLP, 4 M",
     "encoder, 48 small parameters",
 )  # One has few large parameters, the other many small ones.
-RING = {"all_reduce": pipelined_ring_all_reduce}
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
     "ours": DistributedDataParallel,
-    "ours, ring": partial(DistributedDataParallel, **RING),
+    "ours, ring": partial(DistributedDataParallel, all_reduce=pipelined_ring_all_reduce),
 }
 ORDERS = list(permutations(WRAPPERS))  # The last order is the first one reversed.
 MEMORY_LAUNCHES, VIEW_LAUNCHES = 9, 5
@@ -78,7 +68,7 @@ def step_times(args: argparse.Namespace) -> Part:
     launches' medians.
     """
     rows = []
-    for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
+    for (network, link), model, world_size in product(networks().items(), MODELS, WORLD_SIZES):
         orders = (
             ORDERS if link is None else (ORDERS[0], ORDERS[-1])
         )  # Over links times vary less: two orders will do.
@@ -311,67 +301,11 @@ def hidden_share(events: list[Any]) -> float:
     return sum(max(0, min(end, computed) - start) for start, end in sums) / total
 
 
-def slow_link(args: argparse.Namespace) -> Part:
-    """A link on which the all-reduce takes as long as the backward pass: torch's defaults, and ours
-    on "auto".
-    """
-    world_size = 2
-    seconds = on_cpu(backward_seconds, SLOW, world_size=world_size)
-    name, options, _ = MODELS[SLOW]
-    gradient_bits = 32 * sum(
-        parameter.numel() for parameter in problems.make(name, **options).model().parameters()
-    )
-    bandwidth = 2 * (world_size - 1) / world_size * gradient_bits / seconds
-    link = virtual_hosts(f"{bandwidth / 1e6:.0f}Mbit", world_size)
-    if link is None:
-        return Part([])
-    row = {
-        "model": SLOW,
-        "world_size": world_size,
-        "bandwidth_bits_s": bandwidth,
-        "backward": seconds,
-    }
-    row |= on_cpu(auto_in_turn, SLOW, args.repeats, world_size=world_size, link=link)
-    promise = Promise(
-        "slow link, step time on auto, times torch's", row["ours, auto"] / row["torch"], SLOW_LINK
-    )
-    return Part([row], [promise], [{"Mbit/s": bandwidth / 1e6, **ratios(row)}])
-
-
-def backward_seconds(model: str) -> float:
-    """On each rank: median seconds of a backward pass without communication, all ranks at work."""
-    make, inputs, targets = model_and_batch(*MODELS[model])
-    module = make()
-
-    def backward():
-        loss = cross_entropy(module(inputs), targets)
-        began = time.perf_counter()
-        loss.backward()
-        return time.perf_counter() - began
-
-    return medians({"backward": backward}, 10)["backward"]
-
-
-def auto_in_turn(model: str, repeats: int) -> dict[str, float]:
-    """On each rank: median seconds of a step with torch's defaults, and with our ring and automatic
-    buckets.
-    """
-    automatic = partial(DistributedDataParallel, bucket_cap_mb="auto", **RING)
-    wrappers: dict[str, Callable[..., Any]] = {
-        "torch": TorchDDP,
-        "ours": DistributedDataParallel,
-        "ours, auto": automatic,
-    }
-    steps = {name: training_step(wrapper, model) for name, wrapper in wrappers.items()}
-    return medians(steps, repeats, warm_up=4)
-
-
 PARTS = {
     "steps": step_times,
     "views": views_into_buckets,
     "hooks": hook_costs,
     "memory": memory,
     "overlap": overlap,
-    "slow link": slow_link,
 }
 BENCHMARK = Benchmark("ddp", "stage 6 over torch's DistributedDataParallel", PARTS, repeats=20)

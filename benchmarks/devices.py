@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_course import ladder
 from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, checked
+from ddp_course.measuring.job import Job, make_job
 from ddp_course.measuring.recording import Recording
 from ddp_course.measuring.simulate import Network, simulate
 from ddp_course.measuring.theory import Costs
@@ -140,7 +140,7 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
 
 def job_of(setting: dict[str, Any]) -> Job:
     """The digits, in batches that any number of ranks can share."""
-    return checked(
+    return make_job(
         "digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"]
     )
 

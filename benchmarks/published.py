@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddp_course.measuring.simulate import resnets
-from ddp_course.measuring.simulate.algorithms import gloo_ring, nccl_ring
 from ddp_course.measuring.simulate.network import Network
 from ddp_course.measuring.simulate.step import play, simulate
 from ddp_course.measuring.theory import Costs
 from ddp_predictions.frozen import constants, numbers
 from ddp_predictions.runs import read_run
 from ddp_predictions.transformers import step
+
+from .libraries import gloo_ring, nccl_ring
 
 MIB = 2**20
 PER_HOST = 8

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ddp_course import Device, Link, launch
 from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, checked
+from ddp_course.measuring.job import Job, make_job
 from ddp_course.running import wire
 from ddp_course.running.launching.server_handle import use_server
 
@@ -78,7 +78,7 @@ def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
         row = {"stage": stage, "world_size": world_size, "problem": problem}
         row |= {"step_ms": entry["step_ms"], "closed_form_ms": entry["ideal_ms"]}
         row["step/closed form - 1"] = entry["step_ms"] / entry["ideal_ms"] - 1
-        row["bound"] = bound_of(stage, checked(problem, world_size, STEPS))
+        row["bound"] = bound_of(stage, make_job(problem, world_size, STEPS))
         rows.append(row)
     return rows
 

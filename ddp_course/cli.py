@@ -19,7 +19,6 @@ COMMANDS = {
     "lab": "lessons and exercises in JupyterLab",
     "doctor": "what this machine has, and what each lesson will use",
     "compare": "train with every stage on the same batches and compare",
-    "simulate": "bucketed DDP on thousands of simulated devices",
     "predict": "published runs, predicted and measured",
     "claims": "what people say, and the verdicts of the lessons",
     "grade": "grade exercises",

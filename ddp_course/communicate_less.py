@@ -72,7 +72,8 @@ class TopK:
 
     def __call__(self, group, bucket):
         """The mean of what all ranks sent, written into the bucket."""
-        flat, world_size = bucket.buffer(), dist.get_world_size(group)
+        flat = bucket.buffer()
+        world_size = dist.get_world_size(group)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradient += self.left.get(parameter, 0.0)
         count = min(flat.numel(), max(1, round(self.share * flat.numel())))
@@ -80,17 +81,11 @@ class TopK:
         values = flat[places]
         flat.index_fill_(0, places.long(), 0.0)
         if self.feedback:
-            self.left.update(
-                zip(
-                    bucket.parameters(),
-                    [gradient.clone() for gradient in bucket.gradients()],
-                    strict=True,
-                )
-            )
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self.left[parameter] = gradient.clone()
         flat.zero_()
-        for value, place in passed_around(
-            [values, places], group
-        ):  # in one order, so that replicas stay equal
+        # All ranks add in one order, so that replicas stay equal.
+        for value, place in passed_around([values, places], group):
             flat.index_add_(0, place, value, alpha=1 / world_size)
         return done(flat)
 
@@ -116,13 +111,13 @@ class LowRank:
         all-reduces.
         """
         gradient_of = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        whole, matrices = [], {}
+        whole = []
+        matrices = {}
         for parameter, gradient in gradient_of.items():
             matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
             if self.rank * sum(matrix.shape) < matrix.numel():
-                exact = matrix.to(
-                    torch.promote_types(matrix.dtype, torch.float32)
-                )  # Halves have no QR decomposition.
+                # Halves have no QR decomposition.
+                exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
                 matrices[parameter] = exact + self.left.get(parameter, 0.0)
             else:
                 whole.append(gradient)
@@ -134,16 +129,17 @@ class LowRank:
         rows = [m.T @ each for m, each in zip(matrices.values(), columns, strict=True)]
         average_on_ring(rows, group)
         for (parameter, matrix), left, right in zip(matrices.items(), columns, rows, strict=True):
-            self.left[parameter], self.directions[parameter] = matrix - left @ right.T, right
-            gradient_of[parameter].copy_((left @ right.T).view_as(gradient_of[parameter]))
+            product = left @ right.T
+            self.left[parameter] = matrix - product
+            self.directions[parameter] = right
+            gradient_of[parameter].copy_(product.view_as(gradient_of[parameter]))
         return done(bucket.buffer())
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
-        return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(
-            matrix.device
-        )
+        shape = (matrix.shape[1], self.rank)
+        return torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
 def passed_around(
@@ -173,7 +169,8 @@ def train_local(
         raise ValueError(f"every is {every}; it must be a whole number of steps, 1 or more")
     broadcast_parameters(model)
     trained = trainable(model)
-    inner, losses = SGD(trained, lr=lr), []
+    inner = SGD(trained, lr=lr)
+    losses = []
     shared = [parameter.detach().clone() for parameter in trained]
     outer_optimizer = outer(shared) if outer else SGD(shared, lr=1.0)
     for step, (inputs, targets) in enumerate(batches, 1):
@@ -245,9 +242,8 @@ def train_asynchronously(
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        wire.send(
-            end_to_end([*gradients(model), weights.new_ones(1)]), 0
-        )  # 1 says that it is a gradient
+        # 1 says that it is a gradient.
+        wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)
         wire.recv(weights, 0)
         unflatten(weights, trained)
         losses.append(loss.item())
@@ -264,19 +260,22 @@ def serve(weights: Tensor, lr: float) -> list[int]:
     """The server: a thread for each rank, which applies its gradients as they come and sends the
     newest weights.
     """
-    lock, staleness = threading.Lock(), []
+    lock = threading.Lock()
+    staleness = []
 
     def attend(peer):
         """Apply the gradients of one rank as they come, and answer with the newest weights."""
-        message, seen = weights.new_empty(len(weights) + 1), 0
+        message = weights.new_empty(len(weights) + 1)
+        known = 0  # So many updates are in the weights that this rank has.
         while True:
             wire.recv(message, peer)
             if not message[-1]:
                 return
             with lock:
-                staleness.append(len(staleness) - seen)
+                staleness.append(len(staleness) - known)
                 weights.add_(message[:-1], alpha=-lr)
-                answer, seen = weights.clone(), len(staleness)
+                answer = weights.clone()
+                known = len(staleness)
             wire.send(answer, peer)
 
     threads = [threading.Thread(target=attend, args=(peer,)) for peer in wire.others(0)]

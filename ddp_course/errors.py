@@ -32,7 +32,8 @@ class Failure:
         rank = f"rank {self.rank}"
         if self.consequence:
             return f"{rank}: lost its connection to another rank ({self.type_name})"
-        return f"{rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
+        kind = f"{rank}: {self.type_name}"
+        return f"{kind}: {self.message}" if self.message else kind
 
 
 class RankError(CourseError):

@@ -83,7 +83,8 @@ class Problem:
     new_model: Callable[[], nn.Module]
 
     def __init__(self, samples, held_out, dtype, device):
-        (self.inputs, self.targets), (self.test_inputs, self.test_targets) = samples, held_out
+        self.inputs, self.targets = samples
+        self.test_inputs, self.test_targets = held_out
         self.dtype = dtype
         self.device = device
 
@@ -143,7 +144,10 @@ class Digits(Problem):
     are held out.
     """
 
-    name, learning_rate, global_batch, steps = "digits", 0.05, 192, 48
+    name = "digits"
+    learning_rate = 0.05
+    global_batch = 192
+    steps = 48
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()
@@ -186,7 +190,10 @@ class Bytes(Problem):
     sees at a time.
     """
 
-    name, learning_rate, global_batch, steps = "bytes", 0.3, 32, 80
+    name = "bytes"
+    learning_rate = 0.3
+    global_batch = 32
+    steps = 80
 
     def __init__(
         self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"
@@ -243,7 +250,10 @@ class Synthetic(Problem):
     `parameters`, at most 10 billion, is rounded to whole layers of width x width, without biases.
     """
 
-    name, learning_rate, global_batch, steps = "synthetic", 0.1, 24, 10
+    name = "synthetic"
+    learning_rate = 0.1
+    global_batch = 24
+    steps = 10
 
     def __init__(
         self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"

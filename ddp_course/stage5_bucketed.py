@@ -62,7 +62,9 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
         raise ValueError(
             f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25"
         )
-    filling, closed, caps = {}, [], {}
+    filling = {}
+    closed = []
+    caps = {}
     for parameter in reversed(parameters):
         key = (parameter.dtype, parameter.device)
         filling.setdefault(key, []).append(parameter)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from . import ladder, problems
 from .errors import CheckpointError, CourseError
 from .measuring import finite
-from .measuring.job import Job, checked
+from .measuring.job import Job, make_job
 from .running import checkpoint
 from .running.devices import rank_device
 from .running.join import join
@@ -100,17 +100,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             check_settings(saved, options)
         state = saved or {"step": 0, "losses": [], "model": job.model().state_dict(), "random": []}
         while state["step"] < job.steps:
-            state = leg(options, job, state)
+            state = train_to_next_checkpoint(options, job, state)
             say(f"step {state['step']}/{job.steps}  loss {state['losses'][-1]:.4f}")
             if options.checkpoint:
                 checkpoint.save(options.checkpoint, state, options.keep)
     model = job.model()
     model.load_state_dict(state["model"])
+    resumed = saved["step"] if saved else 0
     return {
         "losses": state["losses"],
         "model": {name: tensor.cpu() for name, tensor in state["model"].items()},
         "evaluation": job.problem.evaluate(model),
-        "resumed": saved["step"] if saved else 0,
+        "resumed": resumed,
     }
 
 
@@ -151,7 +152,7 @@ def complete(options: argparse.Namespace, saved: Any) -> Job:
     """
     if saved and options.global_batch is None:
         options.global_batch = saved.get("settings", {}).get("global_batch")
-    job = checked(
+    job = make_job(
         options.problem,
         dist.get_world_size(),
         options.steps,
@@ -201,7 +202,9 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
         )
 
 
-def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[str, Any]:
+def train_to_next_checkpoint(
+    options: argparse.Namespace, job: Job, state: dict[str, Any]
+) -> dict[str, Any]:
     """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is
     saved.
     """

@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -9,15 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_course import cli
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "ddp_course.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
@@ -35,22 +25,12 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
         assert cli.main(["talk"]) == 128 + signal.SIGPIPE
 
 
-def test_compare_prints_a_table_and_writes_results(tmp_path):
-    done = run(
-        "compare",
-        "--world-size",
-        2,
-        "--steps",
-        3,
-        "--stages",
-        "1,4",
-        "--link",
-        "none",
-        "--out",
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "single device" in done.stdout and "ring" in done.stdout
+def test_compare_prints_a_table_and_writes_results(tmp_path, capsys):
+    options = ["--world-size", "2", "--steps", "3", "--stages", "1,4", "--link", "none"]
+    assert cli.main(["compare", *options, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "single device" in printed
+    assert "ring" in printed
     results = json.loads((tmp_path / "compare.json").read_text())
     assert results["world_size"] == 2 and len(results["stages"]) == 2
     assert results["problem"] == "digits" and results["steps"] == 3

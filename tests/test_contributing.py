@@ -60,6 +60,56 @@ def twice(number):
 # NBVAL_CHECK_OUTPUT
 check("16.1", twice)
 '''
+ALL_REDUCE = '''"""Each rank sends its tensor to all others, and adds up what comes."""
+
+import torch
+import torch.distributed as dist
+
+from ..running import wire
+from .flat import copied_back, flattened
+
+
+@wire.collective
+@torch.no_grad()
+def topic_all_reduce(tensor, group=None):
+    """Sum `tensor` over the ranks of `group` in place; every rank adds in rank order."""
+    flat = flattened(tensor)
+    rank = dist.get_rank(group)
+    peers = wire.others(rank, group)
+    arriving = [(torch.empty_like(flat), peer) for peer in peers]
+    wire.exchange_all([(flat, peer) for peer in peers], arriving, group)
+    parts = [part for part, _ in arriving]
+    parts.insert(rank, flat.clone())
+    flat.zero_()
+    for part in parts:
+        flat.add_(part)
+    return copied_back(flat, tensor)
+'''
+FORMULA = '''def topic(nbytes: float, world_size: int, costs: Costs) -> float:
+    """Seconds until each rank has sent its tensor to all others."""
+    return (world_size - 1) * costs.message(nbytes)
+
+
+'''
+TRIED = """
+import torch
+import torch.distributed as dist
+from ddp_course import launch, show
+from ddp_course.collectives import topic_all_reduce
+from ddp_course.measuring import theory
+from ddp_course.measuring.simulate import Network, resnets, simulate
+
+def summed():
+    return topic_all_reduce(torch.full((5,), 1.0 + dist.get_rank())).tolist()
+
+print(launch(summed, world_size=3))
+costs = theory.Costs(1e-6, 1e-9)
+print(theory.seconds("topic", 1e3, 3, costs))
+profile = resnets.profile("resnet50", 0.1)
+steps = [simulate(profile, devices, Network(costs), "topic") for devices in (2, 4)]
+print(show.scaling_figure({"topic": steps}).message)
+print(show.winners_figure(costs).message)
+"""
 HINTS = "## 16.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double it.\n"
 
 
@@ -176,3 +226,35 @@ def test_add_an_exercise(house):
     assert "Double it." in said and "Exercise 16.1: correct." in said
     with pytest.raises(AssertionError, match="that is four times the number"):
         run(house, "-c", tried.format(4))
+
+
+def test_add_an_all_reduce(house):
+    """It is the fastest where messages are small: it costs one latency, not two per round."""
+
+    def export(path):
+        insert(path, "from .tree import", "from .topic import topic_all_reduce\n")
+        insert(path, '    "tree_all_reduce",', '    "topic_all_reduce",\n')
+
+    def foretell(path):
+        insert(path, "ALL_REDUCE: dict", FORMULA)
+        insert(path, "        hierarchical_ring,\n    )", "        topic,\n")
+
+    def colour(path):
+        insert(path, '    "hierarchical_ring": "#', '    "topic": "#000001",\n')
+        insert(path, '"parameter_server", "ring"', '"topic", ')
+
+    follow(
+        house,
+        "n all-reduce",
+        {
+            "ddp_course/collectives/topic.py": ALL_REDUCE,
+            "ddp_course/collectives/__init__.py": export,
+            "ddp_course/measuring/theory.py": foretell,
+            "ddp_course/showing/simulator_plots.py": colour,
+        },
+    )
+    (house / "tried.py").write_text(TRIED)
+    sums, seconds, scaling, winners = run(house, "tried.py").splitlines()
+    assert sums == str([[6.0] * 5] * 3)
+    assert float(seconds) == pytest.approx(2 * (1e-6 + 1e3 * 1e-9))
+    assert "topic: " in scaling and "fastest somewhere: topic" in winners

@@ -197,6 +197,7 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
         lab.wait(30)
 
 
+@pytest.mark.slow
 def test_the_pip_section_installs():
     """pip itself resolves the section, from here, without installing anything again."""
     [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +21,12 @@ SHAPES = [(24, 5), (7,), (3,), (1,), (0,), ()]
 RINGS = {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradient_ring}
 
 
-def reduced(name, cases):
-    """Run every case on this rank: the results, the traffic of each, and what gloo makes of it."""
+def reduced(cases):
+    """Run every case on this rank by each ring: the results, the traffic of each, and what gloo
+    makes of it.
+    """
     outcomes = []
-    for shape, dtype in cases:
+    for name, shape, dtype in cases:
         ours, theirs = (
             rank_tensor(dist.get_rank(), shape, dtype),
             rank_tensor(dist.get_rank(), shape, dtype),
@@ -34,12 +38,11 @@ def reduced(name, cases):
     return outcomes
 
 
-@pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_every_rank_gets_the_sum(name, world_size):
-    cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-    ranks = launch(reduced, name, cases, world_size=world_size)
-    for (shape, dtype), *outcomes in zip(cases, *ranks, strict=True):
+def test_every_rank_gets_the_sum(world_size):
+    cases = list(product(RINGS, SHAPES, DTYPES))
+    ranks = launch(reduced, cases, world_size=world_size)
+    for (name, shape, dtype), *outcomes in zip(cases, *ranks, strict=True):
         assert_all_equal_sum([ours for ours, *_ in outcomes], world_size, shape, dtype)
         assert all(in_place for *_, in_place in outcomes)
         if world_size <= 2:
@@ -50,14 +53,16 @@ def test_every_rank_gets_the_sum(name, world_size):
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_traffic_is_exactly_the_formula(world_size):
-    shape, dtype = (840,), torch.float32  # 840 is divided by all of 2, 3, 4, 8
-    payload, steps = 840 * 4, 2 * (world_size - 1)
-    for [(_, _, traffic, _)] in launch(reduced, "ring", [(shape, dtype)], world_size=world_size):
+    cases = [(name, (840,), torch.float32) for name in ("ring", "whole")]  # 2, 3 and 8 divide 840
+    payload = 840 * 4
+    steps = 2 * (world_size - 1)
+    for ring, whole in launch(reduced, cases, world_size=world_size):
+        traffic = ring[2]
         assert traffic.bytes_sent == traffic.bytes_received == steps * payload // world_size
         assert traffic.messages_sent == traffic.messages_received == steps
-    for [(_, _, traffic, _)] in launch(reduced, "whole", [(shape, dtype)], world_size=world_size):
+        traffic = whole[2]
         assert traffic.bytes_sent == traffic.bytes_received == (world_size - 1) * payload
         assert traffic.messages_sent == world_size - 1
 
@@ -84,7 +89,7 @@ def reduce_scattered():
     return chunks
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_after_reduce_scatter_rank_r_owns_chunk_r_plus_1(world_size):
     for rank, chunks in enumerate(launch(reduce_scattered, world_size=world_size)):
         owned = (rank + 1) % world_size
@@ -100,7 +105,7 @@ def gathered():
     return torch.stack(chunks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_allgather_gives_everyone_every_chunk(world_size):
     for chunks in launch(gathered, world_size=world_size):
         assert chunks.tolist() == [[owner, owner] for owner in range(world_size)]
@@ -170,11 +175,10 @@ def broken_ring(fault):
 @pytest.mark.parametrize(
     "fault", ["off-by-one chunk", "reversed chunks", "no allgather", "no sync"]
 )
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_the_oracle_rejects(fault, world_size):
-    results = launch(broken_ring, fault, world_size=world_size)
+def test_the_oracle_rejects(fault):
+    results = launch(broken_ring, fault, world_size=3)
     with pytest.raises(AssertionError, match="is off by"):
-        assert_all_equal_sum(results, world_size, (24,), torch.float32)
+        assert_all_equal_sum(results, 3, (24,), torch.float32)
 
 
 def averaged():
@@ -186,7 +190,7 @@ def averaged():
     return tensors
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_average_on_ring_is_the_mean(world_size):
     ranks = launch(averaged, world_size=world_size)
     for seed, shape in enumerate([(5, 3), (7,)]):

@@ -20,6 +20,8 @@ MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]
 BYTES = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "8"]
 
+WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.weekly)]
+
 
 def run(arguments, **changes):
     """What the script does in one rank; the result without what is printed. `changes` replace
@@ -53,7 +55,7 @@ def alone():
     return launch(each_stage, ["1", "2"], [*SYNTHETIC, "--every", "4"], world_size=1)[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_stage_trains_the_same_model(alone, world_size):
     assert apart(alone["1"], alone["2"]) < 1e-11
     stages = ["3", "4w", "4", "5", "6", "7o", "7", "9", "torch"] + (
@@ -89,7 +91,7 @@ def stopped_and_resumed(cases, folder, options):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, world_size):
     stages = ["4w", "7o", "7", "9", "torch"] + (["8"] if world_size == 2 else [])
     cases = [(stage, stage) for stage in stages]
@@ -140,7 +142,7 @@ def stopped_twice(folder, world_size):
     return launch(each_real_case, 6, f"{folder}/stopped", world_size=world_size)[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_stages_3_to_6_go_on_to_the_last_bit_on_real_problems(tmp_path, world_size):
     resumed = stopped_twice(tmp_path, world_size)
     whole = launch(each_real_case, 6, f"{tmp_path}/whole", world_size=world_size)[0]
@@ -205,7 +207,10 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path):
         RankError, match=r'no checkpoint could be written to ".*/file/run": Not a directory'
     ):
         launch(
-            lambda: run([*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"], leg=notice),
+            lambda: run(
+                [*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"],
+                train_to_next_checkpoint=notice,
+            ),
             world_size=2,
         )
     assert not began.exists()

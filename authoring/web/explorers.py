@@ -28,7 +28,7 @@ def drawn(recipe: dict, most: int) -> str:
 
     Where there are more positions than that, the longest sliders lose some in their middle.
     """
-    explorer = widgets.again(recipe)
+    explorer = widgets.rebuild(recipe)
     first = {name: control.value for name, control in explorer.controls.items()}
     for control in explorer.controls.values():
         control.unobserve(explorer.redraw, "value")

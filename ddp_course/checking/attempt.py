@@ -86,8 +86,9 @@ def prepare() -> None:
     torch.manual_seed(dist.get_rank())
     torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     ranks = dist.get_world_size()
-    for size in range(1, ranks + 1) if ranks > 1 else ():
-        groups[size] = dist.new_group(list(range(size)), timeout=LONG)
+    if ranks > 1:
+        for size in range(1, ranks + 1):
+            groups[size] = dist.new_group(list(range(size)), timeout=LONG)
     # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
     # process.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")

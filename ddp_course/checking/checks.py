@@ -154,7 +154,8 @@ def known_answers(exercise: int) -> list[Known]:
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
     _, *pieces = HEADER.split(path.read_text(encoding="utf-8") if path.exists() else "")
     answers = []
-    for number, kind, name, message, body in zip(*[iter(pieces)] * 5, strict=True):
+    for start in range(0, len(pieces), 5):
+        number, kind, name, message, body = pieces[start : start + 5]
         source = edited(solution(number), body.strip("\n") + "\n", name)
         answers.append(Known(number, kind, name, message or "", source))
     return answers

@@ -66,7 +66,9 @@ def verdict(
     wrong = {
         name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
     }
-    still, *tried = (others() if wrong else []) or [Evidence(None)]
+    still, *tried = [Evidence(None)]
+    if wrong:
+        still, *tried = others() or [Evidence(None)]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
     messages = dict.fromkeys(task.parts, "")
@@ -114,7 +116,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
     if secret:
         return (
             f"{first.case}:"
-            f" {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
+            f" {unlike_type(first.actual, first.expected) or f'{in_words(first.actual)} is not it'}"
         )
     where = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
@@ -130,7 +132,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
 def in_short(value: Value) -> str:
     """The answer's number, or its short list beside the expected one; "" for any other value."""
     if type(value.actual) in (int, float):
-        return f"{shown(value.actual)}; "
+        return f"{in_words(value.actual)}; "
     short = (
         isinstance(value.actual, list | tuple)
         and len(repr(value.actual)) + len(repr(value.expected)) < 100
@@ -169,14 +171,11 @@ def count_numbers(values: Sequence[Value]) -> int:
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     """Which ranks are wrong in the first wrong case; "" if all ranks are."""
-    ranks, of_case = (
-        [value.rank for value in some if value.case == wrong[0].case] for some in (wrong, values)
-    )
-    return (
-        f" (on rank {', '.join(map(str, ranks))}; the others are right)"
-        if len(ranks) < len(of_case)
-        else ""
-    )
+    case = wrong[0].case
+    ranks = [str(value.rank) for value in wrong if value.case == case]
+    if len(ranks) == sum(value.case == case for value in values):
+        return ""
+    return f" (on rank {', '.join(ranks)}; the others are right)"
 
 
 def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
@@ -197,13 +196,9 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
             return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
-        items = zip(actual, expected, strict=True)
-        return next(
-            filter(
-                None, (unlike(*pair, f"item {n} of {what}", bound) for n, pair in enumerate(items))
-            ),
-            "",
-        )
+        items = enumerate(zip(actual, expected, strict=True))
+        faults = (unlike(*pair, f"item {place} of {what}", bound) for place, pair in items)
+        return next(filter(None, faults), "")
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or actual.keys() != expected.keys():
             keys = sorted(map(str, actual)) if isinstance(actual, dict) else kind_of(actual)
@@ -220,7 +215,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
         equal = type(actual) is type(expected) and bool(actual == expected)
-    return "" if equal else f"{what} is {shown(actual)}; {shown(expected)} was expected"
+    return "" if equal else f"{what} is {in_words(actual)}; {in_words(expected)} was expected"
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
@@ -243,15 +238,13 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     place = int(places[0])
     x = actual.reshape(-1).double()
     y = expected.reshape(-1).double()
-    odd = (
-        "; such numbers come up when bytes are read as another dtype, or when nobody has filled a"
-        " buffer"
-    )
-    huge = bool(x[place].abs() > 1e6 * largest(expected))
-    return (
-        f"number {place} of {len(x)} is {x[place]:.6g}; {y[place]:.6g} was"
-        f" expected{odd if huge else ''}"
-    )
+    odd = ""
+    if x[place].abs() > 1e6 * largest(expected):
+        odd = (
+            "; such numbers come up when bytes are read as another dtype, or when nobody has filled"
+            " a buffer"
+        )
+    return f"number {place} of {len(x)} is {x[place]:.6g}; {y[place]:.6g} was expected{odd}"
 
 
 def kind_of(actual: Any) -> str:
@@ -262,7 +255,7 @@ def kind_of(actual: Any) -> str:
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def shown(thing: Any) -> str:
+def in_words(thing: Any) -> str:
     """A value as a message shows it."""
     return f"{thing:.10g}" if type(thing) in (int, float) else repr(thing)[:200]
 
@@ -273,13 +266,11 @@ def numbers(thing: Any) -> torch.Tensor:
         return thing.reshape(-1).double()
     if type(thing) in (int, float, bool):
         return torch.tensor([float(thing)], dtype=torch.float64)
-    items = (
-        list(thing.values())
-        if isinstance(thing, dict)
-        else list(thing)
-        if isinstance(thing, list | tuple)
-        else []
-    )
+    items: list[Any] = []
+    if isinstance(thing, dict):
+        items = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        items = list(thing)
     return torch.cat([torch.empty(0, dtype=torch.float64), *map(numbers, items)])
 
 
@@ -287,27 +278,23 @@ def relation(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     """What holds between all wrong values (x), those expected (y) and those left by doing nothing
     (z): "; words".
     """
-    x, y, z = (
-        torch.cat(list(map(numbers, column))) for column in list(zip(*wrong, strict=True))[2:]
-    )
+    x = numbers([value.actual for value in wrong])
+    y = numbers([value.expected for value in wrong])
+    z = numbers([value.still for value in wrong])
     if len(x) != len(y) or not len(x):
         return ""
     differs = not near(x, y)
     several = len(x) > 1
     scaled = differs and len(x) > 2 and bool(y.any())
     factor = (x / y)[y.abs().argmax()].item()
-    digits = next(
-        (n for n in range(7) if x.tolist() == [round(item, n) for item in y.tolist()]), None
-    )
+    digits = digits_left(x, y)
+    should_have = owner(values, wrong, "expected")
+    had_before = owner(values, wrong, "still")
     laws = {
         "nothing has changed: what was given must be changed itself, in place": near(x, z),
         "all of it is 0": several and not bool(x.any()),
-        f"that is what rank {owner(values, wrong, 3)} should have": (
-            owner(values, wrong, 3) is not None
-        ),
-        f"that is what rank {owner(values, wrong, 4)} had before": (
-            owner(values, wrong, 4) is not None
-        ),
+        f"that is what rank {should_have} should have": should_have is not None,
+        f"that is what rank {had_before} had before": had_before is not None,
         "the sign is the other way round": scaled and near(x, -y),
         f"all are {factor:.6g} times what was expected": scaled and near(x, factor * y),
         f"all are {(x - y)[0]:+.6g} off": several and near(x - y, (x - y)[:1].expand(len(x))),
@@ -319,24 +306,34 @@ def relation(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     return next((f"; {words}" for words, holds in laws.items() if holds), "")
 
 
+def digits_left(x: torch.Tensor, y: torch.Tensor) -> int | None:
+    """To how many digits after the point `x` is `y` rounded, up to 6; None if it is not."""
+    for digits in range(7):
+        if x.tolist() == [round(number, digits) for number in y.tolist()]:
+            return digits
+    return None
+
+
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two vectors are equal to rounding."""
-    return len(x) == len(y) and bool(
-        ((x - y).abs() <= 1e-6 * (y.abs() + largest(y) * (len(y) > 1))).all()
-    )
+    """Whether two vectors are equal to rounding; of several numbers the largest counts too."""
+    if len(x) != len(y):
+        return False
+    size = y.abs()
+    if len(y) > 1:
+        size = size + largest(y)
+    return bool(((x - y).abs() <= 1e-6 * size).all())
 
 
-def owner(values: Sequence[Value], wrong: Sequence[Value], index: int) -> int | None:
-    """The rank whose expected (`index` 3) or idle (4) value is the first wrong value, if each wrong
-    value has one.
+def owner(values: Sequence[Value], wrong: Sequence[Value], field: str) -> int | None:
+    """The rank whose "expected" or "still" value is the first wrong value, if each wrong value has
+    one.
     """
     owners = []
     for value in wrong:
         x = numbers(value.actual)
-        others = [
-            other for other in values if other.case == value.case and other.rank != value.rank
-        ]
-        owners += [
-            other.rank for other in others if len(x) >= SURE / 2 and near(x, numbers(other[index]))
-        ][:1]
+        for other in values:
+            elsewhere = other.case == value.case and other.rank != value.rank
+            if elsewhere and len(x) >= SURE / 2 and near(x, numbers(getattr(other, field))):
+                owners.append(other.rank)
+                break
     return owners[0] if len(owners) == len(wrong) else None

@@ -105,13 +105,12 @@ def launched(
             )
         except CourseError as error:
             failure = error
-        files = [
-            [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
-            for place in range(len(attempts))
-        ]
-        return [
-            [file.read_bytes() for file in row] for row in files if all(map(Path.exists, row))
-        ], failure
+        written = []
+        for place in range(len(attempts)):
+            files = [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            if all(map(Path.exists, files)):
+                written.append(list(map(Path.read_bytes, files)))
+        return written, failure
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -172,8 +171,8 @@ def still_running(error: LaunchTimeout, task: Task) -> str:
     """The line of the learner's that was still running when time ran out; else the task's hint."""
     for state in error.states:
         if frame := own_frame(state.stack, task):
-            where = f"still running on rank {state.rank}{place(frame, task)}"
-            return f"{where}: {task.hang if task.ranks > 1 else 'does it ever end?'}"
+            hint = task.hang if task.ranks > 1 else "does it ever end?"
+            return f"still running on rank {state.rank}{place(frame, task)}: {hint}"
     return task.hang if task.ranks > 1 else "is there a loop that never ends?"
 
 

@@ -22,7 +22,8 @@ def hierarchical_all_reduce(
     host); the number must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between
     the H hosts of R ranks.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     size = min(world_size, ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if world_size % size:
         raise ValueError(

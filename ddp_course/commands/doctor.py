@@ -55,7 +55,8 @@ def machine() -> Iterator[tuple[str, ...]]:
     cores = processor_share()
     two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield "cores", f"{cores:g}", *([f"four ranks want two cores; {two}"] if cores < 2 else [])
+    few = [f"four ranks want two cores; {two}"] if cores < 2 else []
+    yield "cores", f"{cores:g}", *few
     small = [f"four ranks want {NEEDED_GIB:g} GiB; {two}"] if memory < NEEDED_GIB else []
     yield "memory", f"{memory:.1f} GiB free", *small
     yield "Python", platform.python_version()
@@ -76,24 +77,19 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     yield "torch", torch.__version__
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        nccl = usable_gpus() > 0 and dist.is_nccl_available()
-    yield (
-        "NCCL",
-        (
-            ".".join(map(str, torch.cuda.nccl.version()))
-            if nccl
-            else "no (needs NVIDIA GPUs and Linux)"
-        ),
-    )
+        has_nccl = usable_gpus() > 0 and dist.is_nccl_available()
+    nccl = "no (needs NVIDIA GPUs and Linux)"
+    if has_nccl:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield "NCCL", nccl
     used, gpus, where = launch(after_a_sum, world_size=2, timeout=60)[0]
     yield "two ranks", f"were launched, and their sum on {used} is right"
     yield "ranks meet on", network_in_words(where != own_network())
-    unusable = [str(warning.message) for warning in caught[-1:]]
-    yield (
-        "GPUs",
-        ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated",
-        *unusable,
-    )
+    names = ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated"
+    if caught:
+        yield "GPUs", names, str(caught[-1].message)  # torch says why they cannot be used.
+    else:
+        yield "GPUs", names
 
 
 def after_a_sum() -> tuple[str, list[str], str]:
@@ -142,7 +138,8 @@ def lessons() -> Iterator[tuple[str, ...]]:
 
     reasons = available()
     for mode, reason in reasons.items():
-        yield mode, "yes" if reason is None else f"no: {reason}"
+        answer = "yes" if reason is None else f"no: {reason}"
+        yield mode, answer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
@@ -153,7 +150,7 @@ def lessons() -> Iterator[tuple[str, ...]]:
     elif gpus:
         real = f"{gpus} ranks, a GPU each, with NCCL"
     yield "On your GPUs", real
-    yield (
-        "12, 15",
-        "torchrun on this machine" if reasons["hosts"] else "torchrun, in 12 on virtual hosts",
-    )
+    machines = "torchrun on this machine"
+    if reasons["hosts"] is None:
+        machines = "torchrun, in 12 on virtual hosts"
+    yield "12, 15", machines

@@ -26,7 +26,7 @@ from torch.utils import data
 from ..running.launching.launch import launch
 from ..running.torch_inside import tree_leaves
 
-FOLDER = "FOLDER"  # This word in the arguments stands for a temporary folder.
+FOLDER = "FOLDER"  # In the arguments this word stands for a temporary folder.
 
 
 class Epoch(NamedTuple):
@@ -53,7 +53,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     what was not seen.
     """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [folder if argument == FOLDER else argument for argument in arguments]
+        arguments = [argument.replace(FOLDER, folder) for argument in arguments]
         ranks: list[Seen] = launch(watched, source, arguments, world_size=world_size, device="cpu")
     writers = [rank for rank, seen in enumerate(ranks) if seen.saves]
     weights = [seen.weights for seen in ranks]
@@ -93,25 +93,29 @@ def shared_samples(epochs: list[list[Epoch]]) -> bool:
     """Whether another rank saw K or more of rank 0's samples in the first epoch; a sampler's
     padding repeats fewer.
     """
-    seen = [set(rank[0].samples) if rank else set() for rank in epochs]
-    return any(len(seen[0] & other) >= len(epochs) for other in seen[1:])
+    first, *others = [samples_of_first(rank) for rank in epochs]
+    return any(len(set(first) & set(other)) >= len(epochs) for other in others)
 
 
 def repeats(epochs: list[Epoch], world_size: int) -> bool:
     """Whether a rank saw K or more samples again in its first epoch; a sampler's padding is
     less.
     """
-    samples = epochs[0].samples if epochs else []
+    samples = samples_of_first(epochs)
     return len(samples) - len(set(samples)) >= world_size
+
+
+def samples_of_first(epochs: list[Epoch]) -> list[int]:
+    """The samples of a rank's first epoch, if it has one."""
+    return epochs[0].samples if epochs else []
 
 
 def watched(source: str, arguments: list[str]) -> Seen:
     """Run the script as this rank's `__main__` and note what it does; the patches here end with the
     rank's process.
     """
-    epochs: list[
-        tuple[Any, list[int]]
-    ] = []  # Each pair is a loader and the samples of one pass over it.
+    # Each pair is a loader and the samples of one pass over it.
+    epochs: list[tuple[Any, list[int]]] = []
     trained = []
     optimizers = []
     states = []
@@ -167,8 +171,11 @@ def samples_of(batch: Any) -> list[int]:
     sampler are.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    rows = zip(*tensors, strict=False)
-    return [crc32(b"".join(part.numpy(force=True).tobytes() for part in row)) for row in rows]
+    sums = []
+    for parts in zip(*tensors, strict=False):
+        content = b"".join(part.numpy(force=True).tobytes() for part in parts)
+        sums.append(crc32(content))
+    return sums
 
 
 def names_of(state: Any) -> list[str]:

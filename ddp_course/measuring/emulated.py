@@ -21,7 +21,7 @@ STEP_SECONDS = 0.32
 SHARE = 0.085
 
 
-def chosen(
+def device_and_link(
     job: Job, device: Device | str, speed: str, link: Link | str | None, latency: str, mode: str
 ) -> tuple[Device | str, Link | None]:
     """The (device, link) that a comparison runs on, from what was asked for; see

@@ -27,7 +27,10 @@ def watch(model: torch.nn.Module) -> list:
     later = Later(names)
 
     def look(parameter):
-        later.note(parameter) if parameter.is_cuda else check(parameter.grad, names[parameter])
+        if parameter.is_cuda:
+            later.note(parameter)
+        else:
+            check(parameter.grad, names[parameter])
 
     return [parameter.register_post_accumulate_grad_hook(look) for parameter in names]
 
@@ -44,11 +47,9 @@ class Later:
 
     def note(self, parameter: nn.Parameter) -> None:
         """Queue the sum of a gradient that has just been made; nothing waits for it."""
-        if self.backward_pass != (
-            now := backward_pass()
-        ):  # The last pass may have ended in an error.
-            self.sums = {}
-            self.backward_pass = now
+        if self.backward_pass != backward_pass():
+            self.sums = {}  # The last pass may have ended in an error.
+            self.backward_pass = backward_pass()
             after_backward(self.look)
         if not parameter.grad.is_sparse:
             gradient = parameter.grad.as_subclass(torch.Tensor)  # It may be a part of one.

@@ -30,14 +30,13 @@ from ..running.links import Link
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
-from .job import Job, played
+from .job import Job, profile_of_step
 from .simulate import Network, simulate
 
 MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
 
-Event = tuple[
-    float, str, int
-]  # An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
+# An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
+Event = tuple[float, str, int]
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
@@ -52,19 +51,19 @@ def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> 
     }
 
 
-def alone(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def compute_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step of one device that computes the whole batch."""
     return job.work(device).compute_s
 
 
-def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def averaged_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step in which communication follows the backward pass."""
     nbytes = job.gradient_bytes
     seconds = job.work(device, job.world_size).compute_s
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
-def copied(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def copied_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step in which one process copies to and from its other devices, tensor by
     tensor.
     """
@@ -78,7 +77,7 @@ def copied(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float
     return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
 
 
-def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
     return simulate(
@@ -86,17 +85,22 @@ def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> f
     ).step_s
 
 
-def gathered(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def gathered_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose parameters are gathered block by block."""
     model = job.model()
     blocks = assign_blocks(model, default_blocks(model))
     events = events_of(model, blocks, next(job.batches(0, job.world_size)), device)
-    sizes = [sum(parameter.nbytes for parameter in parameters) for _, parameters in blocks]
+    sizes = [nbytes_of(parameters) for _, parameters in blocks]
     update_s = job.work(device, job.world_size).update_s / job.world_size
-    return fully_sharded(events, sizes, job.world_size, costs) + update_s
+    return passes_seconds(events, sizes, job.world_size, costs) + update_s
 
 
-def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """How many bytes these tensors have together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step of a pipeline."""
     parts = split(layers_of(job.model()), job.world_size)
     batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
@@ -109,22 +113,22 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
     return max(row[-1][2] for row in rows) + job.work(device, job.world_size).update_s
 
 
-def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def sliced_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
-    seconds = played(job, device, sliced=True).compute_s
+    seconds = profile_of_step(job, device, sliced=True).compute_s
     return seconds + sum(
         theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
     )
 
 
 STEPS = {
-    "alone": alone,
-    "averaged": averaged,
-    "copied": copied,
-    "overlapped": overlapped,
-    "gathered": gathered,
-    "pipelined": in_parts,
-    "split": in_slices,
+    "alone": compute_seconds,
+    "averaged": averaged_seconds,
+    "copied": copied_seconds,
+    "overlapped": overlapped_seconds,
+    "gathered": gathered_seconds,
+    "pipelined": pipelined_seconds,
+    "split": sliced_seconds,
 }
 
 
@@ -168,7 +172,7 @@ def events_of(
     return events
 
 
-def fully_sharded(
+def passes_seconds(
     events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs
 ) -> float:
     """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
@@ -177,13 +181,15 @@ def fully_sharded(
     pass of a block begins when the block's parameters have arrived, and the gather of the next
     block leaves then.
     """
-    now, line_free, worked, arrival = 0.0, 0.0, 0.0, {}
+    now = 0.0
+    worked = 0.0
+    line_free = 0.0
+    arrival: dict[tuple[str, int], float] = {}
 
     def travel(number):
         nonlocal line_free
-        line_free = max(now, line_free) + (world_size - 1) * costs.message(
-            sizes[number] / world_size
-        )
+        around = (world_size - 1) * costs.message(sizes[number] / world_size)
+        line_free = max(now, line_free) + around
         return line_free
 
     for place, (moment, kind, number) in enumerate(events):
@@ -193,8 +199,9 @@ def fully_sharded(
             travel(number)
         elif kind != "end":
             now = max(now, arrival.get((kind, number)) or travel(number))
-            for following in [n for _, k, n in events[place + 1 :] if k == kind][:1]:
-                arrival[kind, following] = travel(following)
+            later = [block for _, other, block in events[place + 1 :] if other == kind]
+            if later:
+                arrival[kind, later[0]] = travel(later[0])
     return max(now, line_free)
 
 

@@ -132,10 +132,10 @@ class Job:
 
     def work(self, device: Device, ranks: int = 1) -> Profile:
         """The times of a step on `device` with one of `ranks` equal shares of a batch."""
-        return played(self, device, ranks)
+        return profile_of_step(self, device, ranks)
 
 
-def checked(
+def make_job(
     problem: str,
     world_size: int,
     steps: int | None = None,
@@ -163,7 +163,7 @@ def checked(
 
 
 @lru_cache(maxsize=16)
-def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
+def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
     """Compute one step on the emulated device without waiting for its clock; return a `Layer` for
     each parameter.
 

@@ -1,18 +1,15 @@
-"""What one rank did in each step of its training, and what the records of all ranks sum up to.
+"""What one rank did in each step of its training.
 
 record = Recording()
 train(model, record.stamped(batches), lr)
-summarise(stage, reports)           one stage's entry in the comparison: the slowest and the busiest
-                                    rank count
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
-from ..ladder import Stage
 from ..running import clocks, wire
 from ..running.devices import Emulation, full_speed, rank_device
 from . import timeline
@@ -32,7 +29,9 @@ class Recording:
     """
 
     def __init__(self):
-        self.began, self.spans, self.traffic = [], [], wire.Traffic()
+        self.began = []
+        self.spans = []
+        self.traffic = wire.Traffic()
         self.on_gpu = rank_device().type == "cuda"
 
     def stamped(self, batches: Iterable) -> Iterator:
@@ -55,52 +54,18 @@ class Recording:
         `drawn`, or timed.
         """
         numbers = range(min(WARM_UP, len(self.spans) - 1), len(self.spans))
-        return [n for n in numbers if not self.on_gpu or n % 2 == drawn] or [numbers[-1]]
+        if self.on_gpu:
+            return [number for number in numbers if number % 2 == drawn] or [numbers[-1]]
+        return list(numbers)
 
     def seconds(self, step: int) -> float:
         """How long a step took."""
         return self.began[step + 1] - self.began[step]
 
-
-def summarise(stage: Stage, ranks: list[dict]) -> dict:
-    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the
-    busiest count.
-
-    Timeline and communication are those of a typical step: the one whose time is nearest to the
-    median. The timeline has a lane for each device, in rank order, of [name, start, end, lane] in
-    seconds from the first rank's start.
-    """
-    records = [rank["record"] for rank in ranks]
-    timed, drawn = (
-        {step: max(record.seconds(step) for record in records) for step in records[0].steps(drawn)}
-        for drawn in (False, True)
-    )
-    median = statistics.median(drawn.values())
-    typical = min(drawn, key=lambda step: abs(drawn[step] - median))
-    first = min(record.began[typical] for record in records)
-    lanes = [
-        [[span.name, span.start - first, span.end - first, span.lane] for span in lane]
-        for record in records
-        for lane in timeline.laid_out(record.spans[typical])
-    ]
-    exposed = max(timeline.exposed(record.spans[typical]) for record in records)
-    # On real devices nobody sees the copies between the threads of one process.
-    seen = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
-    counted = [record.traffic for record in records] if stage.counted else []
-    return {
-        "stage": stage.key,
-        "name": stage.name,
-        "step_ms": 1000 * statistics.median(timed.values()),
-        "communication_ms": 1000 * exposed if seen else None,
-        "bytes_sent_max": max((traffic.bytes_sent for traffic in counted), default=None),
-        "bytes_received_max": max((traffic.bytes_received for traffic in counted), default=None),
-        "messages_max": max(
-            (traffic.messages_sent + traffic.messages_received for traffic in counted), default=None
-        ),
-        "loss": [
-            statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)
-        ],
-        "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
-        "evaluation": ranks[0]["evaluation"],
-        "timeline": lanes,
-    }
+    def count_from(self, moment: float) -> None:
+        """Have all times count from this moment of the rank's clock."""
+        self.began = [start - moment for start in self.began]
+        for step in self.spans:
+            step[:] = [
+                replace(span, start=span.start - moment, end=span.end - moment) for span in step
+            ]

@@ -24,16 +24,10 @@ from ..running.devices import device_number
 from ..running.event_clock import Clock
 from ..running.torch_inside import around
 
-BLOCKING = (
-    "communication",
-    "wait",
-)  # A device computes nothing during spans of these names in its compute lane.
-ON_TOP = (
-    *BLOCKING,
-    "update",
-    "backward",
-    "forward",
-)  # Where spans of one device overlap, the first of these counts.
+# A device computes nothing during spans of these names in its compute lane.
+BLOCKING = ("communication", "wait")
+# Where spans of one device overlap, the first of these counts.
+ON_TOP = (*BLOCKING, "update", "backward", "forward")
 
 
 @dataclass(frozen=True)
@@ -147,8 +141,10 @@ class Recorder:
 def by_step(spans: list[Span]) -> list[list[Span]]:
     """The spans of each step of a recording; a step ends with its update."""
     ends = [span.end for span in spans if span.name == "update"]
-    edges = pairwise([float("-inf"), *ends])
-    return [[span for span in spans if begin <= span.start < end] for begin, end in edges]
+    steps = []
+    for begin, end in pairwise([float("-inf"), *ends]):
+        steps.append([span for span in spans if begin <= span.start < end])
+    return steps
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
@@ -167,17 +163,15 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
         _without_overlap(lanes[number]) for number in range(max(lanes, default=0) + 1)
     ]
     elsewhere = [span for lane in others for span in lane]
-    gaps = [
-        Span("wait", before.end, after.start)
-        for before, after in pairwise(first)
-        if before.end < after.start
-    ]
-    waits = [
-        gap
-        for gap in gaps
-        if any(span.start < gap.end and gap.start < span.end for span in elsewhere)
-    ]
-    return [sorted([*first, *waits], key=lambda span: span.start) if waits else first, *others]
+    waits = []
+    for before, after in pairwise(first):
+        gap = Span("wait", before.end, after.start)
+        busy = any(span.start < gap.end and gap.start < span.end for span in elsewhere)
+        if before.end < after.start and busy:
+            waits.append(gap)
+    if waits:
+        first = sorted([*first, *waits], key=lambda span: span.start)
+    return [first, *others]
 
 
 def exposed(spans: Iterable[Span]) -> float:
@@ -215,13 +209,12 @@ def _without_overlap(spans):
     """
     computing = [span for span in spans if span.lane == "compute"]
     pieces = []
-    for start, end in pairwise(
-        sorted({edge for span in computing for edge in (span.start, span.end)})
-    ):
-        there = [span for span in computing if span.start <= start and end <= span.end]
-        if not there:
+    edges = {edge for span in computing for edge in (span.start, span.end)}
+    for start, end in pairwise(sorted(edges)):
+        around = [span for span in computing if span.start <= start and end <= span.end]
+        if not around:
             continue
-        top = min(there, key=lambda span: ON_TOP.index(span.name))
+        top = min(around, key=lambda span: ON_TOP.index(span.name))
         if pieces and pieces[-1].name == top.name and pieces[-1].end == start:
             pieces[-1] = replace(pieces[-1], end=end)
         else:

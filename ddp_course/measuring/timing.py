@@ -33,7 +33,8 @@ def time_collective(
     ranks = launch(
         _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device=device
     )
-    return min(max(times) for times in zip(*(times for _, times in ranks), strict=True))
+    seconds = [times for _, times in ranks]
+    return min(max(repeat) for repeat in zip(*seconds, strict=True))
 
 
 def count_traffic(

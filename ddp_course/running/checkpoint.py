@@ -174,13 +174,12 @@ def random_states() -> list[Any]:
     this.
     """
     name, keys, *position = np.random.get_state(legacy=True)
+    of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     mine = {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *position],
         "torch": torch.get_rng_state(),
-        "cuda": (
-            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        ),  # A rank has one GPU.
+        "cuda": of_gpu,  # A rank has one GPU.
     }
     if not dist.is_initialized():
         return [mine]

@@ -22,14 +22,14 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .torch_inside import tree_leaves, twin
+from .torch_inside import group_like, tree_leaves
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # this maps a process group to its thread
 _failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process group to its error
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Mark a block that all ranks of `group` run together: after an exception in it, all later
     blocks fail too.
 
@@ -65,7 +65,7 @@ class CommunicationThread:
     """
 
     def __init__(self, group):
-        self.group = twin(group)
+        self.group = group_like(group)
         self.streams = {}
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
@@ -101,7 +101,7 @@ class CommunicationThread:
         if stream:  # a new thread's GPU is 0, where leaving the stream would open a context
             torch.cuda.set_device(stream.device)
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
-        with together(self.group), torch.no_grad(), on_stream:
+        with failing_together(self.group), torch.no_grad(), on_stream:
             if ready:
                 ready.wait()
             return function(self.group), stream and stream.record_event()
@@ -128,7 +128,8 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     holds the wrapper, which must still average the gradients. So a dict that every node of a graph
     has holds the wrapper.
     """
-    for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
+    tensors = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             kept: Any = tensor.grad_fn.metadata  # the stubs of torch take this dict for a function
             kept.setdefault("owners", []).append(owner)

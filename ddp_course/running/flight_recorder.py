@@ -120,17 +120,18 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     members = tuple(dist.get_process_group_ranks(group))
     sequence = sequences[group_name] = sequences.get(group_name, 0) + 1
     key = number_of(group_name)
-    slot = (
-        key + sequence
-    ) % CALLS_PER_RANK  # all ranks record this call in the slot of this number
+    # All ranks record this call in the slot of this number.
+    slot = (key + sequence) % CALLS_PER_RANK
     own = _own.memory[_own.rank][slot]
     own.sequence = 0
-    own.digest, own.group, own.begin, own.end = tag(), key, time.monotonic(), 0.0
+    own.digest = tag()
+    own.group = key
+    own.begin = time.monotonic()
+    own.end = 0.0
     own.marks = marks(members)
     own.words = what.encode()[:TEXT_BYTES]
-    own.sequence = (
-        sequence  # this is written last: a reader that sees it finds the other fields complete
-    )
+    # This is written last: a reader that sees it finds the other fields complete.
+    own.sequence = sequence
     for rank in members:
         compare(_own.memory[rank][slot], rank, own)
     return own
@@ -179,9 +180,9 @@ def calls(descriptor: int, world_size: int) -> dict:
     """
     with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
         table = (Call * CALLS_PER_RANK * world_size).from_buffer_copy(memory)
-    made = {rank: [call for call in own if call.sequence] for rank, own in enumerate(table)}
-    return {
-        rank: sorted(entered, key=lambda call: call.begin)
-        for rank, entered in made.items()
-        if entered
-    }
+    by_rank = {}
+    for rank, slots in enumerate(table):
+        made = [call for call in slots if call.sequence]
+        if made:
+            by_rank[rank] = sorted(made, key=lambda call: call.begin)
+    return by_rank

@@ -18,7 +18,9 @@ from .devices.placement import agreed_backend, gpu_identity, placement, settle_o
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
 
-FIRST_PORT, PORTS = 20_000, 10_000  # the ranks of each Slurm job meet at a port of their own
+# The ranks of each Slurm job meet at a port of their own.
+FIRST_PORT = 20_000
+PORTS = 10_000
 CONNECT_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
 ALONE = {  # a job of one rank has this environment, and opens its store at any free port

@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = (
-    0x00020000,
-    0x04000000,
-    0x10000000,
-    0x40000000,
-)
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
@@ -238,7 +236,9 @@ def cgroup_folders(controller: str) -> list[Path]:
     for line in read(OWN_CGROUPS).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
-            top = CGROUPS / ("" if number == "0" else controller)
+            top = CGROUPS
+            if number != "0":
+                top /= controller
             own = top / path.lstrip("/")
             folders += [
                 folder

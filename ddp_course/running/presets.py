@@ -42,7 +42,9 @@ class KnownLink(NamedTuple):
 
 
 ALIASES = {"A100-80GB": "A100", "H100-80GB": "H100"}
-NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6
+NVLINK = 3.4e-6
+PCIE = 5.7e-6
+NETWORK = 14e-6
 LINKS = {
     "NVLink V100": KnownLink(
         8 * 150e9, NVLINK, "NVIDIA, V100 datasheet: 300 GB/s both ways together"

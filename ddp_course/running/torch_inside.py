@@ -195,7 +195,7 @@ def messages() -> int:
     return count
 
 
-def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
+def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make a process group with the backend and timeout of `group`, and with all its ranks or only
     its `members`.
 

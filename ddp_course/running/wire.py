@@ -148,8 +148,11 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     def announced(tensors, *args, **kwargs):
         group = parameters.bind(tensors, *args, **kwargs).arguments.get("group")
         with span(function.__name__), flight_recorder.entry(function.__name__, tensors, group):
-            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)[:1]:
-                warm_up(tensor, group)
+            first = tensors
+            if not isinstance(tensors, torch.Tensor):
+                first = next(iter(tensors), None)
+            if first is not None:
+                warm_up(first, group)
             with as_plain_tensors():
                 return function(tensors, *args, **kwargs)
 
@@ -187,7 +190,10 @@ class Transfer:
     """
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
-        self.kind, self.tensor, self.peer, self.nbytes = kind, tensor, peer, tensor.nbytes
+        self.kind = kind
+        self.tensor = tensor
+        self.peer = peer
+        self.nbytes = tensor.nbytes
         self.staged = _host_copy(kind, tensor, group)
         self.start = now()
         self.work = self._post(group) if tensor.numel() else None
@@ -319,14 +325,14 @@ def _exchange_nccl(outgoing, incoming, group):
     """Exchange over NCCL, both directions in one group call: else two neighbours that send first
     would deadlock.
     """
-    pairs = [(dist.irecv, *message, "recv") for message in incoming] + [
-        (dist.isend, *m, "send") for m in outgoing
-    ]
+    pairs = [(dist.irecv, *message, "recv") for message in incoming]
+    pairs += [(dist.isend, *message, "send") for message in outgoing]
     pairs = [pair for pair in pairs if pair[1].numel()]
     start = now()
     operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     for _, tensor, peer, kind in pairs:
         tell(kind, kind, start, bytes=tensor.nbytes, peer=peer)
 

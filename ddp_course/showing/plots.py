@@ -58,7 +58,7 @@ class Picture(Figure):
     @property
     def caption(self) -> str:
         """The message, and where the numbers come from."""
-        return self.message + (f" ({self.kind})" if self.kind else "")
+        return f"{self.message} ({self.kind})" if self.kind else self.message
 
     @property
     def alt(self) -> str:
@@ -328,10 +328,11 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
     two = any(span[3] == "network" for span in spans)
     # Neighbours of one kind are drawn at once: a trace has hundreds of them.
     for (name, lane), group in groupby(spans, key=itemgetter(0, 3)):
-        place = row if lane == "network" else row - 0.42, 0.42 if two else 0.84
+        top = row if lane == "network" else row - 0.42
+        height = 0.42 if two else 0.84
         axes.broken_barh(
             [(1000 * start, 1000 * (end - start)) for _, start, end, _ in group],
-            place,
+            (top, height),
             facecolors=SPAN_COLOURS[name],
             edgecolor="white",
             linewidth=0.8 if lane == "network" else 0,  # Messages that follow at once stay apart.
@@ -352,35 +353,38 @@ def timeline_figure(
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
     """
-    lanes = [
-        [
-            span if isinstance(span, list) else [span.name, span.start, span.end, span.lane]
-            for span in lane
-        ]
-        for lane in lanes
-    ]
-    starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
-    origins = starts if align else [min(starts, default=0.0)] * len(lanes)
+    lanes = [list(map(as_list, lane)) for lane in lanes]
+    origins = list(map(start_of, lanes))
+    if not align:
+        origins = [min(origins, default=0.0)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
     seen = f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
-            draw_lane(
-                axes,
-                row,
-                [[name, start - origin, end - origin, where] for name, start, end, where in lane],
-            )
+            spans = [[name, start - origin, end - origin, part] for name, start, end, part in lane]
+            draw_lane(axes, row, spans)
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set(xlim=(0, None), xlabel="time (ms)")
         name_spans(picture, lanes)
     return picture
 
 
+def as_list(span: Any) -> list:
+    """A `Span`, or a list that has been one, as [name, start_s, end_s, lane]."""
+    if isinstance(span, list):
+        return span
+    return [span.name, span.start, span.end, span.lane]
+
+
+def start_of(lane: list[list]) -> float:
+    """When the first span of a lane starts; 0 in an empty one."""
+    return min((start for _, start, _, _ in lane), default=0.0)
+
+
 def name_spans(picture: Picture, lanes: Sequence[Any]) -> None:
     """A legend below the figure for the spans of these lanes."""
-    names = [
-        name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)
-    ]
+    drawn = {span[0] for lane in lanes for span in lane}
+    names = [name for name in SPAN_COLOURS if name in drawn]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
     picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
 
@@ -407,22 +411,26 @@ def curves(
     x axis that get a number. `kind` says what `series` are.
     """
     kind = with_lines(kind, theory)
+    bands = bands or {}
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
         for label, (xs, ys, *colour) in (theory or {}).items():
             [line] = axes.plot(
                 xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label
             )
-            if (
-                not points and len(set(ys)) == 1
-            ):  # A flat line carries its name, as a legend would cover it.
+            if not points and len(set(ys)) == 1:
+                # A flat line carries its name, as a legend would cover it.
                 place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
                 axes.annotate(label, *place, ha="right", fontsize=9)
                 line.set_label("_" + label)
         for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
-            width_pt = 1.8 + 3.6 * (len(series) - 1 - position) * nested
-            look: Any = {"color": colour[0] if colour else None, "linewidth": width_pt}
+            width_pt = 1.8
+            if nested:
+                width_pt += 3.6 * (len(series) - 1 - position)
+            look: Any = {"linewidth": width_pt}
+            if colour:
+                look["color"] = colour[0]
             [line] = axes.plot(xs, ys, "o" if points else "-", label=label, **look)
-            if label in (bands or {}):
+            if label in bands:
                 axes.fill_between(*bands[label], color=line.get_color(), alpha=0.18, linewidth=0)
         scale(axes, log, ticks)
         axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -22,9 +22,8 @@ ALGORITHM_COLOURS = {
     "hierarchical_ring": "#3B96CC",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
-RANKS = sorted(
-    [2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)]
-)  # They are 2, 3, 4, 6, 8, 12, …, 4096.
+# They are 2, 3, 4, 6, 8, 12, …, 4096.
+RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])
 
 
 def label(algorithm: str) -> str:
@@ -37,11 +36,13 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
     …]}.
     """
     knees = {name: knee(row) for name, row in steps.items()}
-    reach = [
-        f"{KNEE:.0%} efficient up to K = {k}" if k else f"never {KNEE:.0%} efficient"
-        for k in knees.values()
-    ]
-    message = "; ".join(f"{label(name)}: {text}" for name, text in zip(knees, reach, strict=True))
+    parts = []
+    for name, devices in knees.items():
+        if devices:
+            parts.append(f"{label(name)}: {KNEE:.0%} efficient up to K = {devices}")
+        else:
+            parts.append(f"{label(name)}: never {KNEE:.0%} efficient")
+    message = "; ".join(parts)
     with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
             ranks = [step.world_size for step in row]
@@ -77,14 +78,14 @@ def winners_figure(costs: Any) -> Picture:
     closed form.
     """
     sizes = 2.0 ** np.arange(6, 31, 0.125)
-    best = [
-        [
-            int(np.argmin([theory.seconds(name, size, count, costs) for name in CONTENDERS]))
-            for size in sizes
-        ]
-        for count in RANKS
-    ]
-    names = [name for index, name in enumerate(CONTENDERS) if any(index in row for row in best)]
+    best = []
+    for count in RANKS:
+        row = []
+        for size in sizes:
+            seconds = [theory.seconds(name, size, count, costs) for name in CONTENDERS]
+            row.append(int(np.argmin(seconds)))
+        best.append(row)
+    names = [CONTENDERS[index] for index in np.unique(best)]
     message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
     with panels(height=5.4, message=message, kind="derived") as (picture, axes):
         colours = ListedColormap([ALGORITHM_COLOURS[name] for name in CONTENDERS])

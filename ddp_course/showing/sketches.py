@@ -148,12 +148,12 @@ def ring_states(world_size: int) -> list[Any]:
 
 def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
     """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
-    ranks = range(world_size)
-    steps = range(world_size - 1)
-    reduce = [("reduce-scatter", [(rank - step) % world_size for rank in ranks]) for step in steps]
-    return reduce + [
-        ("allgather", [(rank + 1 - step) % world_size for rank in ranks]) for step in steps
-    ]
+    schedule = []
+    for phase, first in (("reduce-scatter", 0), ("allgather", 1)):
+        for step in range(world_size - 1):
+            sent = [(rank + first - step) % world_size for rank in range(world_size)]
+            schedule.append((phase, sent))
+    return schedule
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
@@ -183,9 +183,10 @@ def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
         f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size}"
         " gradients"
     )
-    state = [
-        [{(rank - back) % world_size for back in range(step + 1)}] for rank in range(world_size)
-    ]
+    state = []
+    for rank in range(world_size):
+        added = {(rank - back) % world_size for back in range(step + 1)}
+        state.append([added])
     sent = [0] * world_size if step < world_size - 1 else []
     return _chunks(
         state, sent, message, f"Whole gradients, step {step} of {world_size - 1}", ["gradient"]
@@ -290,7 +291,9 @@ def _pass(axes, rank, ranks, span, last):
     letter = instruction.letter
     colour = PASSES[letter]
     second = instruction.stage >= ranks
-    look = {"facecolors": "white" if second else colour, "edgecolor": colour if second else "white"}
+    look = {"facecolors": colour, "edgecolor": "white"}
+    if second:
+        look = {"facecolors": "white", "edgecolor": colour}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:

@@ -79,4 +79,6 @@ class Diff:
         return f'<div style="{_BLOCK}{_THEMED}">{"".join(rows)}</div>'
 
 
-source, diff = Source, Diff  # Notebooks call the classes by these names.
+# Notebooks call the classes by these names.
+source = Source
+diff = Diff

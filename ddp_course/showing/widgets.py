@@ -33,7 +33,7 @@ class Explorer(ipywidgets.VBox):
     """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls`
     by name.
 
-    `again(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
+    `rebuild(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
     "module:name".
     """
 
@@ -98,7 +98,7 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
     return decorate
 
 
-def again(recipe: dict[str, Any]) -> Explorer:
+def rebuild(recipe: dict[str, Any]) -> Explorer:
     """The explorer that `recipe` describes, made anew."""
     return resolve_name(recipe["explorer"])(*recipe["arguments"], **recipe.get("named", {}))
 
@@ -160,10 +160,10 @@ class Prediction(ipywidgets.VBox):
         line = f"{kind}: {result}"
         if guess is not None:
             keep("guesses", self.question, guess == answer)
-            line = f"your guess: {guess}; {line} – {'right' if guess == answer else 'a surprise'}"
-        right = {
-            "right": self.answers.index(answer)
-        }  # The web site, without a kernel, judges by this index.
+            verdict = "right" if guess == answer else "a surprise"
+            line = f"your guess: {guess}; {line} – {verdict}"
+        # The web site, without a kernel, judges by this index.
+        right = {"right": self.answers.index(answer)}
         display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
@@ -199,11 +199,10 @@ def alpha_beta_explorer(
 
     costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
     sizes = [2.0**power for power in range(6, 31, 2)]
-    times = {
-        name: [1000 * theory.seconds(name, n, world_size, costs) for n in sizes]
-        for name in CONTENDERS
-    }
-    lines = {label(name): (sizes, times[name], ALGORITHM_COLOURS[name]) for name in CONTENDERS}
+    lines = {}
+    for name in CONTENDERS:
+        times = [1000 * theory.seconds(name, size, world_size, costs) for size in sizes]
+        lines[label(name)] = (sizes, times, ALGORITHM_COLOURS[name])
     first, last = (fastest(lines, at) for at in (0, -1))
     title = (
         f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
@@ -212,9 +211,8 @@ def alpha_beta_explorer(
         {}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived"
     )
     picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
-    picture.axes[
-        0
-    ].minorticks_off()  # Minor ticks took half of the time to draw, and no reader needs them.
+    # Minor ticks took half of the time to draw, and no reader needs them.
+    picture.axes[0].minorticks_off()
     return picture
 
 

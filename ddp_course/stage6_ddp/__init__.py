@@ -13,7 +13,6 @@ in reading order:
     buffers          parameters are broadcast once, buffers before every forward pass
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
-    automatic        bucket_cap_mb="auto"
     mixed_precision  compute and communicate in half precision
     ddp              the class that puts everything together
 

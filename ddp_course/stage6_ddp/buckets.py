@@ -25,9 +25,8 @@ import torch
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
 DEFAULT_CAP = 25 * MIB
-NO_LIMIT = (
-    2**63
-)  # there is one bucket in the first pass, in which the order of gradients is not known yet
+# There is one bucket in the first pass, in which the order of gradients is not known yet.
+NO_LIMIT = 2**63
 HIGHER_ORDER = (
     "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the"
     " averaging is no part of the graph, so gradients of gradients would stay those of each rank."
@@ -49,7 +48,9 @@ def size_limits(cap_mb, cap_mb_list=None):
             f"bucket_cap_mb is {cap_mb_list or cap_mb}; it must be a positive number of MiB, such"
             " as 25"
         )
-    return [FIRST_CAP, DEFAULT_CAP] if caps == [None] else [int(cap * MIB) for cap in caps]
+    if caps == [None]:
+        return [FIRST_CAP, DEFAULT_CAP]
+    return [int(cap * MIB) for cap in caps]
 
 
 def assign_buckets(tensors, limits, sparse=(), order=None):
@@ -64,7 +65,8 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
     """
     filling = {}
     closed = []
-    for index in range(len(tensors)) if order is None else order:
+    in_turn = range(len(tensors)) if order is None else order
+    for index in in_turn:
         tensor = tensors[index]
         if index in sparse:
             closed.append([index])
@@ -94,14 +96,13 @@ class Bucket:
     """The flat tensor that is all-reduced, its views, and the parameters whose gradients it
     carries.
 
-    `missing` counts the gradients that this backward pass has not produced yet. `dtype` is that of
-    the flat tensor (None: the parameters'); only gradients of the same dtype can be views of it.
+    `dtype` is that of the flat tensor (None: the parameters'); only gradients of the same dtype can
+    be views of it.
     """
 
     def __init__(self, index, parameters, as_view, dtype=None):
         self.index = index
         self.parameters = parameters
-        self.missing = len(parameters)
         dtype = dtype or parameters[0].dtype
         self.as_view = as_view and dtype == parameters[0].dtype
         offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
@@ -137,9 +138,8 @@ class Bucket:
         else:
             if grad.requires_grad:
                 grad = self.without_graph(grad)
-            torch.mul(
-                grad, reciprocal(divisor, grad.dtype), out=view
-            )  # it divides and copies in one pass
+            # This divides and copies in one pass.
+            torch.mul(grad, reciprocal(divisor, grad.dtype), out=view)
             if self.as_view:
                 parameter.grad = view
 
@@ -167,10 +167,10 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view or parameter in untouched:
                 continue
-            if parameter.grad is None:
-                parameter.grad = (
-                    view if self.as_view else torch.empty_like(parameter, requires_grad=False)
-                )
+            if parameter.grad is None and self.as_view:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
             if parameter.grad.data_ptr() != view.data_ptr():
                 grads.append(parameter.grad)
                 views.append(view)
@@ -184,7 +184,9 @@ class SparseBucket:
     """
 
     def __init__(self, index, parameters, as_view, dtype=None):
-        self.index, self.parameters, self.flat, self.missing = index, parameters, None, 1
+        self.index = index
+        self.parameters = parameters
+        self.flat = None
 
     def take(self, slot, divisor):
         """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor
@@ -218,7 +220,6 @@ def view_at(flat, offset, parameter):
     """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these
     leave no gaps.
     """
-    strides = torch.empty_like(
-        parameter
-    ).stride()  # `empty_like` keeps channels_last, and packs other layouts
+    # `empty_like` keeps channels_last, and packs other layouts.
+    strides = torch.empty_like(parameter).stride()
     return flat.as_strided(parameter.shape, strides, offset)

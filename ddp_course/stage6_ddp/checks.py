@@ -13,10 +13,8 @@ from ..mesh import refuse_slices
 from ..running import wire
 from ..running.torch_inside import default_group, is_wrapper
 
-SHARDED = {
-    "FullyShardedDataParallel",
-    "FSDPModule",
-}  # stage 7's class, which cannot be imported here, has torch's name
+# Stage 7's class, which cannot be imported here, has torch's name.
+SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
 def trainable(module, ignored):
@@ -128,7 +126,9 @@ def devices_of(parameters, device_ids, output_device):
         return None, None
     if not device_ids:
         return None, None
-    return list(device_ids), device_ids[0] if output_device is None else output_device
+    if output_device is None:
+        output_device = device_ids[0]
+    return list(device_ids), output_device
 
 
 def refuse_modules(module):

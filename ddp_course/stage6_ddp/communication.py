@@ -25,12 +25,10 @@ class GradBucket:
     """
 
     def __init__(self, index, buffer, parameters, is_last):
-        self._index, self._buffer, self._parameters, self._is_last = (
-            index,
-            buffer,
-            parameters,
-            is_last,
-        )
+        self._index = index
+        self._buffer = buffer
+        self._parameters = parameters
+        self._is_last = is_last
 
     def index(self):
         """Position of the bucket in the order of communication, from 0."""
@@ -77,9 +75,8 @@ def by_backend(group=None):
         """Have the backend sum the bucket."""
         began = wire.now()
         flat = bucket.buffer()
-        work = (group or default_group()).allreduce(
-            [torch.view_as_real(flat) if flat.is_complex() else flat], options
-        )
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+        work = (group or default_group()).allreduce([numbers], options)
         if wire.card.observers:
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 

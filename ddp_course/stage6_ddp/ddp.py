@@ -1,8 +1,14 @@
-"""The wrapper: puts the other files together, behind the interface of torch's own."""
+"""The wrapper: puts the other files together, behind the interface of torch's own.
+
+wrapping    the module is checked, rank 0's weights are broadcast, buckets are laid out, and the
+            reducer listens to every gradient
+forward     buckets are laid out anew, once; buffers are broadcast; the module runs; the reducer
+            expects a backward pass
+backward    the reducer does all that is left: see `reducer`
+"""
 
 import copy
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +17,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ..running.communication import keep_for_backward
 from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
 from . import checks
-from .automatic import calibrate
 from .buckets import size_limits
 from .buffers import broadcast_tensors
 from .communication import by_algorithm, by_backend, by_hook
@@ -33,8 +38,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
       (the default). The older name, when False, leaves them out of the first synchronisation too.
     - init_sync: check that models agree and broadcast rank 0's parameters.
     - process_group or device_mesh (one-dimensional): the ranks to average over.
-    - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1, or "auto": measured
-      in the first pass. bucket_cap_mb_list: the sizes of the first, second, … bucket.
+    - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1. bucket_cap_mb_list:
+      the sizes of the first, second, … bucket.
     - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in
       each pass.
     - gradient_as_bucket_view: gradients stay in the buckets from pass to pass; saves their memory
@@ -74,22 +79,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers=None,
         all_reduce=None,
     ):
-        if (delay_all_reduce_named_params, param_to_hook_all_reduce) != (None, None):
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise NotImplementedError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported"
             )
         super().__init__()
         Joinable.__init__(self)
+        self.module = module
         self.process_group = checks.group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
-        checks.refuse_modules(module)
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = checks.trainable(module, self.parameters_to_ignore)
-        self.module = module
-        self.device = next(iter(parameters.values())).device
-        self.device_ids, self.output_device = checks.devices_of(
-            parameters, device_ids, output_device
-        )
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = bucket_cap_mb_list
         self.static_graph = static_graph
@@ -97,43 +95,59 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.all_reduce = all_reduce
         self.comm_hook = None
-        self.require_backward_grad_sync = self.require_forward_param_sync = True
-        older = broadcast_buffers is not False
-        self.forward_sync_buffers = older if forward_sync_buffers is None else forward_sync_buffers
-        if init_sync:
-            checks.same_on_all_ranks(parameters, self.process_group)
-            self.sync_model(0, with_buffers=older or forward_sync_buffers is not None)
-        self.buffers_from = 0
-        self.low = (
-            LowPrecision(mixed_precision, module, self.parameters_to_ignore)
-            if mixed_precision
-            else None
-        )
+        self.check_module(device_ids, output_device)
+        self.start_equal(init_sync, broadcast_buffers, forward_sync_buffers)
+        self.low = None
+        if mixed_precision:
+            self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.make_reducer()
+
+    def check_module(self, device_ids, output_device):
+        """Refuse modules that cannot be trained here, and note the devices."""
+        checks.refuse_modules(self.module)
+        self.parameters_to_ignore = set(
+            getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        parameters = self.trainable()
+        self.device = next(iter(parameters.values())).device
+        self.device_ids, self.output_device = checks.devices_of(
+            parameters, device_ids, output_device
+        )
+
+    def trainable(self):
+        """{name: parameter} of those whose gradients are averaged."""
+        return checks.trainable(self.module, self.parameters_to_ignore)
+
+    def start_equal(self, init_sync, broadcast_buffers, forward_sync_buffers):
+        """Choose when buffers are broadcast, and if wanted give all ranks rank 0's model now."""
+        wanted = broadcast_buffers is not False
+        self.forward_sync_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
+        self.buffers_from = 0
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        if init_sync:
+            checks.same_on_all_ranks(self.trainable(), self.process_group)
+            self.sync_model(0, with_buffers=wanted or forward_sync_buffers is not None)
 
     def make_reducer(self):
         """Lay out the buckets and listen to the gradients; unpickling calls this too."""
         self.has_buffers = bool(self.named_buffers_in_sync())
         group = self.process_group
-        automatically = self.bucket_cap_mb == "auto"
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
-        kind = (
-            StaticGraph
-            if self.static_graph
-            else FindUnused
-            if self.find_unused_parameters
-            else Reducer
-        )
+        kind = Reducer
+        if self.static_graph:
+            kind = StaticGraph
+        elif self.find_unused_parameters:
+            kind = FindUnused
         self.reducer = kind(
-            checks.trainable(self.module, self.parameters_to_ignore),
+            self.trainable(),
             group,
-            size_limits(None if automatically else self.bucket_cap_mb, self.bucket_cap_mb_list),
+            size_limits(self.bucket_cap_mb, self.bucket_cap_mb_list),
             start,
             sparse=checks.sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
             dtype=self.low and self.low.communicate,
-            calibrate=partial(calibrate, start, self.device, group) if automatically else None,
-            order_is_known=bool(self.bucket_cap_mb_list),
+            limited_at_once=bool(self.bucket_cap_mb_list),
         )
         if self.comm_hook:
             self.use_comm_hook()
@@ -193,8 +207,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def named_buffers_in_sync(self):
         """{name: buffer}; looked up each time, because modules may replace their buffers."""
         return {
-            name: b
-            for name, b in self.module.named_buffers()
+            name: buffer
+            for name, buffer in self.module.named_buffers()
             if name not in self.parameters_to_ignore
         }
 
@@ -209,9 +223,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if src is None:
             src = common_rank(self, True) if self._join_config.enable else self.buffers_from
         buffers = self.named_buffers_in_sync().values()
-        with unnoticed_by_autograd(
-            buffers
-        ):  # an earlier forward pass may have saved a buffer for its backward pass
+        # An earlier forward pass may have saved a buffer for its backward pass.
+        with unnoticed_by_autograd(buffers):
             broadcast_tensors(buffers, src, self.process_group)
 
     def register_comm_hook(self, state, hook):

@@ -25,21 +25,18 @@ class FindUnused(Reducer):
     reason = UNUSED_ALTHOUGH_SEARCHED
 
     def __init__(self, parameters, *settings, **named):
-        self.unused = []  # these parameters are not marked ready yet
-        self.used = [0] * len(
-            parameters
-        )  # 1 stands for a use on this rank since the last synchronised pass
-        self.users = [0] * len(
-            parameters
-        )  # the last bitmap said how many ranks used each parameter
-        super().__init__(parameters, *settings, **named | {"order_is_known": True})
+        # 1 for each parameter that this rank has used since the last synchronised pass, else 0.
+        self.used = [0] * len(parameters)
+        # How many ranks used each parameter, by the last bitmap.
+        self.users = [0] * len(parameters)
+        super().__init__(parameters, *settings, **named | {"limited_at_once": True})
 
     def expect(self, outputs):
         """As in every reducer; also look for the parameters that are not behind `outputs`."""
         super().expect(outputs)
         tensors = tensors_in(outputs)
         used = used_by(tensors) if tensors else set(self.parameters)
-        self.unused = [
+        self.current.unused = [
             index for index, parameter in enumerate(self.parameters) if parameter not in used
         ]
         return behind_entrance(outputs, lambda: None)
@@ -58,8 +55,9 @@ class FindUnused(Reducer):
 
     def completed_by(self, index):
         """With the first gradient of a pass all unused parameters too."""
-        unused, self.unused = self.unused, []
-        yield from [*unused, index]
+        unused = self.current.unused
+        self.current.unused = []
+        return [*unused, index]
 
     def all_sent(self):
         """Send the bitmap after the last bucket."""
@@ -69,11 +67,7 @@ class FindUnused(Reducer):
         """The parameters that are 0 in the sum of the bitmaps."""
         self.users = self.counting()
         self.used = [0] * len(self.parameters)
-        return {
-            parameter
-            for parameter, count in zip(self.parameters, self.users, strict=True)
-            if count == 0
-        }
+        return unused_by_all(self.parameters, self.users)
 
     def shadow(self):
         """As in every reducer; also repeat the last bitmap, as torch does: a parameter that was
@@ -93,28 +87,27 @@ class StaticGraph(Reducer):
     def __init__(self, parameters, *settings, **named):
         self.counts = [0] * len(parameters)
         self.counted = False
-        self.idle = None  # it becomes the set of parameters that no rank used in the first pass
+        self.remaining = []  # So many parts of each gradient are still to come in this pass.
+        self.idle = None  # It becomes the set of parameters that no rank used in the first pass.
         super().__init__(parameters, *settings, **named)
-
-    def start_over(self):
-        """As in every reducer; also expect all parts of all gradients."""
-        super().start_over()
-        self.end_is_queued = False
-        self.remaining = list(self.counts)
-        self.unused = [index for index, count in enumerate(self.counts) if count == 0]
 
     def expect(self, outputs):
         """As in every reducer; in the first pass, outputs go through an entrance that finds the end
-        of backward.
+        of backward, in later ones all parts of all gradients are expected.
         """
         super().expect(outputs)
-        return outputs if self.counted else behind_entrance(outputs, self.first_backward)
+        if not self.counted:
+            self.end_is_queued = False
+            return behind_entrance(outputs, self.first_backward)
+        self.remaining = list(self.counts)
+        self.current.unused = [index for index, count in enumerate(self.counts) if count == 0]
+        return outputs
 
     def first_backward(self):
         """When the first backward pass begins, arrange that all gradients are reduced once, at its
         end.
         """
-        if self.expecting and not self.end_is_queued:
+        if self.current and not self.end_is_queued:
             self.end_is_queued = True
             after_backward(self.reduce_all)
 
@@ -123,10 +116,11 @@ class StaticGraph(Reducer):
         gradient.
         """
         if not self.counted:
-            self.ready.add(index)
+            self.current.ready[index] = True
             self.counts[index] += 1
             return
-        unused, self.unused = self.unused, []
+        unused = self.current.unused
+        self.current.unused = []
         yield from unused
         if not self.remaining[index]:
             raise RuntimeError(used_anew(self.names[index]))
@@ -137,16 +131,19 @@ class StaticGraph(Reducer):
     def reduce_all(self):
         """At the end of the first pass, reduce all gradients, in however many parts they came."""
         self.counted = True
-        self.ready = set()
+        self.current.ready = {}
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)
         for index in range(len(self.parameters)):
             self.mark_ready(index)
-        self.order = []  # the next pass shows in which order gradients become ready
 
     def untouched(self):
         """The parameters that no rank used in the first pass; the ranks are asked once."""
         if self.idle is None:
-            self.idle = {
-                p for p, count in zip(self.parameters, self.counting(), strict=True) if count == 0
-            }
+            self.idle = unused_by_all(self.parameters, self.counting())
+            self.order = []  # The next pass shows in which order gradients become ready.
         return self.idle
+
+
+def unused_by_all(parameters, users):
+    """The parameters of which the bitmap says that they have no users."""
+    return {parameter for parameter, count in zip(parameters, users, strict=True) if count == 0}

@@ -1,7 +1,7 @@
 """When each bucket leaves. The reducer listens to every gradient and keeps the ranks' collectives
 in one order.
 
-    forward     expect(): the next backward pass is to be synchronised
+    forward     expect(): the next backward pass is to be synchronised; a new `Pass` begins
     backward    gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in
                 index order
                 the last one has left: finish() is queued, and autograd calls it before backward()
@@ -12,8 +12,8 @@ Ranks may finish their gradients in different orders, but bucket 1 never leaves 
 otherwise two ranks could add different buckets up. For the same reason all ranks rebuild their
 buckets in rank 0's order.
 
-Here every parameter gets one gradient in every pass; `graphs` has the two reducers for all other
-models.
+Here every parameter gets one gradient in every pass. For all other models, `graphs` has two
+reducers, which override expect(), completed_by(), all_sent() and untouched().
 """
 
 import weakref
@@ -22,27 +22,37 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.event_clock import Clock
 from ..running.torch_inside import after_backward, as_plain_tensors, uncompiled
-from .automatic import best_limits
 from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
 from .unused import UNUSED, not_finished, ready_twice
 
 
+class Pass:
+    """One backward pass that is to be synchronised: what has come, and what has left."""
+
+    def __init__(self, buckets):
+        # How many gradients each bucket still waits for.
+        self.missing = [len(bucket.parameters) for bucket in buckets]
+        # The indices of the parameters whose gradients came, in that order. A dict finds them fast.
+        self.ready = {}
+        # A function for each bucket that has left: it waits for the sum.
+        self.waits = []
+        # For `graphs`: these parameters count as ready as soon as the first gradient comes.
+        self.unused = []
+
+
 class Reducer:
     """Average the gradients of `parameters`, {name: parameter}, over `group` while backward runs.
 
-    - limits: the sizes of the buckets in bytes; with `order_is_known` from the first pass on, else
-      after it.
+    - limits: the sizes of the buckets in bytes, from the second pass on; the first pass, in which
+      the order of gradients is not known yet, has one bucket, unless it is `limited_at_once`.
     - start: the way to communicate, see `communication`; `hooked` says that it divides by K itself.
     - sparse: the parameters with sparse gradients. as_view: gradients are views of the buckets.
     - dtype: that of the buckets (None: the parameters').
-    - calibrate: for bucket_cap_mb="auto", a function that measures the link; all ranks call it in
-      `rebuild`.
     """
 
-    reason = UNUSED  # a pass without an end has this cause most of the time
+    reason = UNUSED  # Most passes without an end have this cause.
 
     def __init__(
         self,
@@ -53,30 +63,24 @@ class Reducer:
         sparse=(),
         as_view=False,
         dtype=None,
-        calibrate=None,
-        order_is_known=False,
+        limited_at_once=False,
     ):
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.sparse = {
             index for index, parameter in enumerate(self.parameters) if parameter in sparse
         }
-        self.group, self.limits, self.start, self.as_view, self.dtype = (
-            group,
-            limits,
-            start,
-            as_view,
-            dtype,
-        )
+        self.group = group
+        self.limits = limits
+        self.start = start
+        self.as_view = as_view
+        self.dtype = dtype
         self.divisor = dist.get_world_size(group)
         self.hooked = False
-        self.order = []
+        self.current = None  # This is a `Pass` from `expect` to `finish`.
+        self.order = []  # So gradients became ready in the first pass that shows it.
         self.rebuilt = False
-        self.expecting = False
-        self.calibrate = calibrate
-        self.moments = []
-        self.clock = Clock(self.parameters[0].device) if calibrate else None
-        first_limits = limits if order_is_known else [NO_LIMIT]
+        first_limits = limits if limited_at_once else [NO_LIMIT]
         self.make_buckets(assign_buckets(self.parameters, first_limits, self.sparse)[::-1])
         self.listen()
 
@@ -93,10 +97,9 @@ class Reducer:
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
-        self.buckets, self.home = (
-            [],
-            [None] * len(self.parameters),
-        )  # old buckets are freed before new ones are made
+        # Old buckets are freed before new ones are made.
+        self.buckets = []
+        self.home = [None] * len(self.parameters)
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
             parameters = [self.parameters[index] for index in members]
@@ -104,14 +107,6 @@ class Reducer:
             self.buckets.append(bucket)
             for slot, index in enumerate(members):
                 self.home[index] = bucket, slot
-        self.start_over()
-
-    def start_over(self):
-        """Get ready for the next backward pass: no gradient is there, no bucket has left."""
-        self.ready = set()
-        self.waits = []
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
 
     # The forward pass calls the next methods.
 
@@ -119,35 +114,28 @@ class Reducer:
         """Prepare to synchronise the backward pass from `outputs`; return the outputs that the loss
         is to use.
         """
-        self.start_over()
-        self.expecting = True
-        self.order = []
-        self.moments = []
+        self.current = Pass(self.buckets)
         return outputs
 
     def check_finished(self):
         """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets
         left.
         """
-        if self.ready and self.expecting:
+        if self.current and self.current.ready:
             missing = {
-                index: name for index, name in enumerate(self.names) if index not in self.ready
+                index: name
+                for index, name in enumerate(self.names)
+                if index not in self.current.ready
             }
             raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.reason))
 
     def rebuild(self):
         """Once, after the first synchronised backward pass: lay the buckets out again, in rank 0's
-        order.
+        order and sizes.
         """
         self.check_finished()
-        if self.rebuilt or len(self.order) != len(self.parameters):
+        if self.rebuilt or not self.order:
             return
-        if self.calibrate:
-            self.clock.finish()
-            moments = [self.clock.seconds(mark) for mark in self.moments]
-            self.limits = best_limits(
-                self.parameters, self.sparse, self.order, moments, *self.calibrate()
-            )
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         with wire.naming_absent(self.group):
             dist.broadcast(plan, group_src=0, group=self.group)
@@ -164,7 +152,7 @@ class Reducer:
         """The hook: the gradient of parameter `index` has just been accumulated (or there is none
         to accumulate).
         """
-        if self.expecting:
+        if self.current:
             for complete in self.completed_by(index):
                 self.mark_ready(complete)
 
@@ -176,27 +164,24 @@ class Reducer:
 
     def mark_ready(self, index):
         """Put a gradient into its bucket, and send off every bucket whose turn it is."""
-        if index in self.ready:
+        if index in self.current.ready:
             raise RuntimeError(ready_twice(self.names[index]))
-        self.ready.add(index)
-        if not self.rebuilt:
-            self.order.append(index)
-            if self.clock:
-                self.moments.append(self.clock.now(self.parameters[index].device))
+        self.current.ready[index] = True
         bucket, slot = self.home[index]
         bucket.take(slot, 1 if self.hooked else self.divisor)
-        bucket.missing -= 1
-        if not bucket.missing:
+        self.current.missing[bucket.index] -= 1
+        if not self.current.missing[bucket.index]:
             self.send_off()
 
     def send_off(self):
         """Start communication for the next buckets in line that are full; after the last one, queue
         the end.
         """
-        while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
-            bucket = self.buckets[len(self.waits)]
-            self.waits.append(self.start(self.as_grad_bucket(bucket, bucket.flat)))
-        if len(self.waits) == len(self.buckets):
+        waits = self.current.waits
+        while len(waits) < len(self.buckets) and not self.current.missing[len(waits)]:
+            bucket = self.buckets[len(waits)]
+            waits.append(self.start(self.as_grad_bucket(bucket, bucket.flat)))
+        if len(waits) == len(self.buckets):
             self.all_sent()
             after_backward(self.finish)
 
@@ -215,11 +200,13 @@ class Reducer:
         """Called by autograd before `backward()` returns: wait for all buckets and hand the
         averages out.
         """
-        waits, self.expecting = self.waits, False
-        self.start_over()
+        ended = self.current
+        self.current = None
+        if not self.rebuilt:
+            self.order = list(ended.ready)
         with wire.span("wait"):
             untouched = self.untouched()
-            for bucket, wait in zip(self.buckets, waits, strict=True):
+            for bucket, wait in zip(self.buckets, ended.waits, strict=True):
                 bucket.give(wait(), untouched)
 
     def untouched(self):
@@ -237,4 +224,3 @@ class Reducer:
             wait()
         if not self.rebuilt:
             self.order = list(range(len(self.parameters)))
-            self.moments = [0.0] * len(self.parameters)

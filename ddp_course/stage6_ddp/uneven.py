@@ -44,14 +44,14 @@ class Shadow(JoinHook):
         """
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
-        self.ddp.buffers_from = (
-            dist.get_world_size(self.ddp.process_group) - 1
-        )  # torch's class takes the last rank too
+        # From now on buffers are the last rank's, as in torch's class.
+        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1
 
 
 def common_rank(ddp, candidate):
     """Agree on one rank: the highest among the candidates."""
-    rank = torch.tensor([dist.get_rank(ddp.process_group) if candidate else -1], device=ddp.device)
+    own = dist.get_rank(ddp.process_group) if candidate else -1
+    rank = torch.tensor([own], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     return rank.item()
 

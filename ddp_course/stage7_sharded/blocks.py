@@ -113,7 +113,7 @@ def default_blocks(module):
     itself.
     """
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
-        return [child for child in module if any(True for _ in child.parameters())]
+        return [child for child in module if list(child.parameters())]
     return [block for child in module.children() for block in default_blocks(child)]
 
 
@@ -129,7 +129,8 @@ def assign_blocks(module, blocks):
     for parameter, places in holders_of(module).items():
         layers = {layer for layer, _ in places}
         homes = [block for block in members if block is not module and layers <= {*block.modules()}]
-        members[homes[0] if len(homes) == 1 else module].append(parameter)
+        home = homes[0] if len(homes) == 1 else module
+        members[home].append(parameter)
     return [(block, parameters) for block, parameters in members.items() if parameters]
 
 

@@ -210,14 +210,17 @@ def whole_state(optimizer, flats, group=None):
     members = shards_of(optimizer, flats)
     everyone = [None] * dist.get_world_size(group)
     state = {}
-    mine = [optimizer.state.get(shard, {}) if shard.numel() else {} for _, _, shard in members]
-    dist.all_gather_object(
-        everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group
-    )
+    mine = []
+    for _, _, shard in members:
+        entries = optimizer.state.get(shard, {}) if shard.numel() else {}
+        mine.append(tree_map_only(torch.Tensor, torch.Tensor.cpu, entries))
+    dist.all_gather_object(everyone, mine, group=group)
     in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (_, parameter, _) in enumerate(members):
         pieces = [entries[number] for entries in in_order if entries[number]]
-        for key, value in pieces[0].items() if pieces else ():
+        if not pieces:
+            continue
+        for key, value in pieces[0].items():
             if isinstance(value, torch.Tensor) and value.dim():
                 value = torch.cat([piece[key].reshape(-1) for piece in pieces])
                 value = value.view(parameter.shape).to(parameter.device)

@@ -10,7 +10,7 @@ So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 
 import torch
 
-from ..running.communication import together
+from ..running.communication import failing_together
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
@@ -44,19 +44,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         same_on_all_ranks(dict(self.parameters.named_parameters(prefix="parameter")), group)
         broadcast_parameters(self.parameters, group=group)
-        trainable, frozen = (
-            [p for p in self.parameters if p.requires_grad == wanted] for wanted in (True, False)
-        )
-        self.flats = [
-            Flat(bucket, group) for alike in (trainable, frozen) for bucket in assign_buckets(alike)
-        ]
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        buckets = [*assign_buckets(trainable), *assign_buckets(frozen)]
+        self.flats = [Flat(bucket, group) for bucket in buckets]
         self.shards = {
             parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()
         }
-        shards = [
-            {**members, "params": [self.shards[p] for p in members["params"]]}
-            for members in self.param_groups
-        ]
+        shards = []
+        for members in self.param_groups:
+            own = [self.shards[parameter] for parameter in members["params"]]
+            shards.append({**members, "params": own})
         self.local = optimizer_cls(shards, **kwargs)
         self.add_param_group = refuse_with(
             "the shards are laid out already; make a new optimizer of all the parameters"
@@ -82,8 +80,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "there are new gradients, but those clipped before have not been used: call step()"
                 " or zero_grad() of the optimizer after clipping"
             )
-        with together(self.group):
-            for flat in [] if self.averaged else self.trainable():
+        if self.averaged:
+            return
+        with failing_together(self.group):
+            for flat in self.trainable():
                 flat.make_room_for_gradients()
                 for parameter in list(flat.places):
                     if parameter.grad is not None:
@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({key: value for key, value in members.items() if key != "params"})
         self.average()
-        with together(self.group):
+        with failing_together(self.group):
             self.averaged = False
             self.local.step()
             for flat in self.trainable():
@@ -131,17 +131,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def trainable(self):
         """The flat tensors in which some parameter is trainable."""
-        return [
-            flat
-            for flat in self.flats
-            if any(parameter.requires_grad for parameter in flat.parameters)
-        ]
+        flats = []
+        for flat in self.flats:
+            if any(parameter.requires_grad for parameter in flat.parameters):
+                flats.append(flat)
+        return flats
 
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must
         call this.
         """
-        with together(self.group):
+        with failing_together(self.group):
             return {
                 **super().state_dict(),
                 "state": whole_state(self.local, self.flats, self.group),

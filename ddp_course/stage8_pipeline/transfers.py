@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import twin
+from ..running.torch_inside import group_like
 from .instructions import Activation
 from .timetable import given
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")  # by which the forms travel: NCCL would need a commun
 @cache  # Two ranks make their group only once per process group.
 def group_of_two(group, ends, device):
     """The group for messages from the first of the two ranks `ends` of `group` to the second."""
-    pair = twin(group, ends)
+    pair = group_like(group, ends)
     wire.warm_up(torch.zeros(1, device=device), pair)
     return pair
 

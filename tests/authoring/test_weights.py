@@ -1,6 +1,17 @@
 """Every package has a weight and every room a density, and what is beyond a limit is noticed."""
 
+import functools
+
+import pytest
 import weights
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    """The rooms do not change between these tests, and to count them takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "rooms", functools.cache(weights.rooms))
+        yield
 
 
 def test_code_counts_and_words_do_not():

@@ -112,6 +112,7 @@ def test_the_table_says_yes_no_or_why_not():
     assert two["the tests that are marked cuda"].startswith("not checked here")
 
 
+@pytest.mark.slow
 def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     """All processes, the ranks too, are without what a borrowed machine may not have."""
     (tmp_path / "sitecustomize.py").write_text(BARE)

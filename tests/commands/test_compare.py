@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ddp_course import Link, compare, ladder, stage3_paramserver
 from ddp_course.errors import NotFiniteError
-from ddp_course.measuring import comparison
 from ddp_course.running import files
 
 ALL = tuple(ladder.STAGES)
@@ -20,11 +19,10 @@ RAW = {
     "dtype": "float64",
 }  # the processor and its memory as they are
 NOT_COUNTED = ("1", "2", "6", "torch")
+NEARLY = ("2", "8")  # the closed forms of these leave something out
 
 
-@pytest.fixture(
-    scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
-)
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
 def results(request):
     """All stages on a model whose gradient any of these world sizes divides."""
     return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)
@@ -214,7 +212,8 @@ def test_stages_are_held_against_their_ideals(on_devices):
         assert stage["speed_up"] == pytest.approx(
             on_devices["stages"][0]["step_ms"] / stage["step_ms"]
         )
-        assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=5e-4), stage["name"]
+        bound = 5e-4 if stage["stage"] in NEARLY else 1e-9
+        assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=bound), stage["name"]
         assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
 
 
@@ -286,14 +285,6 @@ def differing(results):
         if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
             keys.append(stage["stage"])
     return keys
-
-
-def test_torchs_ddp_takes_the_time_of_the_closed_form_and_so_do_ours():
-    results = comparison.run("digits", 2, 4, "1,3,4,5,torch", bucket_cap_mb=0.1)
-    assert results["link"]["mode"] == "virtual"
-    for stage in results["stages"]:
-        assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=1e-9)
-        assert stage["max_abs_diff_vs_single"] < 1e-4
 
 
 @pytest.mark.parametrize("gpus, ranks", [(0, 4), (1, 2), (2, 2), (4, 4), (6, 4), (8, 8)])

@@ -18,7 +18,6 @@ COMMANDS = {
         ("--lr", POSITIVE),
         ("--timeout", POSITIVE),
     ],
-    "simulate": [("--per-host", WHOLE), ("--bucket-cap", POSITIVE)],
     "grade": [("--jobs", WHOLE), ("--timeout", POSITIVE)],
     "check": [("--timeout", POSITIVE)],
     "train": [

@@ -21,13 +21,14 @@ from ddp_grading.guard import enter
 from ddp_grading.submissions import load_exercises
 
 EXERCISES = load_exercises()
-SPAWN = multiprocessing.get_context("spawn")
+SERVER = multiprocessing.get_context("forkserver")  # it loads this file, and torch, once
+SERVER.set_forkserver_preload([__name__])
 
 
 def tried_inside(folder, code):
     """What a piece of code raises, or "", in a process under a submission's limits."""
-    receiver, sender = SPAWN.Pipe()
-    process = SPAWN.Process(target=run_inside, args=(str(folder), code, sender))
+    receiver, sender = SERVER.Pipe()
+    process = SERVER.Process(target=run_inside, args=(str(folder), code, sender))
     process.start()
     process.join(60)
     return receiver.recv() if receiver.poll() else f"exit code {process.exitcode}"
@@ -143,9 +144,9 @@ LONG = "import time\nstart = time.process_time()\nwhile time.process_time() < st
 def test_a_cells_time_is_the_processors_where_others_compute_and_the_clocks_where_it_waits(
     tmp_path,
 ):
-    receiver, sender = SPAWN.Pipe()
-    process = SPAWN.Process(target=use_a_busy_core, args=(str(tmp_path), sender))
-    others = [SPAWN.Process(target=spin) for _ in range(4)]
+    receiver, sender = SERVER.Pipe()
+    process = SERVER.Process(target=use_a_busy_core, args=(str(tmp_path), sender))
+    others = [SERVER.Process(target=spin) for _ in range(4)]
     try:
         for each in (*others, process):
             each.start()

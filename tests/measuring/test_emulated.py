@@ -5,14 +5,14 @@ import pytest
 from ddp_course import Device, Link
 from ddp_course.errors import EmulationError
 from ddp_course.measuring import emulated
-from ddp_course.measuring.job import checked
+from ddp_course.measuring.job import make_job
 
 FLOPS = 783_834_624  # of a step of the digits on 192 samples, forward and backward
 BYTES = 4 * 88_092
 
 
 def job_of(world_size=4, cap_mb=0.1):
-    return checked("digits", world_size, 1, bucket_cap_mb=cap_mb)
+    return make_job("digits", world_size, 1, bucket_cap_mb=cap_mb)
 
 
 def test_the_work_of_a_step():
@@ -35,7 +35,7 @@ def test_device_and_link_are_the_same_for_any_number_of_ranks(problem):
     devices = set()
     links = set()
     for world_size in (2, 4, 16):
-        job = checked(problem, world_size, 1, global_batch=192)
+        job = make_job(problem, world_size, 1, global_batch=192)
         device = emulated.default_device(job)
         devices.add(device.rate)
         links.add(emulated.default_bandwidth(job, device))
@@ -46,7 +46,7 @@ def test_what_is_chosen():
     job = job_of()
 
     def chosen(device="auto", speed="auto", link="auto"):
-        return emulated.chosen(job, device, speed, link, "0ms", "virtual")
+        return emulated.device_and_link(job, device, speed, link, "0ms", "virtual")
 
     device, link = chosen()
     assert isinstance(device, Device) and isinstance(link, Link)
@@ -59,14 +59,16 @@ def test_what_is_chosen():
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
-    device, link = emulated.chosen(job_of(), "auto", "auto", "auto", "0ms", "auto")
+    device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "0ms", "auto")
     assert isinstance(device, Device) and link.mode == "virtual"
 
 
 def test_gpus_are_not_slowed(monkeypatch):
     monkeypatch.setattr(emulated, "on_gpus", lambda device: device != "cpu")
     job = job_of()
-    assert emulated.chosen(job, "auto", "auto", "auto", "0ms", "virtual") == ("auto", None)
+    assert emulated.device_and_link(job, "auto", "auto", "auto", "0ms", "virtual") == ("auto", None)
     with pytest.raises(EmulationError, match="GPUs have a speed of their own"):
-        emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "virtual")
-    assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "virtual")[0], Device)
+        emulated.device_and_link(job, "cuda", "2GFLOP/s", "auto", "0ms", "virtual")
+    assert isinstance(
+        emulated.device_and_link(job, "cpu", "2GFLOP/s", "auto", "0ms", "virtual")[0], Device
+    )

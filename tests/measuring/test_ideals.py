@@ -4,14 +4,14 @@ import pytest
 
 from ddp_course import Device, Link, ladder, theory
 from ddp_course.measuring import emulated, ideals
-from ddp_course.measuring.job import checked
+from ddp_course.measuring.job import make_job
 
 BYTES = 4 * 88_092
 DEVICE = Device("2GFLOP/s")
 
 
 def job_of(world_size=4, cap_mb=0.1, problem="digits"):
-    return checked(problem, world_size, 1, bucket_cap_mb=cap_mb)
+    return make_job(problem, world_size, 1, bucket_cap_mb=cap_mb)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -36,10 +36,10 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
         sizes == [parameter.nbytes for parameter in job.model().parameters()]
         and sum(sizes) == BYTES
     )
-    ideal = ideals.overlapped(ladder.find("5"), job, DEVICE, costs)
+    ideal = ideals.overlapped_seconds(ladder.find("5"), job, DEVICE, costs)
     sending = 1.5 * BYTES * costs.beta
     assert max(work.compute_s, sending) <= ideal <= work.compute_s + sending + 1e-12
-    whole = ideals.overlapped(ladder.find("5"), job_of(4, 1e6), DEVICE, costs)
+    whole = ideals.overlapped_seconds(ladder.find("5"), job_of(4, 1e6), DEVICE, costs)
     assert whole == pytest.approx(work.compute_s + sending) and ideal <= whole + 1e-12
 
 
@@ -49,7 +49,7 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
     compute_s, p = job.work(DEVICE, 4).compute_s, job.gradient_bytes
 
     def seconds(bits_per_second):
-        return ideals.gathered(stage, job, DEVICE, theory.Costs.of_link(bits_per_second))
+        return ideals.gathered_seconds(stage, job, DEVICE, theory.Costs.of_link(bits_per_second))
 
     traffic_s = 8 * 3 * 0.75 * p / 1e3
     assert seconds(1e18) == pytest.approx(compute_s)
@@ -68,7 +68,7 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
         (7.0, "backward", 0),
     ]
     events += [(9.0, "done", 0), (9.0, "end", 0)]
-    seconds = ideals.fully_sharded(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
+    seconds = ideals.passes_seconds(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
     assert seconds == 1 + 3 + 1 + 6 + 1  # these are gather, forward, gather, backward and sum
     assert ideals.passes_of(events) == ([1, 1, 1], [2, 2, 2])
 
@@ -79,7 +79,7 @@ def test_a_pipeline_without_latency_takes_its_compute_and_the_bubble(problem):
     others in a row.
     """
     alone, four = (
-        ideals.in_parts(
+        ideals.pipelined_seconds(
             ladder.find("8"), job_of(ranks, problem=problem), DEVICE, theory.Costs(0.0, 0.0)
         )
         for ranks in (1, 4)

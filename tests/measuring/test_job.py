@@ -6,18 +6,18 @@ from dataclasses import replace
 import torch
 
 from ddp_course import Device
-from ddp_course.measuring.job import checked
+from ddp_course.measuring.job import make_job
 
 
 def test_what_follows_from_a_job_is_worked_out_once():
-    job, device = checked("digits", 2), Device("2GFLOP/s")
+    job, device = make_job("digits", 2), Device("2GFLOP/s")
     assert job.problem is job.problem and job.work(device, 2) is job.work(device, 2)
     assert job.work(device, 2).flops == job.work(device).flops / 2
     assert replace(job, steps=3).problem is not job.problem
 
 
 def test_ranks_get_the_settings_and_not_the_data():
-    job = checked("bytes", 2, 5, parameters=20_000, dtype="float64")
+    job = make_job("bytes", 2, 5, parameters=20_000, dtype="float64")
     assert job.gradient_bytes == 8 * job.parameter_count
     packed = pickle.dumps(job)
     assert len(packed) < 1000 < job.problem.inputs.nbytes

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import predictions, published
-from ddp_course import cli
 from ddp_course.measuring import facts
 from ddp_course.measuring.simulate import (
     Layer,
@@ -194,35 +193,6 @@ def test_facts_are_shipped_whole_with_their_sources():
         assert len(source) > 50
     with pytest.raises(ValueError, match='no table "moon"'):
         facts.rows("moon")
-
-
-def test_simulate_prints_a_table_and_writes_a_figure(tmp_path, capsys):
-    assert (
-        cli.main(["simulate", "--devices", "3..20", "--per-host", "1", "--out", str(tmp_path)]) == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
-    assert [int(row[0]) for row in rows] == [3, 6, 12]
-    assert any("efficient up to" in line for line in lines)
-    assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--devices 0..4", "go from 1"),
-        ("--devices 8..2", "smaller first"),
-        ("--link 100", "200Mbit"),
-        ("--link -1Gbit", "more than zero"),
-        ("--algorithm circle", 'unknown algorithm "circle"'),
-        ("--devices 12", "do not fill hosts of 8"),
-        ("--step-time 0ms", "more than zero"),
-    ],
-)
-def test_bad_options_end_with_one_line_and_exit_code_2(tmp_path, capsys, options, words):
-    assert cli.main(["simulate", "--out", str(tmp_path), options.replace(" ", "=")]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
 
 
 def test_bad_input_in_python_says_what_is_wrong():

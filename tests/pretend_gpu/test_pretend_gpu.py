@@ -69,7 +69,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "numbers = [number.item() for number in plan]", "waits",
     ),
 }  # fmt: skip
-EVERY_DAY = {"missing_wait", "nobody waits for the backend"}  # the others run in make test-rest
+ALWAYS = {"nobody waits for the backend", "missing_wait"}
 
 
 def run(script, *arguments, log, course=ROOT):
@@ -97,10 +97,12 @@ def found(findings):
 
 
 def marked(names):
-    """Parameters of a test, slow but for a few."""
-    return [
-        pytest.param(name, marks=[] if name in EVERY_DAY else [pytest.mark.slow]) for name in names
-    ]
+    """Parameters of a test: one is for make test-rest, and all others are for the week."""
+    parameters = []
+    for name in names:
+        mark = pytest.mark.slow if name in ALWAYS else pytest.mark.weekly
+        parameters.append(pytest.param(name, marks=mark))
+    return parameters
 
 
 def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_path):

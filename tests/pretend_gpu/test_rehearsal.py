@@ -13,17 +13,17 @@ pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=str(build.why_not(
 NOTEBOOKS = sorted(
     [*rehearsal.ROOT.glob("notebooks/[0-9]*.ipynb"), *rehearsal.ROOT.glob("solutions/[0-9]*.ipynb")]
 )
-EVERY_DAY = {("notebooks/03_parameter_server", 4), ("notebooks/08_pipeline", 4)}  # all in the night
+ALWAYS = ("notebooks/03_parameter_server", 4)
 
 
 def runs():
-    """Each notebook with each number of GPUs; all but two are for the night."""
+    """Each notebook with each number of GPUs; all but one are for the week."""
     for path in NOTEBOOKS:
         name = f"{path.parent.name}/{path.stem}"
         for gpus in (1, 2, 4, 8):
             marks = [pytest.mark.slow, pytest.mark.weekly]
-            if (name, gpus) in EVERY_DAY:
-                marks = []
+            if (name, gpus) == ALWAYS:
+                marks = [pytest.mark.slow]
             yield pytest.param(path, gpus, marks=marks, id=f"{name}-{gpus}")
 
 

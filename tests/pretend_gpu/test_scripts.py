@@ -94,8 +94,13 @@ def test_a_replica_is_made_where_it_works_and_not_on_the_master(tmp_path):
     assert int(printed) < 512 * 512
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["exactness", "scaling", "all_reduce", "trace"])
+PARTS = [
+    "exactness",
+    *(pytest.param(name, marks=pytest.mark.weekly) for name in ("scaling", "all_reduce", "trace")),
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_make_gpu_runs(part, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     words = ["-m", "benchmarks", "gpu", "--small", "--repeats", "1", "--only", part, "--out", "out"]

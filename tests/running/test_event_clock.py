@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_course import launch, variants
 from ddp_course.measuring import recording, timeline
-from ddp_course.running import event_clock, wire
+from ddp_course.running import wire
 from ddp_course.running.devices import rank_device
-from ddp_course.stage6_ddp import DistributedDataParallel, automatic, reducer
+from ddp_course.stage6_ddp import DistributedDataParallel
 
 UNIT = 0.001  # seconds, and the milliseconds of CUDA events
 
@@ -145,35 +145,6 @@ def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):
     with timeline.recording() as spans:
         variants.observed_all_reduce(None, SimpleNamespace(buffer=lambda: torch.ones(3)))
     assert [span.seconds / UNIT for span in spans] == [pytest.approx(2)]
-
-
-def test_the_automatic_bucket_size_measures_the_link_on_the_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
-    buffer = SimpleNamespace(device=torch.device("cuda", 0))
-    seconds = automatic.timed(lambda bucket: lambda: gpu.work(7), buffer)
-    assert seconds == pytest.approx(7 * UNIT)  # to queue it took microseconds
-
-
-def test_the_automatic_bucket_size_measures_the_model_on_the_gpu(gpu, monkeypatch):
-    """Each gradient takes the GPU 4 ms, and the processor none."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda plan, group_src, group: None)
-    monkeypatch.setattr(reducer, "Clock", lambda device: event_clock.Clock(torch.device("cuda", 0)))
-    seen = []
-    monkeypatch.setattr(reducer, "best_limits", lambda *args: (seen.extend(args[3]), [1])[1])
-    model = torch.nn.Sequential(*(Working(gpu) for _ in range(3)))
-    settings = {
-        "limits": [1e9],
-        "start": lambda bucket: bucket.buffer,
-        "calibrate": lambda: (0.0, 0.0),
-    }
-    listener = reducer.Reducer(dict(model.named_parameters()), None, **settings)
-    listener.expect(None)
-    model(torch.ones(3)).sum().backward()
-    before = gpu.waited
-    listener.rebuild()
-    assert [later - sooner for sooner, later in pairwise(seen)] == pytest.approx([4 * UNIT] * 2)
-    assert gpu.waited > before, "read before they are over"
 
 
 def kernels_and_spans():

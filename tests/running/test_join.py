@@ -53,7 +53,11 @@ def torchrun(folder, *program):
 )
 @pytest.mark.parametrize(
     "program, seconds",
-    [("-m ddp_course.script runs", 0), ("-m ddp_course.train --steps 100000", 6), ("late.py", 0)],
+    [
+        pytest.param("-m ddp_course.script runs", 0, marks=pytest.mark.slow),
+        ("-m ddp_course.train --steps 100000", 6),
+        ("late.py", 0),
+    ],
     ids=["while they import", "in training", "before they ask for it"],
 )
 def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):

@@ -308,7 +308,7 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     bundle, metadata = explorer._repr_mimebundle_()
     assert "image/png" in bundle and bundle["text/plain"] == explorer.message.value
     assert len(metadata["image/png"]["alt"]) > 20
-    again = widgets.again(json.loads(json.dumps(bundle[widgets.MIME])))
+    again = widgets.rebuild(json.loads(json.dumps(bundle[widgets.MIME])))
     assert again.image.value == before and again.alt == explorer.alt, (
         "the site makes another one of what is stored"
     )

@@ -247,8 +247,8 @@ def test_torchs_class_and_ours_do_the_same_beside(name):
 
 
 def copied_by_rank_0():
-    """A copy for averaged weights, made by one rank only, while buckets are to be measured."""
-    parallel = DistributedDataParallel(seeded(Net), bucket_cap_mb="auto")
+    """A copy for averaged weights, made by one rank only, before and after buckets are rebuilt."""
+    parallel = DistributedDataParallel(seeded(Net))
     for step in range(3):
         if dist.get_rank() == 0:
             copy.deepcopy(parallel)
@@ -293,6 +293,7 @@ def whole_step(wrap, compiled):
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, BucketedDDP])
 def test_a_whole_step_may_be_compiled(wrap):
     compiled = launch(whole_step, wrap, True, world_size=2, timeout=300)

@@ -16,7 +16,10 @@ def rows(name: str) -> list[dict[str, Any]]:
     """
     if name not in SOURCES:
         raise ValueError(f'there is no table "{name}"; choose one of {", ".join(SOURCES)}')
-    return [{key: _number(value) for key, value in row.items()} for row in _lines(name)]
+    rows = []
+    for line in _lines(name):
+        rows.append({key: _number(value) for key, value in line.items()})
+    return rows
 
 
 def _lines(name):

@@ -3,7 +3,7 @@
 Read in this order:
 
     network      discrete events, links with contention
-    algorithms   the ring's messages, and those of gloo and NCCL
+    algorithms   the messages of all-reduces that are not run
     model        layer times and gradient sizes
     replay       the messages of a real collective, played over links of any speed
     step         one training step: backward fills buckets, buckets travel, the update follows

@@ -50,4 +50,7 @@ def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[i
         if layer.gradient_bytes
     }
     buckets = stage5_bucketed.assign_buckets(list(places), bucket_cap_mb)
-    return [[places[gradient] for gradient in bucket] for bucket in buckets]
+    indices = []
+    for bucket in buckets:
+        indices.append([places[gradient] for gradient in bucket])
+    return indices

@@ -52,7 +52,10 @@ class Simulation:
     def __init__(self, network):
         import simpy  # A machine without simpy can still use the closed forms.
 
-        self.network, self.clock, self.busy, self.queue = network, simpy.Environment(), set(), []
+        self.network = network
+        self.clock = simpy.Environment()
+        self.busy = set()
+        self.queue = []
         self.senders = defaultdict(deque)
         self.receivers = defaultdict(deque)
 

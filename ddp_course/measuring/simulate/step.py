@@ -73,10 +73,9 @@ def simulate(
     if not (isfinite(interference) and interference >= 0):
         raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
     buckets = assign_buckets(profile, bucket_cap_mb)
-    full_after = {
-        bucket[-1]: sum(profile.layers[index].gradient_bytes for index in bucket)
-        for bucket in buckets
-    }
+    full_after = {}
+    for bucket in buckets:
+        full_after[bucket[-1]] = sum(profile.layers[index].gradient_bytes for index in bucket)
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans = [Span("forward", 0.0, begin)]
     free = 0.0

@@ -40,7 +40,9 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
         )
     if kind == "cpu" or gpus == 0:
         return "gloo", ["cpu"] * world_size
-    devices = [device if index else f"cuda:{rank % gpus}" for rank in range(world_size)]
+    devices = [f"cuda:{rank % gpus}" for rank in range(world_size)]
+    if index:
+        devices = [device] * world_size
     return agreed_backend(devices), devices
 
 

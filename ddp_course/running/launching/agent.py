@@ -169,10 +169,13 @@ def start_anew(
     """
     from ..files import open_memory  # an agent that forks its ranks need not load this
 
-    port = listener.fileno() if listener is not None and number == 0 else None
     launch_files, own = files
     inherited = [launch_files.call, launch_files.recorder, *own]
-    for descriptor in inherited if port is None else [*inherited, port]:
+    port = None
+    if listener is not None and number == 0:
+        port = listener.fileno()
+        inherited.append(port)
+    for descriptor in inherited:
         os.set_inheritable(descriptor, True)
     content = pickle.dumps((setting, number, meeting, files, port))
     with open_memory("rank", content) as file:

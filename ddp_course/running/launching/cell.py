@@ -51,7 +51,11 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     shown = eval(last, _names) if last else None
     if shown is not None:
         print(repr(shown))
-    values = {name: _names[name] for name in pull if rank == 0 and name in _names}
-    return {
-        name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in values.items()
-    }
+    if rank != 0:
+        return {}
+    return {name: on_cpu(_names[name]) for name in pull if name in _names}
+
+
+def on_cpu(value: Any) -> Any:
+    """A value as the notebook can use it: a tensor without its graph, in the processor's memory."""
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

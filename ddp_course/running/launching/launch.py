@@ -62,7 +62,8 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
     """
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
-    name, meant = getattr(fn, "__name__", "fn"), f"for {args[0]} ranks write world_size={args[0]}"
+    name = getattr(fn, "__name__", "fn")
+    meant = f"for {args[0]} ranks write world_size={args[0]}"
     try:
         signature = inspect.signature(fn)
         parameter = next(iter(signature.bind(*args, **kwargs).arguments))
@@ -78,8 +79,10 @@ def plain(error: Any) -> BaseException:
     """Return an error without our own frames, which would bury its message; notebooks show the
     message alone.
     """
-    name = type(error).__name__
-    error._render_traceback_ = partial(list, [f"{name}: {error}" if str(error) else name])
+    line = type(error).__name__
+    if str(error):
+        line += f": {error}"
+    error._render_traceback_ = partial(list, [line])
     return error.with_traceback(None)
 
 

@@ -128,7 +128,7 @@ class Ranks:
             case Refused():
                 self.heard.append(message)
             case RankExited(rank, code):
-                words = stacks.shown(text_in(self.stacks[rank])) or text_in(self.log)
+                words = stacks.as_traceback(text_in(self.stacks[rank])) or text_in(self.log)
                 self.heard.append(Ended(rank, code, words, time.monotonic()))
             case _:
                 self.cut_off = not self.told_to_end

@@ -29,7 +29,9 @@ def start_method() -> str:
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
         raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
-    return asked or ("fork" if sys.platform != "darwin" else "spawn")
+    if asked:
+        return asked
+    return "spawn" if sys.platform == "darwin" else "fork"
 
 
 def network() -> str:

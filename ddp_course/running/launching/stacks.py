@@ -9,15 +9,16 @@ from pathlib import Path
 from ...errors import RankState
 from .. import linux
 
-FRAME = re.compile(
-    r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE
-)  # its groups are file, line, function
-# the keys are Linux's letters for a process's state; "" is for a process that Linux does not know
+# Its groups are file, line, function.
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+# Linux has no entry for a process that has ended; other systems tell nothing of any.
+UNKNOWN = "ended" if sys.platform == "linux" else "waiting"
+# The keys are Linux's letters for a process's state; "" is for a process that Linux does not know.
 STATUS = {
     "T": "stopped by a signal (SIGSTOP) and never continued",
     "R": "running",
     "Z": "ended",
-    "": "ended" if sys.platform == "linux" else "waiting",
+    "": UNKNOWN,
 }
 LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
@@ -25,7 +26,7 @@ TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look(
+def describe_ranks(
     world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
 ) -> tuple[list, str]:
     """Return the RankState of every rank, and a sentence about the collective that the first of
@@ -48,7 +49,7 @@ def look(
             else statuses.get(rank) or "not started yet"
         )
         collective = last_collective(calls.get(rank, []), entered[rank])
-        states.append(RankState(rank, status, collective, shown(dump)))
+        states.append(RankState(rank, status, collective, as_traceback(dump)))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
     if missing is None:
         return states, ""
@@ -79,10 +80,10 @@ def missing_from_ours(calls: dict) -> tuple | None:
     inside = {rank: made[-1] for rank, made in calls.items() if made and not made[-1].end}
     waits = []
     for call in sorted(inside.values(), key=lambda call: call.begin):
-        reached = {
-            rank: max((c.sequence for c in made if c.group == call.group), default=0)
-            for rank, made in calls.items()
-        }
+        reached = {}
+        for rank, made in calls.items():
+            numbers = [each.sequence for each in made if each.group == call.group]
+            reached[rank] = max(numbers, default=0)
         absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
         same = (call.group, call.sequence)
         present = [
@@ -144,7 +145,7 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def shown(dump: str) -> str:
+def as_traceback(dump: str) -> str:
     """Return the frames of a dump as in Python tracebacks, with the source lines where they are
     known.
     """

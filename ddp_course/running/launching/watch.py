@@ -80,7 +80,7 @@ class Launch:
         if isinstance(self.ending, TimedOut):
             done = results_of(self.events)
             seen = self.ranks.inspect(pids_of(self.events))
-            self.hang = stacks.look(self.phase.world_size, done, *seen)
+            self.hang = stacks.describe_ranks(self.phase.world_size, done, *seen)
 
     def close(self) -> None:
         """End what still runs, and close what is open."""

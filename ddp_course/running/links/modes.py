@@ -45,9 +45,10 @@ class VirtualHosts:
         """Return what prevents virtual hosts with this latency, or None."""
         if start_method() == "spawn":
             return "ranks are not forked here, and a new process cannot enter them"
-        return virtual_hosts.forbidden_by() or (
-            "they have no latency; virtual time has" if latency else None
-        )
+        reason = virtual_hosts.forbidden_by()
+        if reason is None and latency:
+            return "they have no latency; virtual time has"
+        return reason
 
 
 class VirtualTime:
@@ -81,7 +82,8 @@ def choose(name: str, latency: float) -> Mode:
     """
     if name != "auto" and name not in MODES:
         raise EmulationError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
-    for mode in MODES.values() if name == "auto" else [MODES[name]]:
+    candidates = list(MODES.values()) if name == "auto" else [MODES[name]]
+    for mode in candidates:
         obstacle = mode.obstacle(latency)
         if obstacle is None:
             return mode

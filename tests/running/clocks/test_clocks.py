@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from benchmarks.virtual_time import digest
 from ddp_course import Device, Link, launch
-from ddp_course.errors import RankError
 from ddp_course.measuring import comparison
 from ddp_course.running import clocks, wire
 
@@ -131,65 +130,6 @@ def ask_until_completed():
 
 def test_a_loop_of_questions_comes_to_an_end():
     assert launch(ask_until_completed, world_size=2, link=LINK)[0] == 601
-
-
-def both_receive():
-    dist.recv(torch.zeros(1), 1 - dist.get_rank())
-
-
-def one_returns():
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def all_reduce_against_receive():
-    tensor = torch.zeros(1)
-    if dist.get_rank() == 0:
-        dist.recv(tensor, 1)
-    else:
-        dist.all_reduce(tensor)
-
-
-def a_future_that_nobody_sets():
-    threading.Event().wait()
-
-
-@pytest.mark.parametrize(
-    "function, words",
-    [
-        (both_receive, r"rank 0 waits to receive from rank 1 since 0.000000 s, .*rank 1 waits to"),
-        (one_returns, r"rank 0 waits for ranks \[0, 1\] in barrier.*rank 1 has returned"),
-        (all_reduce_against_receive, r"rank 0 waits to receive.*rank 1 waits for .*all_reduce"),
-        (a_future_that_nobody_sets, r"rank 0 waits for another thread.*threading.Event\(\).wait"),
-    ],
-)
-def test_a_deadlock_names_every_rank_and_its_line(function, words):
-    with pytest.raises(RankError, match=f"(?s)deadlock: .*{words}"):
-        launch(function, world_size=2, link=LINK)
-
-
-def fails_on_rank_1():
-    if dist.get_rank() == 1:
-        raise KeyError("no such layer")
-    dist.barrier()
-
-
-def test_a_rank_that_raised_is_the_culprit_and_no_deadlock():
-    with pytest.raises(RankError, match="rank 1: KeyError"):
-        launch(fails_on_rank_1, world_size=2, link=LINK)
-
-
-def spin(flag):
-    if dist.get_rank() == 0:
-        end = clocks.stalls.real_clock() + 4.5
-        while clocks.stalls.real_clock() < end:
-            pass
-    dist.barrier()
-
-
-def test_a_thread_that_holds_up_all_others_is_named(capfd):
-    launch(spin, [], world_size=2, link=LINK)
-    assert "rank 0 holds up all others, test_clocks.py line" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("fuzz", ["", "2"])

@@ -7,6 +7,8 @@ import multiprocessing
 import threading
 import time
 import warnings
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,21 +91,35 @@ def by_fully_shard():
     return [weight.full_tensor() for weight in weights]
 
 
-def timed(way):
-    """What a way of training returns, and the moment of its end."""
+TRAININGS = (by_ddp, by_ddp_with_a_hook, by_zero, by_fully_shard)
+
+
+def timed(*ways):
+    """What each way returns, and the moment of its end."""
     warnings.simplefilter("ignore")
-    return way(), clocks.moment()
+    outcomes = []
+    for way in ways:
+        outcomes.append((way(), clocks.moment()))
+    return outcomes
 
 
-@pytest.mark.parametrize("way", [by_ddp, by_ddp_with_a_hook, by_zero, by_fully_shard])
-def test_torch_trains_as_one_process_does_and_takes_the_same_time_twice(way):
-    first, second = (launch(timed, way, world_size=RANKS, **SETTING) for _ in range(2))
-    for weights, _ in first:
-        for mine, expected in zip(weights, alone(), strict=True):
-            torch.testing.assert_close(mine, expected)
-    moments = [moment for _, moment in first]
-    assert min(moments) > 0
-    assert moments == [moment for _, moment in second]
+def take_the_same_time_twice(*ways):
+    """Run all ways in one launch, and again in another; return the results of each rank."""
+    first, second = (launch(timed, *ways, world_size=RANKS, **SETTING) for _ in range(2))
+    results = []
+    for outcomes, again in zip(first, second, strict=True):
+        moments = [moment for _, moment in outcomes]
+        assert moments == [moment for _, moment in again]
+        assert all(0 < before < after for before, after in pairwise(moments))
+        results.append([result for result, _ in outcomes])
+    return results
+
+
+def test_torch_trains_as_one_process_does_and_takes_the_same_time_twice():
+    for results in take_the_same_time_twice(*TRAININGS):
+        for way, weights in zip(TRAININGS, results, strict=True):
+            for own, expected in zip(weights, alone(), strict=True):
+                torch.testing.assert_close(own, expected, msg=way.__name__)
 
 
 def by_tensor_parallel():
@@ -248,33 +264,27 @@ def by_questions():
         assert time.perf_counter() - before < 1
     work.wait()
     took = time.perf_counter() - before
-    assert 0.0606 <= took <= 0.0607, took  # 6 steps of 10 ms and 100 µs, in questions of 10 µs
+    assert 0.0605999 <= took <= 0.0607, took  # 6 steps of 10 ms and 100 µs, in questions of 10 µs
     before = time.monotonic()
     time.sleep(3 + rank)
     return time.monotonic() - before == pytest.approx(3 + rank)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        by_tensor_parallel,
-        by_objects,
-        by_groups,
-        by_all_to_all,
-        by_a_batch_of_messages,
-        by_whoever_is_first,
-        by_a_loader,
-        by_a_slow_first_sign,
-        by_questions,
-    ],
+FUNCTIONS = (
+    by_tensor_parallel,
+    by_objects,
+    by_groups,
+    by_all_to_all,
+    by_a_batch_of_messages,
+    by_whoever_is_first,
+    by_a_loader,
+    by_a_slow_first_sign,
+    by_questions,
+    partial(by_pipeline, "ScheduleGPipe"),
+    partial(by_pipeline, "Schedule1F1B"),
 )
-def test_torchs_functions_run(way):
-    results = launch(timed, way, world_size=RANKS, **SETTING)
-    assert all(result for result, _ in results), results
-    again = launch(timed, way, world_size=RANKS, **SETTING)
-    assert [moment for _, moment in results] == [moment for _, moment in again]
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-def test_torchs_pipelines_run(schedule):
-    assert all(launch(by_pipeline, schedule, world_size=RANKS, **SETTING))
+def test_torchs_functions_run():
+    for results in take_the_same_time_twice(*FUNCTIONS):
+        assert all(results), results

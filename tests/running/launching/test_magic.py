@@ -35,7 +35,7 @@ def starting_by(method):
         yield
 
 
-@pytest.fixture(scope="module", params=["fork", "spawn"])
+@pytest.fixture(scope="module", params=["fork", pytest.param("spawn", marks=pytest.mark.weekly)])
 def kernel(request):
     """A kernel with the extension and a few names in it, whose ranks come to life in both ways."""
     with starting_by(request.param), running_kernel() as kernel:

@@ -30,9 +30,15 @@ def total_and_network():
 
 
 @needs_namespaces
-@pytest.mark.parametrize("network", [None, "auto", "private"])
-@pytest.mark.parametrize("link", [None, Link("200Mbit")], ids=["no link", "link"])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "network, link, start",
+    [
+        (None, None, "fork"),
+        ("auto", Link("200Mbit"), "fork"),
+        ("private", None, "fork"),
+        ("private", Link("200Mbit"), "spawn"),
+    ],
+)
 def test_ranks_are_alone_in_a_network_of_their_own(monkeypatch, network, link, start):
     monkeypatch.setenv("DDP_COURSE_START", start)
     if network:

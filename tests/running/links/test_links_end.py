@@ -188,6 +188,7 @@ def python_of_nobody(options):
 
 
 @HOSTS
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become someone else")
 def test_an_ordinary_user_can_have_virtual_hosts():
     paths = [*site.getsitepackages(), str(Path(ddp_course.__file__).parents[1])]
