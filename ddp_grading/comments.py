@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddp_course.errors import GradingError
 
+from .people import lines_of
 from .results import Result, clean
 
 COLUMNS = ["learner", "exercise", "task", "points", "comment"]
@@ -21,12 +22,7 @@ POINTS = re.compile(r"[-+]?\d+(\.\d+)?")
 
 def read_comments(path: str | Path) -> list[dict[str, str]]:
     """The lines of a file of comments; GradingError says in which line something is wrong."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise GradingError(f'the comments "{path}" cannot be read: {reason}') from error
-    lines = csv.DictReader(text.splitlines())
+    lines = csv.DictReader(lines_of(path, "comments"))
     if not {"learner", "exercise"} <= set(lines.fieldnames or []):
         raise GradingError(f'the columns of "{path}" are not {", ".join(COLUMNS)}')
     comments = []

@@ -29,7 +29,7 @@ from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
-from .submissions import NUMBERED, Laid, Pristine, Submission, exercise_of, lay
+from .submissions import Laid, Pristine, Submission, exercise_of, lay
 
 END_SECONDS = 10.0
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
@@ -72,7 +72,8 @@ class Judge:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.lock = seed, threading.RLock()
+        self.seed = seed
+        self.lock = threading.RLock()
         self.book = cache(self.made)
 
     def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
@@ -103,16 +104,17 @@ def grade_one(
     task_done: Callable,
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
-    numbered = NUMBERED.match(submission.name)
-    number = int(numbered[1]) if numbered else None
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
     result.note = "handed in late" if submission.late else ""
+    points: dict[str, float] = {}
     try:
+        result.exercise = exercise_of(submission, exercises)
+        points = exercises[result.exercise].points
         if submission.fault:
             raise GradingError(submission.fault)
-        number = exercise_of(submission.cells, number, exercises)
-        result.tasks = points_of(exercises[number], submission, judge, seconds, task_done)
+        pristine = exercises[result.exercise]
+        result.tasks = points_of(pristine, submission, judge, seconds, task_done)
     except GradingError as error:
         result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
     except Exception as error:  # One odd submission must not spoil the others' results.
@@ -121,12 +123,10 @@ def grade_one(
             f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
             " report it"
         )
-    result.exercise = number if number in exercises else None
-    points = exercises[number].points.items() if number in exercises else ()
-    nothing_earned = [
-        result_of(task, worth, nothing(find(task), result.message)) for task, worth in points
-    ]
-    result.tasks = result.tasks or nothing_earned or [TaskResult("notebook", 0, 0, result.message)]
+    if not result.tasks:
+        for task, worth in points.items():
+            result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
+    result.tasks = result.tasks or [TaskResult("notebook", 0, 0, result.message)]
     return result
 
 
@@ -142,16 +142,15 @@ def points_of(
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         errors = run(laid, folder, seconds)
         for number, worth in pristine.points.items():
-            answers, trouble = (
-                Path(folder, "answers", f"{number}.answers"),
-                laid.troubles.get(number),
-            )
+            answers = Path(folder, "answers", f"{number}.answers")
+            trouble = laid.troubles.get(number)
             if trouble is None and answers.exists():
                 judged = judge.verdict(number, answers.read_bytes(), f"{folder}/work")
             else:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged = nothing(find(number), error)
-            result, source = result_of(number, worth, judged), laid.sources.get(number, "")
+            result = result_of(number, worth, judged)
+            source = laid.sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)

@@ -45,26 +45,34 @@ class Owner:
     late: bool = False
 
 
+def lines_of(path: str | Path, what: str) -> list[str]:
+    """The lines of a teacher's file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GradingError(f'the {what} "{path}" cannot be read: {error}') from error
+
+
 def read_roster(path: str | Path) -> Roster:
     """A roster from a file: one learner per line, or CSV with titles, such as Canvas' export of its
     gradebook, Moodle's grading worksheet, or any table with a column `learner`.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise GradingError(f'the roster "{path}" cannot be read: {reason}') from error
-    lines = csv.reader(text.splitlines())
-    rows = [list(map(str.strip, row)) for row in lines if "".join(row).strip()]
-    if not rows:
+    rows = list(csv.reader(lines_of(path, "roster")))
+    titles = [cell.strip() for cell in rows[0]] if rows else []
+    known = [title for title in (LEARNER, *NAMES, *IDS) if title in titles]
+    if not known:
+        titles = known = [LEARNER]
+    roster = {}
+    for row in rows:
+        about = {title: cell.strip() for title, cell in zip(titles, row, strict=False)}
+        roster[about.get(known[0], "")] = about
+    for no_learner in ("", known[0], "Points Possible"):
+        roster.pop(no_learner, None)
+    if not roster:
         raise GradingError(
             f'the roster "{path}" is empty; one learner per line, called as their folder is'
         )
-    title = next((title for title in (LEARNER, *NAMES, *IDS) if title in rows[0]), "")
-    titles = rows.pop(0) if title else [LEARNER]
-    records = [dict(zip(titles, row, strict=False)) for row in rows]
-    named = {record[title or LEARNER]: record for record in records if len(record) > 0}
-    return {name: about for name, about in named.items() if name and name != "Points Possible"}
+    return roster
 
 
 def owners_of(
@@ -76,15 +84,16 @@ def owners_of(
     have a `.git`. A notebook of a group has several owners.
     """
     for place, part in enumerate(parts[1:], 1):
-        folder = "/".join(parts[: place + 1])
+        holder = "/".join(parts[:place])
+        folder = f"{holder}/{part}"
         if canvas := CANVAS.match(part):
             name, late, number, _ = canvas.groups()
             about = {"Student": name, "ID": number}
-            return [Owner(name, f"{'/'.join(parts[:place])}/{name}_{number}", about, bool(late))]
+            return [Owner(name, f"{holder}/{name}_{number}", about, bool(late))]
         if moodle := MOODLE.fullmatch(part):
             name, number = moodle.groups()
             about = {"Full name": name, "Identifier": f"Participant {number}"}
-            return [Owner(clean(name), f"{'/'.join(parts[:place])}/{number}", about)]
+            return [Owner(clean(name), f"{holder}/{number}", about)]
         if part in submitters:
             return [Owner(clean(about["Name"]), folder, about) for about in submitters[part]]
         if folder in repositories:
@@ -99,37 +108,29 @@ def owner_by_folder(parts: Sequence[str]) -> Owner:
     *folders, file = parts
     if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
         return Owner(clean(PurePath(file).stem), "/".join(parts))
-    for depth in range(len(folders), 0, -1):
-        if not PLACES.fullmatch(folders[depth - 1]):
-            return Owner(clean(without_zip(folders[depth - 1])), "/".join(folders[:depth]))
-    return Owner(clean(without_zip(folders[0])), folders[0])
+    depth = len(folders)
+    while depth > 1 and PLACES.fullmatch(folders[depth - 1]):
+        depth -= 1
+    return Owner(clean(without_ending(folders[depth - 1])), "/".join(folders[:depth]))
 
 
-def without_zip(name: str) -> str:
-    """The name of a folder or an archive."""
-    return name[:-4] if name.lower().endswith(".zip") else name
+def without_ending(name: str) -> str:
+    """The name of a folder, an archive or a notebook."""
+    return re.sub(r"\.(zip|ipynb)$", "", name, flags=re.IGNORECASE)
 
 
 def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
     """The roster's learner whose id or mail, or else whose name, is in the path; "" if none is, or
     several are.
     """
-    if owner.about:  # The service's name of a file says which of its words are the learner's.
-        words = {plainly(word) for word in owner.about.values()}
-        words |= {plainly(owner.about.get("Identifier", "").split(" ")[-1])}
-    else:
-        words = set()
-        for part in parts:
-            whole = without_zip(part.removesuffix(".ipynb"))
-            pieces = [
-                whole,
-                *whole.split("_"),
-                *(whole[m.end() :] for m in re.finditer("-", whole)),
-            ]
-            words |= {plainly(piece) for piece in pieces}
-    words.discard("")
+    words = list(owner.about.values())  # A service says which words of a path are the learner's.
+    if not words:
+        for part in map(without_ending, parts):
+            words += [part, *part.split("_")]
+            words += [part[dash.end() :] for dash in re.finditer("-", part)]
+    wanted = set(map(plainly, words)) - {""}
     for known_by in (ids_of, names_of):
-        found = [name for name, about in roster.items() if words & known_by(name, about)]
+        found = [name for name, about in roster.items() if wanted & known_by(name, about)]
         if len(found) == 1:
             return found[0]
     return ""
@@ -137,9 +138,7 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
 
 def ids_of(learner: str, about: dict[str, str]) -> set[str]:
     """What only one learner is called."""
-    ids = {plainly(about.get(title, "")) for title in IDS}
-    number = about.get("Identifier", "").split(" ")[-1]
-    return {*ids, plainly(number), plainly(learner)} - {""}
+    return set(map(plainly, [learner, *(about.get(title, "") for title in IDS)]))
 
 
 def names_of(learner: str, about: dict[str, str]) -> set[str]:
@@ -149,7 +148,7 @@ def names_of(learner: str, about: dict[str, str]) -> set[str]:
         last, comma, first = name.partition(",")
         turned = first + last if comma else "".join(name.split()[::-1])
         names |= {plainly(name), plainly(turned)}
-    return names - {""}
+    return names
 
 
 def plainly(name: str) -> str:

@@ -4,6 +4,7 @@ that are alike.
 
 import io
 import keyword
+import re
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,43 +17,12 @@ from .results import Result
 LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
 ALIKE = 0.95
 MOST_REMARKS = 6
-LEADS_OUT = frozenset(
-    {
-        "__builtins__",
-        "__closure__",
-        "__code__",
-        "__dict__",
-        "__globals__",
-        "__import__",
-        "__subclasses__",
-        "_getframe",
-        "builtins",
-        "ctypes",
-        "eval",
-        "exec",
-        "f_back",
-        "get_objects",
-        "importlib",
-        "inspect",
-        "linecache",
-        "os",
-        "multiprocessing",
-        "open",
-        "pathlib",
-        "pickle",
-        "shutil",
-        "socket",
-        "subprocess",
-        "tempfile",
-        # These names can fake equality.
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__bool__",
-        "__float__",
-        "__len__",
-        "__class__",
-    }
+LEADS_OUT = re.findall(
+    r"\w+",
+    "__builtins__ __closure__ __code__ __dict__ __globals__ __import__ __subclasses__ _getframe"
+    " builtins ctypes eval exec f_back get_objects importlib inspect linecache os multiprocessing"
+    " open pathlib pickle shutil socket subprocess tempfile"
+    " __eq__ __ne__ __lt__ __bool__ __float__ __len__ __class__",  # These can fake equality.
 )
 
 
@@ -60,11 +30,11 @@ def remarks(source: str, given: str = "") -> list[str]:
     """The lines of an answer that have an odd word, and the word; no word of the notebook `given`
     out is odd.
     """
-    usual = {token.string for token in tokens(given)}
+    odd = set(LEADS_OUT) - {token.string for token in tokens(given)}
     lines: dict[str, None] = {}
     for token in tokens(source):
         word, line = token.string, token.line.strip()
-        if word in LEADS_OUT - usual or (word == "ddp_course" and line not in given):
+        if word in odd or (word == "ddp_course" and line not in given):
             lines[f"line {token.start[0]} has {word}: {line[:80]}"] = None
     return list(lines)[:MOST_REMARKS]
 
@@ -94,9 +64,8 @@ def shape(source: str) -> list[str]:
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two shapes are nearly the same."""
     matcher = SequenceMatcher(None, words, other, autojunk=False)
-    return (
-        min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= ALIKE and matcher.ratio() >= ALIKE
-    )
+    quick = min(matcher.real_quick_ratio(), matcher.quick_ratio())
+    return quick >= ALIKE and matcher.ratio() >= ALIKE
 
 
 def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:

@@ -1,10 +1,8 @@
-"""What was graded, for people and for programs: a table, CSV, JSON, and pages of HTML
+"""What was graded, for people and for programs: a table (`report.txt`), CSV, JSON, and pages
 (`report.html`).
 """
 
-import base64
 import csv
-import hashlib
 import io
 import json
 import re
@@ -20,16 +18,6 @@ from ddp_course.running.files import replace_file
 
 from .remarks import likeness
 from .results import Result, TaskResult
-
-SORT = """
-for (const title of document.querySelectorAll("th")) title.onclick = () => {
-  const place = title.cellIndex, body = title.closest("table").tBodies[0];
-  const order = title.order = -(title.order || 1);
-  const key = row => row.cells[place].textContent.trim();
-  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
-  body.append(...[...body.rows].sort((a, b) => order * -compare(key(a), key(b))));
-};
-"""
 
 
 def write_files(
@@ -63,30 +51,26 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
     """One line per submission, and one per task where points are missing, unless all tasks have the
     same message.
     """
-    lines = []
-    width = min(48, max((len(result.learner) for result in results), default=0))
-    for result in results:
-        exercise = f"exercise {result.exercise}" if result.exercise is not None else "no exercise"
-        head = f"{result.learner:<{width}} {exercise:<12} {result.in_words}"
-        messages = {task.message for task in result.tasks}
-        common = result.message or (messages.pop() if len(messages) == 1 else "")
-        notes = filter(None, [result.note, result.comment, common])
-        lines.append(f"{head}  {first_line('; '.join(notes))}".rstrip())
-        for task in result.tasks:
-            said = "; ".join(
-                filter(None, [task.comment, "" if common else first_line(task.message)])
-            )
-            lines += [f"    {task.id:<6} {said}"] if said else []
-            lines += [f"    {task.id:<6} look at it: {first_line(why)}" for why in task.suspicious]
-    lines += [f"task {number}: alike: {', '.join(group)}" for number, group in likeness(results)]
-    lines += ["", *summary(results), ""] if len(results) > 1 else []
-    if missing:
-        lines.append(f"handed in nothing: {', '.join(missing)}")
     ungraded = [result.learner for result in results if not (result.has_grade or result.excused)]
-    if ungraded:
-        lines.append(f"not graded: {', '.join(ungraded)}")
-    passed = sum(result.passed for result in results)
-    return "\n".join([*lines, f"{passed} of {len(results)} submissions have all points"])
+    width = min(48, max((len(result.learner) for result in results), default=0))
+    return rendered(
+        ".txt",
+        results=results,
+        width=width,
+        alike=likeness(results),
+        summary=summary(results),
+        missing=missing,
+        ungraded=ungraded,
+    )
+
+
+def rendered(kind: str, **names: Any) -> str:
+    """The text of a template beside this module; in HTML all that comes from others is escaped."""
+    text = Path(__file__).with_suffix(kind).read_text(encoding="utf-8")
+    html = kind == ".html"
+    environment = jinja2.Environment(autoescape=html, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["first_line"] = first_line
+    return environment.from_string(text).render(names)
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -175,25 +159,22 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         while f"hand_back/{name}.html".lower() in map(str.lower, files.values()):
             name += "_"
         files[learner] = f"hand_back/{name}.html"
-    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(text)
     exercises: dict[int, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.exercise or 0):
         exercises.setdefault(result.exercise or 0, []).append(result)
-    script = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
-    index = template.render(
+    index = rendered(
+        ".html",
         title="All submissions",
         exercises=exercises,
         files=files,
         missing=missing,
         summary=summary(results),
         alike=likeness(results),
-        script=jinja2.utils.markupsafe.Markup(SORT),
-        hash=script,
     )
-    own = {files[name]: template.render(title=name, records=rs) for name, rs in by_learner.items()}
-    return {"index.html": index, **own}
+    texts = {"index.html": index}
+    for learner, own in by_learner.items():
+        texts[files[learner]] = rendered(".html", title=learner, records=own)
+    return texts
 
 
 def file_name(learner: str) -> str:

@@ -134,17 +134,17 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Earlier results, of which those are left out that `new` ones replace, and the new ones, in
     the order of learners.
     """
-    graded = {(result.learner, result.exercise) for result in new}
-    files = {(result.learner, file) for result in new for file in result.files}
-    learners = {result.learner for result in new}
-    kept = []
-    for result in earlier:
-        same_file = any((result.learner, file) in files for file in result.files)
-        nothing_then = not result.files and result.learner in learners
-        if (result.learner, result.exercise) not in graded and not same_file and not nothing_then:
-            kept.append(result)
-    in_order = sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0))
-    return best_of(in_order)
+    replaced: set[tuple] = {(result.learner, "") for result in new}
+    for result in new:
+        replaced |= keys_of(result)
+    kept = [result for result in earlier if not keys_of(result) & replaced]
+    return best_of(sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0)))
+
+
+def keys_of(result: Result) -> set[tuple]:
+    """What a result is of: a learner's exercise, and their files, "" if there is none."""
+    names = list(result.files) or [""]
+    return {(result.learner, result.exercise), *((result.learner, name) for name in names)}
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:

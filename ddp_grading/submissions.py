@@ -5,7 +5,6 @@ first one runs, and laid among the cells that were given out.
 import hashlib
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -24,13 +23,12 @@ from .people import NUMBERED, Owner, Roster, in_roster, owners_of
 from .results import clean
 
 MOST_BYTES = 256 << 20
-TOO_LARGE = f"has more than {MOST_BYTES >> 20} MiB: clear its outputs"
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
 NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
+TASK = re.compile(r"\d{1,4}\.\d{1,4}")
 ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
-LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # Jupyter and archives leave these folders behind.
-GRADESCOPE = {"Name": ":name", "Email": ":email", "SID": ":sid"}
+GRADESCOPE = (("Name", ":name"), ("Email", ":email"), ("SID", ":sid"))
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
@@ -57,20 +55,18 @@ class Cell(NamedTuple):
 
 
 @dataclass
-class Submission:
+class Submission(Owner):
     """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
 
-    `file` is its path within what was named, `digest` a hash of its content; `about` has what a
-    gradebook knows the learner by.
+    `parts` are its path, from the named folder on, `file` is that path within the learner's folder,
+    and `digest` a hash of its content.
     """
 
-    learner: str
+    parts: tuple[str, ...] = ()
     file: str = ""
     cells: list[Cell] = field(default_factory=list)
     fault: str = ""
     digest: str = ""
-    late: bool = False
-    about: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -89,23 +85,18 @@ class Laid(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A file that was found, or an empty folder: its path from the named folder on, and its
-    content, or the error that there was instead.
+    """A file that was found, or (without a name) a folder that has no notebook: its path from the
+    named folder on, and its content if that counts, or what is wrong with it.
     """
 
     parts: tuple[str, ...]
-    content: bytes | GradingError | None
+    content: bytes | GradingError | None = None
 
     @property
-    def is_notebook(self) -> bool:
-        """Whether it is a notebook, or an archive that cannot be read."""
-        archive = isinstance(self.content, GradingError)
-        return archive or self.parts[-1].lower().endswith(".ipynb")
-
-    @property
-    def is_other(self) -> bool:
-        """Whether it is neither a notebook nor anything else that says who handed in what."""
-        return not self.is_notebook and self.parts[-1] not in ("", ".git", METADATA)
+    def counts(self) -> bool:
+        """Whether it stands for a submission: a notebook, or what should be or hold one."""
+        name = self.parts[-1].lower()
+        return name.endswith((".ipynb", ".zip")) or not name
 
 
 def load_exercises() -> dict[int, Pristine]:
@@ -147,197 +138,169 @@ def find_submissions(
         whole = path.is_dir() or path.suffix.lower() == ".zip"
         root = [] if whole and len(paths) == 1 else [path.absolute().parent.name]
         items += walk(real, (*root, real.name))
-    notebooks = [item for item in items if item.is_notebook]
-    owned = [(item, owner) for item in notebooks for owner in owners_of_item(item, items)]
-    submissions = [read_submission(item, owner) for item, owner in owned]
-    kept = [
-        (item, owner, work)
-        for (item, owner), work in zip(owned, submissions, strict=True)
-        if not is_given_out(item, work, submissions)
-    ]
-    check_owners([(item, owner) for item, owner, _ in kept], roster)
-    for _, owner, work in kept:
-        work.learner = owner.learner
-    found = [work for _, _, work in kept] + without_notebook(
-        items, [own for _, own, _ in kept], roster
-    )
-    if not found:
+    repositories = {"/".join(item.parts[:-1]) for item in items if item.parts[-1] == ".git"}
+    submitters = submitters_in(items)
+    works: list[Submission] = []
+    for item in items:
+        if item.counts:
+            owners = owners_of(item.parts, repositories, submitters)
+            works += [read_submission(item, owner) for owner in owners]
+    handed_in = [work for work in works if work.file and not is_given_out(work, works)]
+    for work in works if roster else ():
+        work.learner = in_roster(work, work.parts, roster or {})
+    check_owners(handed_in)
+    learners = {work.learner for work in handed_in}
+    beside = {holder_of(work) for work in handed_in}
+    for work in works:
+        is_near = not beside or holder_of(work) in beside
+        if not work.file and is_near and work.learner not in {"", *learners}:
+            handed_in.append(work)
+    if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    others = [item.parts[-1] for item in items if item.is_other and len(item.parts) == 2]
-    return found, others
+    others = [item.parts[-1] for item in items if not item.counts and len(item.parts) == 2]
+    return handed_in, [name for name in others if name not in (".git", METADATA)]
 
 
-def walk(path: Path, parts: tuple[str, ...]) -> list[Item]:
-    """The files in a folder, in its folders and archives; an item of an empty name stands for a
-    folder without notebooks.
+def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
+    """The files in a folder or archive, and in those in it; an item of an empty name stands for a
+    folder without notebooks. Nothing of an archive is written to the disk.
     """
-    if not path.is_dir():
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise GradingError(
-                    f"is too large ({path.stat().st_size >> 20} MiB): clear its outputs"
-                )
-            wanted = path.suffix.lower() in (".ipynb", ".zip") or path.name == METADATA
-            content = path.read_bytes() if wanted else b""
-        except GradingError as error:
-            return [Item(parts, error)]
-        except OSError:
-            return [Item(parts, GradingError("is not a file, or a link to nothing"))]
-        return unpack(content, parts) if path.suffix.lower() == ".zip" else [Item(parts, content)]
-    items = [Item((*parts, ".git"), None)] if (path / ".git").exists() else []
-    for child in sorted(path.iterdir()):
-        if not is_left_behind(child.name):
-            items += walk(child, (*parts, child.name))
-    empty = [] if any(item.is_notebook for item in items) else [Item((*parts, ""), None)]
-    return items + empty
-
-
-def is_left_behind(name: str) -> bool:
-    """Whether a file or folder is none of the learner's."""
-    return name.startswith(".") or name in LEFT_BEHIND
-
-
-def unpack(content: bytes, parts: tuple[str, ...]) -> list[Item]:
-    """The notebooks in an archive, and in archives in it; nothing of it is written to the disk."""
-    items: list[Item] = []
+    if path.is_dir():
+        items = [Item((*parts, ".git"))] if (path / ".git").exists() else []
+        children: list[Any] = list(path.iterdir())
+        for child in sorted(children, key=lambda child: child.name):
+            if not child.name.startswith(".") and child.name != "__MACOSX":
+                items += walk(child, (*parts, child.name))
+        empty = [] if any(item.counts for item in items) else [Item((*parts, ""))]
+        return items + empty
+    name = parts[-1].lower()
+    if not name.endswith((".ipynb", ".zip", METADATA)):
+        return [Item(parts)]
     try:
-        with zipfile.ZipFile(BytesIO(content)) as archive:
-            for about in archive.infolist():
-                names = Path(about.filename).parts
-                if about.is_dir() or any(
-                    name.startswith(".") or name in LEFT_BEHIND for name in names
-                ):
-                    continue
-                inner = (*parts, *names)
-                if about.file_size > MOST_BYTES:
-                    items.append(Item(inner, GradingError(TOO_LARGE)))
-                elif names[-1].lower().endswith(".zip"):
-                    items += unpack(archive.read(about), inner)
-                elif names[-1].lower().endswith(".ipynb") or names[-1] == METADATA:
-                    items.append(Item(inner, archive.read(about)))
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+        content = read_file(path)
+        if name.endswith(".zip"):
+            return walk(zipfile.Path(BytesIO(content)), parts)
+        return [Item(parts, content)]
+    except GradingError as error:
+        return [Item(parts, error)]
+    except (zipfile.BadZipFile, RuntimeError) as error:
         return [Item(parts, GradingError(f"cannot be read as an archive ({error})"))]
-    return items or [Item((*parts, ""), None)]
 
 
-def owners_of_item(item: Item, items: Sequence[Item]) -> list[Owner]:
-    """Whose a notebook is, by what else was found."""
-    repositories = {"/".join(other.parts[:-1]) for other in items if other.parts[-1] == ".git"}
-    submitters: dict[str, list] = {}
-    for other in items:
-        if other.parts[-1] == METADATA and isinstance(other.content, bytes):
-            for folder, about in (yaml.safe_load(other.content) or {}).items():
-                submitters[str(folder)] = [
-                    {title: str(person.get(key, "")) for title, key in GRADESCOPE.items()}
-                    for person in about[":submitters"]
-                ]
-    return owners_of(item.parts, repositories, submitters)
+def read_file(path: Path | zipfile.Path) -> bytes:
+    """What is in a file, if it is one and not too large."""
+    if not path.is_file():  # A fifo would never come to its end.
+        raise GradingError("is not a file, or a link to nothing")
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise GradingError(f"has more than {MOST_BYTES >> 20} MiB: clear its outputs")
+    return content
+
+
+def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
+    """{folder: who handed it in}, as Gradescope's exports say."""
+    submitters = {}
+    for item in items:
+        known = item.parts[-1] == METADATA and isinstance(item.content, bytes)
+        for folder, about in yaml.safe_load(item.content).items() if known else ():
+            people = submitters[str(folder)] = []
+            for person in about[":submitters"]:
+                people.append({title: str(person.get(key, "")) for title, key in GRADESCOPE})
+    return submitters
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Read a notebook; what is wrong with it becomes the submission's fault."""
-    parent = owner.folder.rpartition("/")[0]
+    work = Submission(**vars(owner), parts=item.parts, fault=NO_NOTEBOOK)
+    if not item.parts[-1]:
+        return work
     path = "/".join(item.parts)
-    file = path.removeprefix(f"{owner.folder}/").removeprefix(f"{parent}/")
-    content = item.content
-    work = Submission(owner.learner, clean(file), late=owner.late, about=owner.about)
+    work.file = clean(path.removeprefix(f"{owner.folder}/").removeprefix(f"{holder_of(owner)}/"))
     try:
-        if not isinstance(content, bytes):
-            raise content or GradingError(NO_NOTEBOOK)
-        work.digest = hashlib.sha256(content).hexdigest()[:16]
-        work.cells = read_notebook(content)
+        if not isinstance(item.content, bytes):
+            raise item.content or GradingError(NO_NOTEBOOK)
+        work.digest = hashlib.sha256(item.content).hexdigest()[:16]
+        work.cells = read_notebook(item.content)
+        work.fault = ""
     except GradingError as error:
         work.fault = str(error)
     return work
 
 
-def is_given_out(item: Item, work: Submission, submissions: Sequence[Submission]) -> bool:
+def holder_of(owner: Owner) -> str:
+    """The folder in which the learner's own folder lies."""
+    return owner.folder.rpartition("/")[0]
+
+
+def is_given_out(work: Submission, works: Sequence[Submission]) -> bool:
     """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson
     beside other notebooks of the same learner.
     """
-    answers = {cell.task: cell.source for cell in work.cells if cell.task}
-    if not answers and not work.fault:
-        others = [other for other in submissions if other.learner == work.learner]
-        return any(cell.task for other in others for cell in other.cells)
-    return "solutions" in item.parts[:-1] and all(map(is_solution, answers, answers.values()))
+    answers = [cell for cell in work.cells if cell.task]
+    if answers or work.fault:
+        return "solutions" in work.parts[:-1] and all(map(is_solution, answers))
+    others = [other for other in works if other.folder == work.folder]
+    return any(cell.task for other in others for cell in other.cells)
 
 
-def is_solution(task: str, source: str) -> bool:
-    """Whether an answer is the course's own solution of a task."""
+def is_solution(cell: Cell) -> bool:
+    """Whether an answer is the course's own solution of its task."""
     try:
-        return solution(task) == source
+        return solution(cell.task) == cell.source
     except (ValueError, KeyError):
         return False
 
 
-def check_owners(owned: Sequence[tuple[Item, Owner]], roster: Roster | None) -> None:
-    """Call learners as the roster does; GradingError where it is not clear whose a notebook is."""
-    unknown, folders = {}, {}
-    for item, owner in owned:
-        name = in_roster(owner, item.parts, roster) if roster else owner.learner
-        if roster and not name:
-            unknown[owner.folder] = owner.learner
-        owner.learner = name
-        folders.setdefault(name, {})[owner.folder] = None
+def check_owners(works: Sequence[Submission]) -> None:
+    """GradingError where it is not clear whose a notebook is."""
+    unknown = ["/".join(work.parts) for work in works if not work.learner]
     if unknown:
-        raise GradingError(f"not in the roster: {', '.join(unknown.values())}; nothing was graded")
-    for name, claimed in folders.items():
-        if len(claimed) > 1:
+        raise GradingError(f"not in the roster: {', '.join(unknown)}; nothing was graded")
+    folders: dict[str, str] = {}
+    loose: set[tuple[str, str]] = set()
+    for work in works:
+        folder = folders.setdefault(work.learner, work.folder)
+        if folder != work.folder:
             raise GradingError(
-                f"two folders claim to be {name}'s: {' and '.join(claimed)}; nothing was graded."
-                " Remove one, or tell people apart by --roster"
+                f"two folders claim to be {work.learner}'s: {folder} and {work.folder}; nothing was"
+                " graded. Remove one, or tell people apart by --roster"
             )
-    numbers: Counter = Counter()
-    for item, owner in owned:
-        if number := NUMBERED.match(item.parts[-1]) if owner.folder == item.parts[0] else None:
-            numbers[owner.folder, number[1]] += 1
-    for (folder, number), count in numbers.items():
-        if count > 1:
-            raise GradingError(
-                f"{count} notebooks of exercise {number} lie in {folder} itself: whose are they?"
-                " Put each into a folder that is called as its learner"
-            )
-
-
-def without_notebook(
-    items: Sequence[Item], owners: Sequence[Owner], roster: Roster | None
-) -> list[Submission]:
-    """A submission for each folder without a notebook that lies beside the learners' folders."""
-    beside = {owner.folder.rpartition("/")[0] for owner in owners}
-    learners = {owner.learner for owner in owners}
-    found = []
-    for item in items:
-        folder, holder = "/".join(item.parts[:-1]), "/".join(item.parts[:-2])
-        if item.parts[-1] or (owners and holder not in beside) or not holder:
-            continue
-        (owner, *_) = owners_of((*item.parts[:-1], "none.ipynb"), {folder}, {})
-        owner.learner = in_roster(owner, item.parts, roster) if roster else owner.learner
-        if owner.learner and owner.learner not in learners:
-            found.append(Submission(owner.learner, fault=NO_NOTEBOOK, about=owner.about))
-    return found
+        numbered = NUMBERED.match(work.name)
+        if numbered and folder == work.parts[0]:
+            if (folder, numbered[1]) in loose:
+                raise GradingError(
+                    f"two notebooks of exercise {numbered[1]} lie in {folder} itself: whose are"
+                    " they? Put each into a folder that is called as its learner"
+                )
+            loose.add((folder, numbered[1]))
 
 
 def without_exercises_not_begun(
-    submissions: Sequence[Submission], exercises: dict[int, Pristine]
+    works: Sequence[Submission], exercises: dict[int, Pristine]
 ) -> list[Submission]:
     """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
     others: a copy of the course has all exercises.
     """
+    answers = {}
+    for pristine in exercises.values():
+        answers |= pristine.answers
     begun = set()
-    numbers = []
-    for work in submissions:
-        try:
-            number = exercise_of(work.cells, None, exercises)
-        except GradingError:
-            number = None
-        numbers.append(number)
-        laid = lay(exercises[number], work.cells) if number else None
-        if laid and laid.sources.keys() - laid.troubles.keys():
-            begun.add(number)
-    if not begun:
-        return list(submissions)
-    pairs = zip(submissions, numbers, strict=True)
-    return [work for work, number in pairs if number is None or number in begun]
+    for work in works:
+        for cell in work.cells:
+            if cell.source.strip() != answers.get(cell.task, cell.source).strip():
+                begun.add(exercise_in(cell))
+    kept = []
+    for work in works:
+        asked = {exercise_in(cell) for cell in work.cells if cell.task in answers}
+        if not begun or not asked or asked & begun:
+            kept.append(work)
+    return kept
+
+
+def exercise_in(cell: Cell) -> str:
+    """The number of the exercise that a cell is an answer of."""
+    return cell.task.split(".")[0]
 
 
 def read_notebook(content: bytes) -> list[Cell]:
@@ -356,7 +319,8 @@ def read_notebook(content: bytes) -> list[Cell]:
 
 def as_cell(cell: Any) -> Cell:
     """A code cell that was handed in; an answer is recognised by its metadata or by its id."""
-    about, name = cell.get("metadata", {}).get("ddp_course", {}), cell.get("id", "")
+    about = cell.get("metadata", {}).get("ddp_course", {})
+    name = cell.get("id", "")
     match = ANSWER_ID.match(name)
     task = f"{match[1]}.{match[2]}" if match else ""
     if about.get("role") == "answer":
@@ -364,18 +328,15 @@ def as_cell(cell: Any) -> Cell:
     return Cell(name, cell.source, task, about.get("role") == "check" or name.startswith("check-"))
 
 
-def exercise_of(cells: Sequence[Cell], number: int | None, exercises: dict[int, Pristine]) -> int:
-    """Which exercise a notebook answers: what most of its answer cells say, or else its file's
-    name, `number`.
-    """
-    answered = [
-        int(cell.task.split(".")[0])
-        for cell in cells
-        if re.fullmatch(r"\d{1,4}\.\d{1,4}", cell.task)
-    ]
-    number = max(answered, key=answered.count) if answered else number
-    if number is None:
-        raise GradingError(NO_ANSWERS)
+def exercise_of(work: Submission, exercises: dict[int, Pristine]) -> int:
+    """Which exercise a notebook answers: what most of its answer cells say, or else its name."""
+    numbered = NUMBERED.match(work.name)
+    numbers = [exercise_in(cell) for cell in work.cells if TASK.fullmatch(cell.task)]
+    if numbered and not numbers:
+        numbers.append(numbered[1])
+    if not numbers:
+        raise GradingError(work.fault or NO_ANSWERS)
+    number = int(max(numbers, key=numbers.count))
     if number not in exercises:
         raise GradingError(f"answers exercise {number}, which this course does not have")
     return number
