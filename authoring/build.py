@@ -12,8 +12,9 @@ else after its first words, and its id is made of the name, so that a rebuild is
 byte. Outputs of cells whose source did not change are kept. In exercises nbgrader's markers count:
 what stands between `### BEGIN SOLUTION` and `### END SOLUTION` becomes a NotImplementedError, what
 stands between the HIDDEN TESTS markers goes. Lessons and exercises, never solutions, get badges and
-a cell that installs the course on Colab (elsewhere.py). A cell `answer-4-2` is the learner's answer
-to task 4.2; `check-4-2` with `points=2` is its check.
+a cell that installs the course on Colab (elsewhere.py). With `folded=true` a cell's code is behind
+a click. A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its
+check.
 """
 
 import argparse
@@ -236,6 +237,8 @@ def read_cells(source):
         name = cell.metadata.pop("title", None) or first_words(cell)
         for own in ("lines_to_next_cell", "cell_marker"):
             cell.metadata.pop(own, None)
+        if cell.metadata.pop("folded", False):
+            cell.metadata.update(elsewhere.FOLDED)
         identifier = unused(slug(name) or cell.cell_type, taken)
         make = new_markdown_cell if cell.cell_type == "markdown" else new_code_cell
         cells.append(make(cell.source, id=identifier, metadata=cell.metadata))

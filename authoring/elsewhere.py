@@ -13,6 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 ROOT = Path(__file__).resolve().parents[1]
 BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
 FIRST = "00_start_here"
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
 NEEDED = (
     "cloudpickle",
     "pyroute2",
@@ -74,11 +75,7 @@ def cells(folder: str, topic: str, other: str | None) -> list:
     home = repository()
     course = f"ddp-course @ git+{home}" if home else "ddp-course"
     install = INSTALLING.format(course=course, needed=list(NEEDED))
-    folded = {
-        "jupyter": {"source_hidden": True},
-        "cellView": "form",
-    }  # JupyterLab reads one, Colab the other.
     return [
         new_markdown_cell("\n".join(row), id=BADGES),
-        new_code_cell(install, id=INSTALL, metadata=folded),
+        new_code_cell(install, id=INSTALL, metadata=FOLDED),
     ]

@@ -207,7 +207,7 @@ class Answer:
         with panels(1, 2, 10, height, message, seen, title=message, **form) as (picture, axes):
             for row, other in enumerate(answers):
                 draw_step(axes[0], row, other)
-                colour = "#0072B2" if other.fits else "#D9D9D9"
+                colour = "#0072B2" if other.fits else "#8C8C8C"
                 axes[1].barh(row, other.memory_gb, color=colour, height=0.5)
             axes[1].axvline(self.capacity_gb, color="black", linestyle="--")
             axes[0].set(
@@ -217,7 +217,7 @@ class Answer:
             name_rows(axes[0], [other.run.way for other in answers])
             handles = [axes[0].barh(0, 0, color=colour) for colour in COLOURS.values()]
             names = [*COLOURS, "hidden sending"]
-            handles.append(axes[0].barh(0, 0, color="#F5C9A6"))
+            handles.append(axes[0].barh(0, 0, color="#B98A5E"))
             picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
         return picture
 
@@ -234,7 +234,7 @@ def draw_step(axes: Any, row: int, other: Answer) -> None:
     for name, seconds in other.step.parts.items():
         axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
         left += seconds
-    axes.barh(row + 0.33, other.step.hidden, color="#F5C9A6", height=0.12)
+    axes.barh(row + 0.33, other.step.hidden, color="#B98A5E", height=0.12)
     error = expected_error(other.run)[1] * left
     axes.errorbar(left, row, xerr=error, color="black", capsize=3, linewidth=1)
 

@@ -15,7 +15,8 @@ everything you learn here holds there too.
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
-*70 minutes, under a minute of computing.*
+*70 minutes, under a minute of computing.* Three dots stand for the code of a cell that measures or draws: run it like all others; a
+click on the dots shows it.
 """
 
 # %% imports
@@ -201,7 +202,7 @@ Count it, with and without an unused branch: all-reduces of the bitmap, and byte
 """
 
 
-# %% costs
+# %% costs folded=true
 def costs(both, **options):
     parallel = DistributedDataParallel(TwoBranches(both), all_reduce=ring_all_reduce, **options)
     bitmaps, original = [], dist.all_reduce
@@ -213,14 +214,14 @@ def costs(both, **options):
     return len(bitmaps), traffic.bytes_sent
 
 
-# %% counted
+# %% counted folded=true
 static = {"static_graph": True}
 cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
          "one branch, search": (False, search), "one branch, static": (False, static)}  # fmt: skip
 counted = {name: launch(costs, both, world_size=2, **options)[0] for name, (both, options) in cases.items()}
 print(*(f"{name}: {bitmaps} bitmaps, {sent} bytes" for name, (bitmaps, sent) in counted.items()), sep="\n")
 
-# %% claims-unused
+# %% claims-unused folded=true
 # NBVAL_CHECK_OUTPUT
 bitmaps, sent = ({name: pair[number] for name, pair in counted.items()} for number in (0, 1))
 layer = 4 * (16 * 16 + 16)  # bytes that each of two ranks sends for it around a ring
@@ -270,7 +271,7 @@ How many bytes does it save? The next cell counts them for four micro-batches.
 """
 
 
-# %% accumulate
+# %% accumulate folded=true
 def bytes_sent(use_no_sync, dtype):
     precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
     options = {"all_reduce": ring_all_reduce, "mixed_precision": precision}
@@ -291,7 +292,7 @@ show.bars({name: count / 2**20 for name, count in sent.items()}, "sent by a rank
           f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of the bytes, in bfloat16 {100 * short / often:.1f} %",
           kind="counted")  # fmt: skip
 
-# %% check-accumulate
+# %% check-accumulate folded=true
 # NBVAL_CHECK_OUTPUT
 assert often == 4 * once == 8 * short
 print("four micro-batches, a quarter of the bytes; in bfloat16 an eighth")
@@ -326,7 +327,7 @@ class CanBeQuiet(FindsUnused):
             super().ready(parameter)
 
 
-# %% claim-12
+# %% claim-12 folded=true
 # NBVAL_CHECK_OUTPUT
 def gradient(wrap, forward_inside):
     parallel, inputs = wrap(torch.nn.Linear(4, 4)), torch.full((8, 4), 1.0 + dist.get_rank())
@@ -386,7 +387,7 @@ plain, synced = (torch.cat(launch(normalise, convert, world_size=2)) for convert
 whole = torch.nn.BatchNorm1d(1)(torch.tensor([[0.0], [1.0], [10.0], [11.0]])).detach()
 print(*([f"{number:.2f}" for number in outputs.flatten()] for outputs in (plain, synced, whole)), sep="\n")
 
-# %% claim-15
+# %% claim-15 folded=true
 # NBVAL_CHECK_OUTPUT
 alike = {"it is the ordinary BatchNorm": plain, "it is SyncBatchNorm": synced}
 claims.decide(
@@ -485,7 +486,7 @@ One more option: a **communication hook** takes the place of a bucket's average,
 """
 
 
-# %% claim-18
+# %% claim-18 folded=true
 # NBVAL_CHECK_OUTPUT
 def operations(wrapped):
     os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
@@ -542,6 +543,15 @@ there. Three consequences: a clock in Python tells when a kernel was queued, not
 events; memory that another stream still uses must not be freed, which is what `tensor.record_stream` prevents; and
 overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) it holds 8
 of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward also needs.
+
+**Under `torch.compile`** a model becomes one graph, or a few. A hook fires only when the backward pass of a whole graph is done, so with
+one graph nothing could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends: six layers
+of 1 MiB each make six graphs with `bucket_cap_mb=1`, four with 2 (the first bucket holds at most 1 MiB), two with 25, and a single one with
+`torch._dynamo.config.optimize_ddp = False` (all counted with torch 2.13, by a backend that notes the graphs which it is given). Three things
+to know. Write `DistributedDataParallel(torch.compile(model))`: the other way round, the compiler stumbles over DDP's own `forward`, and
+then compiles the `forward` of *your* module apart; of a bare `torch.nn.Sequential`, which is torch's own code, it compiles nothing at
+all. Caps below 1 MiB end in an `AssertionError` about the first bucket. And it knows torch's class only: under ours a model stays one
+graph, so what the compiler wins is paid for with overlap.
 
 Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
 `gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients

@@ -16,9 +16,10 @@ optimizer state. If that does not fit, more ranks do not help, unless each keeps
 """
 
 # %% imports
+import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from weakref import WeakSet
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -223,7 +224,7 @@ def torchs_fully(model):
     return model, torch.optim.Adam(model.parameters())
 
 
-# %% same-results
+# %% same-results folded=true
 def losses(prepare):
     problem = problems.make("synthetic", parameters=3 * 64**2, width=64, dtype=torch.float64)
     (parallel, optimizer), seen = prepare(problem.model()), []
@@ -247,7 +248,7 @@ others = {"ShardedOptimizer": lambda model: (model, ShardedOptimizer(model.param
 trained = {name: torch.stack(launch(losses, way, world_size=K, progress=(name, 5)))
            for name, way in {**ways, **others}.items()}  # fmt: skip
 
-# %% check-results
+# %% check-results folded=true
 # NBVAL_CHECK_OUTPUT
 distance = {name: (seen - trained["plain DDP"]).abs().max().item() for name, seen in trained.items()}
 assert max(distance.values()) < 1e-6 and trained["plain DDP"].std(1).min() > 1e-3, distance
@@ -265,7 +266,7 @@ We train a step with each of ours, and then add up the bytes of all tensors that
 """
 
 
-# %% memory
+# %% memory folded=true
 def kept(prepare):
     problem = problems.make("synthetic", parameters=8 * 128**2, width=128)
     model = problem.model()
@@ -284,7 +285,7 @@ def kept(prepare):
 P = 8 * 128**2
 measured = {name: max(launch(kept, ways[name], world_size=K)) / P for name in show.progress(ways)}
 
-# %% memory-figure
+# %% memory-figure folded=true
 formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "ZeRO-2": 4 + 12 / K, "fully sharded": 16 / K}
 assert all(abs(measured[name] / formula[name] - 1) < 0.1 for name in ways), measured
 share = measured["fully sharded"] / measured["plain DDP"]
@@ -292,7 +293,7 @@ guess.reveal(f"{share:.2f} of it on {K} ranks", guess.answers[K // 2], kind="cou
 show.bars(measured, "kept on a rank (bytes per parameter)", f"On {K} ranks: from 16 bytes per parameter to {16 / K:g}",
           kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
-# %% claim-8
+# %% claim-8 folded=true
 # NBVAL_CHECK_OUTPUT
 claims.decide(
     8, "DDP helps when the model is too big for one device.", "counted",
@@ -320,7 +321,7 @@ forward and for backward, and only scatters the gradients: 1.5 times the bytes, 
 """
 
 
-# %% traffic
+# %% traffic folded=true
 def sent(prepare):
     problem = problems.make("synthetic", parameters=8 * 128**2, width=128)
     parallel, optimizer = prepare(problem.model())
@@ -331,7 +332,7 @@ def sent(prepare):
     return traffic.bytes_sent
 
 
-# %% traffic-figure
+# %% traffic-figure folded=true
 traffic = {name: max(launch(sent, ways[name], world_size=K)) / (4 * P) for name in show.progress(ways)}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 assert traffic == formula, traffic
@@ -348,7 +349,7 @@ with prefetch, in virtual time. The lower half of each row is the communication 
 """
 
 
-# %% prefetch
+# %% prefetch folded=true
 def last_step(prefetch):
     problem = problems.make("synthetic", parameters=size)
     parallel = FullyShardedDataParallel(problem.model(), prefetch=prefetch)
@@ -374,7 +375,7 @@ step_ms = {prefetch: 1000 * step_s(ranks) for prefetch, ranks in lanes.items()}
 show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
                      title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")  # fmt: skip
 
-# %% check-prefetch
+# %% check-prefetch folded=true
 # NBVAL_CHECK_OUTPUT
 hidden = [sum(map(timeline.hidden_share, lanes[prefetch])) / K for prefetch in (False, True)]
 assert step_ms[True] < step_ms[False] and hidden[True] > hidden[False] + 0.2, (step_ms, hidden)
@@ -389,7 +390,7 @@ gradients that come last. (ZeRO-1 and fully sharded are stage 7's here.)
 """
 
 
-# %% step-times
+# %% step-times folded=true
 def seconds_of(name, batch=128):
     problem, seconds = problems.make("synthetic", parameters=size), []
     parallel, optimizer = {**ways, "ZeRO-1": others["ShardedOptimizer"], "fully sharded": stage7}[name](problem.model())
@@ -406,7 +407,6 @@ times = {name: 1000 * max(on_devices(seconds_of, name)) for name in show.progres
 computing = 1000 * (6 - 2 / 6) * size * 128 / 800e6  # nobody needs the gradient of the first layer's inputs
 gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; to scatter takes as long
 exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
-sends, before = {"plain DDP": 2, "fully sharded": 3}, {"plain DDP": 16 / 34, "fully sharded": 2 / 34}  # computed before
 overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
 kept_on = {name: f"{name}{overlap.get(name, '')}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
@@ -430,85 +430,99 @@ must be computed before it can begin. DDP can send after forward and one layer's
 layer's forward.
 """
 
-# %% when-fsdp-loses
-cases = {f"{name}\n{n} samples": (name, n) for n in (128, 512) for name in ("plain DDP", "fully sharded")}
-slow_ms = {label: 1000 * max(on_devices(seconds_of, *cases[label], link="40Mbit")) for label in show.progress(cases)}
-slow, work = gather * 150 / 40, [(name, n / 128 * computing) for name, n in cases.values()]
-bounds = [max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow) for name, ms in work]
-few, many = (fully / plain for plain, fully in zip(*[iter(slow_ms.values())] * 2))
+# %% when-fsdp-loses folded=true
+sends = {"plain DDP": 2, "fully sharded": 3}  # how often the bytes of all layers travel
+before = {"plain DDP": 16 / 34, "fully sharded": 2 / 34}  # the share of computing that must come before it
+slow = gather * 150 / 40
+slow_ms, bounds = {}, {}
+for samples, name in show.progress([(samples, name) for samples in (128, 512) for name in sends]):
+    ms, label = computing * samples / 128, f"{name}\n{samples} samples"
+    slow_ms[label] = 1000 * max(on_devices(seconds_of, name, samples, link="40Mbit"))
+    bounds[label] = max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow)
+ddp_few, sharded_few, ddp_many, sharded_many = slow_ms.values()
+few, many = sharded_few / ddp_few, sharded_many / ddp_many
 show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
-          form="{:.0f}", theory=dict(zip(cases, bounds)), kind="virtual time", dash="lower bound")  # fmt: skip
+          form="{:.0f}", theory=bounds, kind="virtual time", dash="lower bound")  # fmt: skip
 
 # %% [markdown]
 r"""
 ## Why memory did not fall
 
 "I sharded over all my GPUs, and it still does not fit." Two things are not sharded: the **activations**, which grow
-with the batch, and the layers in use (with prefetch, two at a time). So look at a whole step, not only between steps. We add up
-what a rank holds at each layer of a forward and a backward pass: weights, gradients, Adam's state, and what autograd keeps for
-backward. Before you look: at which moment is it most?
+with the batch, and the layers in use (with prefetch, two at a time). So look at a whole step, not only between steps. torch's profiler
+notes each piece of memory that a rank allocates or gives back, whoever asks for it; so it can hold our ways against torch's own. Before
+you look: at which moment of a step is it most?
 """
 
 
-# %% over-a-step
-class Kept:  # what autograd keeps of the forward pass; it goes when backward has used it
-    def __init__(self, tensor):
-        self.tensor = tensor
-        alive.add(self)
+# %% over-a-step folded=true
+class AtOnce:  # in place of the sending thread, since the profiler looks at one thread only
+    def submit(self, send):
+        send()
+        return self
+
+    def result(self):
+        return None
 
 
-def held_now(model, optimizer):
-    inner = getattr(optimizer, "optimizer", optimizer)  # ours are made from shards
-    parameters = [*model.parameters(), *(p for group in inner.param_groups for p in group["params"])]
-    tensors = parameters + [p.grad for p in parameters if p.grad is not None] + [kept.tensor for kept in alive]
-    tensors += [value for entry in inner.state.values() for value in entry.values()]
-    return sum({memory.data_ptr(): memory.nbytes() for memory in map(torch.Tensor.untyped_storage, tensors)}.values())
+def held_over_a_step(name, shapes, batch=1000, recompute=False):
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
+        model = torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.ReLU())))
+        parallel, optimizer = {**ways, **others}[name](model)
+        Layer.thread = AtOnce()
+        for _ in range(2):  # from the second step on there is optimizer state
+            three_phases(model, parallel, optimizer, torch.randn(batch, shapes[0][0]), recompute)
+    return by_phase(profile.profiler.kineto_results.events(), sum(inputs * outputs for inputs, outputs in shapes))
 
 
-alive = WeakSet()
-
-# %% held-over-a-step
-def over_a_step(shapes, batch, name="fully sharded", recompute=False):
-    linear = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
-    model, held = torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.ReLU()))), []
-    parallel, optimizer = ways[name](model)
-
-    def note(*_):
-        held.append(held_now(model, optimizer) / sum(inputs * outputs for inputs, outputs in shapes))
-
-    def watch(_, __, output):
-        note()
-        output.register_hook(note)
-
-    for module in model:
-        module.register_forward_hook(watch, prepend=True)
-    for _ in range(2):  # from the second step on there is optimizer state
-        held.clear()
-        parallel.zero_grad()
-        x = torch.randn(batch, shapes[0][0])
-        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
-            y = torch.utils.checkpoint.checkpoint_sequential(model, 4, x, use_reentrant=False) if recompute else parallel(x)
-        y.sum().backward()
+# %% phases folded=true
+def three_phases(model, parallel, optimizer, x, recompute):
+    with torch.profiler.record_function("forward"):
+        y = torch.utils.checkpoint.checkpoint_sequential(model, 4, x, use_reentrant=False) if recompute else parallel(x)
+        total = y.sum()
+    with torch.profiler.record_function("backward"):
+        total.backward()
+    with torch.profiler.record_function("update"):
         optimizer.step()
-    return held
+        parallel.zero_grad()
 
-# %% memory-over-a-step
+
+def by_phase(events, parameters):  # what is held after each change of memory, in each phase of the last step
+    begin = {event.name(): event.start_ns() for event in sorted(events, key=lambda event: event.start_ns())}
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = torch.tensor([nbytes for _, nbytes in changes]).cumsum(0) / parameters
+    bounds = [begin["forward"], begin["backward"], begin["update"], float("inf")]
+    return [held[[after < time < before for time, _ in changes]] for after, before in pairwise(bounds)]
+
+
+# %% memory-over-a-step folded=true
 even = [(128, 128)] * 16
-settings = {"plain DDP": (even, 1000, "plain DDP"), "ZeRO-1": (even, 1000, "ZeRO-1"), "fully sharded": (even, 1000),
-            "fully sharded, checkpointed": (even, 1000, "fully sharded", True)}  # fmt: skip
-course = {name: launch(over_a_step, *settings[name], world_size=K)[0] for name in show.progress(settings)}
-show.curves({name: ([100 * n / len(row) for n in range(len(row))], row) for name, row in course.items()},
-            "moments of a step: forward, then backward (%)", "held on a rank (bytes per parameter)", points=False, kind="counted",
-            title="Peaks: DDP {:.0f}, ZeRO-1 {:.0f}, fully sharded {:.0f}, checkpointed {:.0f}".format(*map(max, course.values())))  # fmt: skip
+settings = {"plain DDP": ("plain DDP", even), "ZeRO-1": ("ZeRO-1", even), "fully sharded": ("fully sharded", even),
+            "checkpointed too": ("fully sharded", even, 1000, True)}  # fmt: skip
+beside = {"torch's ZeRO-1": ("torch's ZeRO-1", even), "torch's fully_shard": ("torch's fully_shard", even),
+          "its checkpointed too": ("torch's fully_shard", even, 1000, True)}  # fmt: skip
+phases = {name: launch(held_over_a_step, *setting, world_size=K)[0] for name, setting in show.progress({**settings, **beside}.items())}
+course = {name: [part.max().item() for phase in three for part in phase.tensor_split(16)] for name, three in phases.items()}
+colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#D55E00", "#009E73", "#CC79A7")
+lines = {name: ([n / 16 for n in range(48)], row, colour) for (name, row), colour in zip(course.items(), colours)}
+picture = show.curves(lines, "0 to 1: forward, 1 to 2: backward, 2 to 3: update", "held on a rank (bytes per parameter)", points=False,
+                      title="Peaks: DDP {:.0f}, ZeRO-1 {:.0f}, fully sharded {:.0f}, checkpointed {:.0f}".format(*map(max, course.values())),
+                      height=4.6, ticks=range(4), kind="counted")  # fmt: skip
+for line in picture.axes[0].lines[len(settings):]:
+    line.set_linestyle("--")  # torch's
+picture.axes[0].legend()
+picture
 
-# %% held-figure
-cases = {"small batch": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, "fully sharded", True),
+# %% held-figure folded=true
+cases = {"small batch": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, True),
          "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
-held = {name: max(launch(over_a_step, *cases[name], world_size=K)[0]) for name in show.progress(cases)}
+held = {name: torch.cat(launch(held_over_a_step, "fully sharded", *cases[name], world_size=K)[0]).max().item() for name in show.progress(cases)}
 show.bars(held, "most held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
           kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")  # fmt: skip
 
-# %% check-both-questions
+# %% check-both-questions folded=true
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
 few_samples, many_samples, checkpointed, big, small = held.values()
@@ -518,8 +532,8 @@ print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activat
 # %% [markdown]
 r"""
 Every way holds most where forward ends and backward begins: then all activations are there. Sharding lowers the whole curve by
-what it divides, and no more; **activation checkpointing** takes the mountain away. (Its last part is not checkpointed, since
-backward begins there at once.) The remedies stand beside the faults: checkpointing keeps only some activations and computes the others again;
+what it divides, and no more; **activation checkpointing** keeps the activations of one quarter of the model at a time. torch's own ways are dashed. Its `fully_shard` peaks where
+ours does; its ZeRO-1 holds 4 bytes per parameter more than ours, which are DDP's buckets. The remedies stand beside the faults: checkpointing keeps only some activations and computes the others again;
 smaller blocks mean that less is whole at a time.
 
 ## Mixed precision, accumulation and clipping, in one loop
@@ -556,7 +570,7 @@ def mixed(sharded, dtype):
     return losses
 
 
-# %% check-mixed-precision
+# %% check-mixed-precision folded=true
 # NBVAL_CHECK_OUTPUT
 settings = [(sharded, dtype) for sharded in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 exact, rounded, sharded, both = (launch(mixed, *setting, world_size=2)[0] for setting in settings)
@@ -615,7 +629,7 @@ def hybrid(model, hosts=2):
     return parallel, optimizer
 
 
-# %% hybrid-figure
+# %% hybrid-figure folded=true
 ways["hybrid"], two_hosts = hybrid, {"device": Device("800MFLOP/s"), "link": Link("20Mbit", hosts=2)}
 together = torch.stack(launch(losses, hybrid, world_size=K))
 bytes_of = {"plain DDP": 16, "fully sharded": 16 / K, "hybrid": max(launch(kept, hybrid, world_size=K)) / P}

@@ -39,7 +39,7 @@ table: many parameters, no flops.
 """
 
 
-# %% count-flops
+# %% count-flops folded=true
 def flops_of(layers, x):
     counts = []
     for layer in layers:
@@ -54,7 +54,7 @@ layers = stage8_pipeline.layers_of(text.model())
 flops = flops_of(layers, next(text.batches(16, 1))[0])
 by_flops = [int(K * (sum(flops[:n]) + flops[n] / 2) / sum(flops)) for n in range(len(flops))]  # by a layer's middle
 
-# %% cuts
+# %% cuts folded=true
 by_parameters = [rank for rank, part in enumerate(stage8_pipeline.split(layers, K)) for _ in part]
 work = {}
 for name, ranks in (("parameters", by_parameters), ("flops", by_flops)):
@@ -147,7 +147,7 @@ forward, B a backward pass; white is idle.
 """
 
 
-# %% naive
+# %% naive folded=true
 def timetable(schedule, microbatches, chunks=1):  # a rank with two stages has half the layers in each
     return stage8_pipeline.timetable(schedule(K, microbatches), forward=1 / chunks, backward=2 / chunks)
 
@@ -273,7 +273,7 @@ Four schedules, one loop, the same gradients. What differs is the time. A forwar
 on all of a rank's layers, B and W one each, a whole backward pass two:
 """
 
-# %% four
+# %% four folded=true
 rows = {name: timetable(schedule, M, 2 if name == "interleaved" else 1) for name, schedule in schedules.items()}
 show.sketches.schedules(rows)
 
@@ -305,7 +305,7 @@ its zero bubble, which is interleaved, too: two stages per rank, with B and W ap
 """
 
 
-# %% with-torch
+# %% with-torch folded=true
 def with_torch(name, per_rank):
     pipelining, rank, size = import_module("torch.distributed.pipelining"), dist.get_rank(), dist.get_world_size()
     modules = {n: stack(per_rank * size)[n] for n in range(rank, per_rank * size, size)}
@@ -325,7 +325,7 @@ def in_our_words(actions):
 kinds = {"FORWARD": stage8_pipeline.Forward, "FULL_BACKWARD": stage8_pipeline.Backward,
          "BACKWARD_INPUT": stage8_pipeline.BackwardInput, "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}  # fmt: skip
 
-# %% check-torchs
+# %% check-torchs folded=true
 # NBVAL_CHECK_OUTPUT
 lists = {}
 for name, each, per_rank in (("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
@@ -342,14 +342,16 @@ for name, each, per_rank in (("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F
     alike = "" if per_rank == 1 else f", by a list that {'is' if lists[name] == schedules[name](K, M) else 'is not'} ours"
     print(f"{each}: the gradients of one device by {' and by '.join(by_loop)}{alike}")
 
-# %% torchs-figure
+# %% torchs-figure folded=true
 torchs = {f"torch's {name}": stage8_pipeline.timetable(lists[name], forward=0.5, backward=1) for name in ("interleaved", "zero bubble")}
 show.sketches.schedules({"our interleaved": rows["interleaved"], "our zero bubble": rows["zero bubble"], **torchs})
 
 # %% [markdown]
 r"""
 torch's interleaved list is ours, instruction by instruction. Its zero bubble joins both ideas: thin stages halve what zero bubble's
-white parts take, for twice as many messages.
+white parts take, for twice as many messages. (If you try `ScheduleZBVZeroBubble` in the cell above, all ranks wait for ever: its stages
+lie in a V, so rank r has stages r and 2K-1-r, not r and r+K, and stages in the wrong places wait for messages that nobody sends. Placed
+right it runs, and its list runs by our `Pipeline` too.)
 
 ## What stage 8 adds
 
@@ -360,7 +362,7 @@ device:
 """
 
 
-# %% same-losses
+# %% same-losses folded=true
 def pipeline_losses(schedule):
     text = problems.make("bytes", parameters=100_000, dtype=torch.float64)
     return stage8_pipeline.train(text.model(), text.batches(16, 3), lr=0.3, schedule=schedule)
@@ -370,7 +372,7 @@ text = problems.make("bytes", parameters=100_000, dtype=torch.float64)
 single = stage1_single.train(text.model(), text.batches(16, 3), lr=0.3)
 piped = [launch(pipeline_losses, schedule, world_size=K)[0] for schedule in show.progress(schedules.values())]
 
-# %% check-same
+# %% check-same folded=true
 # NBVAL_CHECK_OUTPUT
 for losses in piped:
     assert max(abs(a - b) for a, b in zip(single, losses)) < 1e-12, (single, losses)
@@ -385,7 +387,7 @@ GPipe's schedule for different numbers of micro-batches, 12 among them, and see 
 """
 
 
-# %% bubble
+# %% bubble folded=true
 def seconds_of_a_step(microbatches, schedule=stage8_pipeline.gpipe, chunks=1, width=256, layers=4):
     stages = [
         torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers // chunks)]) for _ in range(chunks)
@@ -408,7 +410,7 @@ device, counts = Device("150MFLOP/s"), [1, 2, 4, 8, 12]
 work_s = 6 * 4 * 256**2 * 48 / device.rate  # of each rank: two flops per weight and sample forward, four backward
 measured = {m: idle(m) for m in show.progress(counts)}
 
-# %% bubble-figure
+# %% bubble-figure folded=true
 guess.reveal(f"{100 * measured[12]:.0f} % on {K} ranks; (4-1)/(12+4-1) = {100 * stage8_pipeline.bubble(4, 12):.0f} % derived for 4",
              "20 %", kind="virtual time")  # fmt: skip
 points, line = [100 * measured[m] for m in counts], [100 * stage8_pipeline.bubble(K, m) for m in counts]
@@ -416,7 +418,7 @@ show.curves({"virtual time": (counts, points, show.STAGE_COLOURS["8"])}, "micro-
             "More micro-batches, a smaller bubble", log="x", ticks=counts,
             theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])}, kind="virtual time")  # fmt: skip
 
-# %% check-bubble
+# %% check-bubble folded=true
 # NBVAL_CHECK_OUTPUT
 assert all(measured[m] > stage8_pipeline.bubble(K, m) - 0.05 for m in counts), measured
 assert measured[12] < 0.75 * measured[1]
@@ -429,7 +431,7 @@ devices they lie above it, and more so with many micro-batches: each has its mes
 the next cell: all four schedules with M = 8. What will the bars be, by the timetables above?
 """
 
-# %% four-measured
+# %% four-measured folded=true
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
 percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
          "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
@@ -457,7 +459,7 @@ def kept(schedule):
     return pipeline.most_kept
 
 
-# %% check-kept
+# %% check-kept folded=true
 # NBVAL_CHECK_OUTPUT
 most = {name: launch(kept, schedules[name], world_size=K) for name in ("GPipe", "1F1B", "zero bubble")}
 assert most == {"GPipe": [12] * K, "1F1B": list(range(K, 0, -1)), "zero bubble": [K] * K}, most
@@ -474,7 +476,7 @@ middle are the busiest: they send activations forward and gradients of activatio
 """
 
 
-# %% traffic
+# %% traffic folded=true
 def sent():
     text = problems.make("bytes", parameters=100_000)
     model = text.model()

@@ -101,7 +101,7 @@ p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
 hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
 (plain, flops), (few, more), (half, _) = [kept(**how) for how in show.progress(hows)]
 
-# %% memory-figure
+# %% memory-figure folded=true
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
          "activations,\nbfloat16": half, "activations,\ncheckpointed": few}  # fmt: skip
 guess.reveal(f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB", "the activations", kind="counted")
@@ -109,7 +109,7 @@ show.bars(parts, "memory (MB)", f"Activations: {plain / (4 * p):.1f} times all t
           f"checkpointing leaves {100 * few / plain:.0f} % of them", kind="counted",
           colours=dict.fromkeys([*parts][3:], show.STAGE_COLOURS["9"]))  # fmt: skip
 
-# %% check-memory
+# %% check-memory folded=true
 # NBVAL_CHECK_OUTPUT
 assert plain > 4 * p and half < 0.75 * plain and few < 0.25 * plain, parts
 assert 1.15 < more / flops < 1.34, more / flops
@@ -136,15 +136,9 @@ show.source(stage9_tensor.Enter, stage9_tensor.Leave, click="Write task 9.2 firs
 
 # %% [markdown]
 r"""
-An MLP of two layers on T ranks then takes two lines, `hidden` and `ours`. Each rank takes its slices of the same weights; the
-result and the gradient of x are held against those of the whole MLP.
-"""
-
-
-# %% [markdown]
-r"""
-Now a harder MLP (task 9.1 of [exercise 9](../exercises/09_tensor_and_mesh.ipynb)). Many language models have one with a gate: two
-matrices are fused into one, `gate_and_up`, of shape (2H, W), whose first H rows make the gate; `down` has shape (W, H).
+Which slices does a rank take? Try it on a harder MLP (task 9.1 of [exercise 9](../exercises/09_tensor_and_mesh.ipynb)). Many
+language models have one with a gate: two matrices are fused into one, `gate_and_up`, of shape (2H, W), whose first H rows make the
+gate; `down` has shape (W, H).
 
     gate, up = (x @ gate_and_up.T).chunk(2, dim=-1)
     y = (silu(gate) * up) @ down.T
@@ -164,7 +158,8 @@ show.source(task("9.1", my_slices), click="Write it first, then open: one soluti
 
 # %% [markdown]
 r"""
-The MLP without a gate, split, in two lines:
+An MLP of two layers, without a gate, takes two lines on T ranks, `hidden` and `ours`. Each rank takes its slices of the same weights;
+the result and the gradient of x are held against those of the whole MLP.
 """
 
 
@@ -272,7 +267,7 @@ def steps(axes):
     return 1000 * min(seconds), sum(elsewhere) / 1e6
 
 
-# %% timed-figure
+# %% timed-figure folded=true
 meshes = {
     "tensor inside,\ndata between": dict(data=K // 2, tensor=2),
     "data inside,\ntensor between": dict(tensor=2, data=K // 2),
@@ -290,7 +285,7 @@ show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
           colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
           kind="virtual time; MB counted; dashes derived")  # fmt: skip
 
-# %% check-timed
+# %% check-timed folded=true
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or bad > 1.2 * good, step_ms
 print("the sums of activations belong inside a host")
@@ -384,7 +379,7 @@ does a rank send in both passes, if the keys and values of the whole sequence ar
 """
 
 
-# %% attend
+# %% attend folded=true
 def attend(size):
     torch.manual_seed(0)
     whole, rank = torch.randn(3, 64, 16, dtype=torch.float64), dist.get_rank()
@@ -434,7 +429,7 @@ axis of a `DeviceMesh`. In a cell, on the MLP of a block, next to ours; same wei
 """
 
 
-# %% torchs-own
+# %% torchs-own folded=true
 def torchs_own():
     parallel = import_module("torch.distributed.tensor.parallel")
     shape, names = (dist.get_world_size() // 2, 2), ("data", "tensor")

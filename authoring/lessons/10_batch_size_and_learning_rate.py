@@ -56,7 +56,7 @@ many = launch(lambda: losses(dist.get_world_size(), dist.get_rank()), world_size
 single = losses()
 mean = [sum(step) / K for step in zip(*many)]
 
-# %% same-batch-figure
+# %% same-batch-figure folded=true
 show.curves(
     {"one device": (range(25), single, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
     "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False, nested=True,
@@ -179,8 +179,8 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 # %% [markdown]
 r"""
 Well below it, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
-steps, and samples are wasted. In between one changes slowly into the other: at the critical size training takes twice
-the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
+steps, and samples are wasted. In between one changes slowly into the other: by the theory training takes, at the critical
+size, twice the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
 looks best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as
 low as a small one, a batch above it is behind.
 """
@@ -201,7 +201,7 @@ lines = {k: curve(k) for k in (1, 4, 16)}
 show.curves({f"batch {8 * k}": ([640 * (e + 1) // (8 * k) for e in range(9)], row) for k, row in lines.items()},
             "updates", "held-out loss (nats)", "The larger the batch, the fewer updates to the same loss", log="x", points=False)  # fmt: skip
 
-# %% against-samples
+# %% against-samples folded=true
 show.curves({f"batch {8 * k}": ([640 * (e + 1) for e in range(9)], row) for k, row in lines.items()},
             "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)  # fmt: skip
 
@@ -243,7 +243,7 @@ samples.
 """
 
 
-# %% step-times
+# %% step-times folded=true
 def seconds_of_steps():
     problem, ranks, begun = problems.make("digits"), dist.get_world_size(), []
 
@@ -266,7 +266,7 @@ reached = {k: sorted(count * step_s[k] for count in three) for k, three in neede
 shown = [k for k in factors if reached[k][1] < float("inf")]
 best = min(shown, key=lambda k: reached[k][1])
 
-# %% time-to-loss-figure
+# %% time-to-loss-figure folded=true
 show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, "devices", "time to a loss of 0.9 (s)",
             f"More devices help up to {best}", theory={"K times as fast": (shown, [reached[1][1] / k for k in shown])},
             log="xy", ticks=factors, kind="updates counted; virtual time; line derived")  # fmt: skip
@@ -313,7 +313,7 @@ Goyal et al. (2017) trained ResNet-50 on ImageNet with linear scaling and warm-u
 Up to a batch of 8,192 the error stays the same. Beyond, it grows.
 """
 
-# %% imagenet
+# %% imagenet folded=true
 table = facts.rows("imagenet_large_batch")
 batches, errors = [row["global_batch"] for row in table], [row["top1_error_percent"] for row in table]
 lowest = [min(errors)] * len(batches)
@@ -369,7 +369,7 @@ claims.decide(
 )  # fmt: skip
 
 
-# %% clipping
+# %% clipping folded=true
 def difference(limit):
     problem = problems.make("synthetic", parameters=3 * 64**2, width=64, dtype=torch.float64)
     inputs, targets = next(problem.batches(24, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))

@@ -147,7 +147,7 @@ files of all ranks. Here rank 1 comes too late:
 """
 
 
-# %% flight-recorder
+# %% flight-recorder folded=true
 def recorded(folder):
     tensor, late = torch.ones(1000), dist.get_rank() == 1
     dist.all_reduce(tensor)
@@ -265,7 +265,7 @@ spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale.
 """
 
 
-# %% straggler
+# %% straggler folded=true
 def last_step():
     problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
     with timeline.recording() as spans:
@@ -298,7 +298,7 @@ batch is there, and how long the step takes. A loader that works ahead (`DataLoa
 """
 
 
-# %% input-stalls
+# %% input-stalls folded=true
 def slow_loader(problem, ahead):
     def read():
         for batch in problem.batches(24 * K, 12, rank=dist.get_rank(), world_size=K):
@@ -325,7 +325,7 @@ def stalls(ahead):
     return sorted(waited)[len(waited) // 2]
 
 
-# %% input-stalls-figure
+# %% input-stalls-figure folded=true
 waits = {name: 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
          for name, ahead in {"reads when asked": False, "reads ahead": True}.items()}  # fmt: skip
 asked, ahead = waits.values()
@@ -360,7 +360,7 @@ GPU computes for 38 of them. Whose fault is that: the network's, the loader's, t
 the evidence first, and decide before you read on. (Enlarged are the milliseconds around the first all-reduce.)
 """
 
-# %% whose-fault
+# %% whose-fault folded=true
 step = traces.read()[1]
 kernels = [span for span in step.gpu if span.lane == "compute"]
 gaps = [after.start - before.end for before, after in pairwise(kernels)]
@@ -430,7 +430,7 @@ with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as se
     resumed = launch(run, first, 24, world_size=K)[0]
     straight = launch(run, second, 24, world_size=K)[0]
 
-# %% claim-10
+# %% claim-10 folded=true
 # NBVAL_CHECK_OUTPUT
 assert len(resumed) == 24
 claims.decide(
@@ -457,7 +457,7 @@ two: one of two hosts loses its power, and later a third host joins. The hosts a
 second, and every second step is saved. Here is one such run, on two cores:
 """
 
-# %% elastic
+# %% elastic folded=true
 saved = [row for row in facts.rows("elastic_job") if row["event"] == "saved"]
 lost, joined = (n for n in range(1, len(saved)) if saved[n]["hosts"] != saved[n - 1]["hosts"])
 pauses = [saved[n]["seconds"] - saved[n - 1]["seconds"] for n in (lost, joined)]
@@ -498,7 +498,7 @@ def lost_share(every, seed):
     return 100 * (1 - kept / now)
 
 
-# %% how-often-figure
+# %% how-often-figure folded=true
 day, saving = 86400, 60
 mean = 54 * day / sum(row["interruptions"] for row in facts.rows("llama3_interruptions"))
 young = (2 * saving * mean) ** 0.5

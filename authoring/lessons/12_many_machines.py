@@ -84,7 +84,7 @@ assert all(launch(same_sum, world_size=K))
 print("two levels, the same sum")
 
 
-# %% two-levels-figure
+# %% two-levels-figure folded=true
 def in_two_levels(tensor):
     collectives.hierarchical_all_reduce(tensor, ranks_per_host=K // 2)
 
@@ -105,20 +105,17 @@ show.bars(
     theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}", kind="virtual time",
 )  # fmt: skip
 
-# %% check-two-levels
+# %% check-two-levels folded=true
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or seconds["two levels"] < 1.1 * seconds["flat ring"], seconds
 print("two levels are not slower than the flat ring")
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. On virtual hosts
-(`Link("200Mbit", mode="hosts", hosts=2)`), where packets really travel, gloo's flat ring of four ranks took up to 1.5 times as long
-as its dash, while a ring over plain TCP streams (`benchmarks/pipelined_ring.py`) stayed within a tenth. The formula leaves out that *gloo asks before it sends*: the receiver says "ready" in a small message, and the sender waits for it. Between two hosts this
-small message must share the cable with a chunk, and waits behind it. A round trip of 4 bytes took 0.3 ms on an idle
-cable and 6 to 9 ms on a busy one. When all receives are announced before the first send, gloo's ring takes 67 ms
-instead of 90 (all measured once). The ring over plain TCP does not ask, because in a ring every
-rank knows what comes next. With two levels only two such questions cross the cable; with a flat ring 2(K-1) do.
+The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. Where packets really travel
+(`Link("200Mbit", mode="hosts", hosts=2)`), gloo's flat ring of four ranks took up to 1.5 times as long as its dash (measured once):
+before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels
+two such messages cross the cable; with a flat ring 2(K-1) do.
 
 On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
 the other; in two levels there are 30 between the hosts.
@@ -126,7 +123,8 @@ the other; in two levels there are 30 between the hosts.
 ## The same training on several machines
 
 `launch` is for notebooks. On a cluster every machine runs **torchrun**, which starts the ranks there and agrees with the
-other machines which rank is where. Here it runs lesson 06's script on two virtual hosts, one rank on each:
+other machines which rank is where. Here it runs lesson 06's script on two virtual hosts, one rank on each; where the system
+allows no virtual hosts, both ranks are on this machine:
 """
 
 # %% torchrun
@@ -200,7 +198,7 @@ An emulated link can stand for any real one, slowed down. Here is NVLink by its 
 times divided by 1,000 estimate the real ones.
 """
 
-# %% slow-motion
+# %% slow-motion folded=true
 slowed, counts = 1000, [2, 4, 8]
 cable = Link.like("NVLink A100", slowed=slowed, scale=64)
 network = simulate.Network(theory.Costs.of_link(cable.bandwidth, cable.latency))
@@ -228,7 +226,7 @@ it is what each link carries.
 """
 
 
-# %% several-nics
+# %% several-nics folded=true
 def bus(machine):
     rows = [row for row in facts.rows("nccl_bus_bandwidth_h200_b200") if row["machine"] == machine]
     return [row["KiB"] / 1024 for row in rows], [row["busbw_GBps"] for row in rows]
@@ -237,14 +235,14 @@ def bus(machine):
 hosts = {"1 host": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 hosts"), "#D55E00")}
 sizes, card = hosts["1 host"][0], 50  # GB/s of 400 Gbit/s
 lines = {
-    "eight cards": (sizes, [8 * card] * len(sizes), "#777777"),
-    "one card": (sizes, [card] * len(sizes), "#8A8A8A"),
+    f"eight cards: {8 * card} GB/s": (sizes, [8 * card] * len(sizes), "#000000"),
+    f"one card: {card} GB/s": (sizes, [card] * len(sizes), "#777777"),
 }
 most = hosts["4 hosts"][1][-1]
 show.curves(hosts, "message (MiB)", "bus bandwidth (GB/s)", f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards",
             theory=lines, log="xy", kind="published; lines derived")  # fmt: skip
 
-# %% check-nics
+# %% check-nics folded=true
 # NBVAL_CHECK_OUTPUT
 assert card < most <= 8 * card
 print(f"large messages use {most / card:.1f} of 8 cards")

@@ -10,6 +10,7 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 
 - read a scaling curve and find its knee,
 - write the computing and the sending of an FSDP step as formulas, and say which term bounds which run,
+- say how many GPUs a batch feeds before they wait for the network,
 - judge a prediction by rows that its fit did not see,
 - choose between DDP, sharding, and tensor and pipeline parallelism.
 
@@ -21,6 +22,7 @@ from statistics import median
 
 from ddp_course import claims, facts, show, simulate, theory
 from ddp_course.checking import check, task
+from ddp_course.running.presets import ACCELERATORS, LINKS
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.plans import decide, score
@@ -55,7 +57,7 @@ computing down. They are fitted to published steps of four networks on 1 and 2 G
 bandwidth, interference = frozen.numbers("steps of V100s")
 print(f"fitted at 1 and 2 GPUs: {bandwidth / 1e9:.1f} GB/s per GPU, {interference:.0%} of a GPU while a bucket travels")
 
-# %% scaling
+# %% scaling folded=true
 wire = theory.Costs(1e-5, 1 / bandwidth)  # 10 µs per message are assumed
 resnet = simulate.resnets.profile("resnet50", 0.097)
 devices = [2**k for k in range(13)]
@@ -88,7 +90,7 @@ How far can one believe this? The published times of 4, 8 and 16 GPUs are points
 second predictor, dotted, which knows nothing: "as on 2 GPUs, always".
 """
 
-# %% published
+# %% published folded=true
 tables = {table.name: table for table in scoreboard.scoreboard()}
 rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
 measured, lines, errors = {}, {}, {"simulator": [], "constant": []}
@@ -122,7 +124,7 @@ as much; *LL128* sends one with every 120; *Simple* sends none, and signals. Eac
 is used.
 """
 
-# %% protocols
+# %% protocols folded=true
 known = {row["KiB"]: row["time_us"] for row in facts.rows("nccl_ring_a100x8_sizes")}
 numbers = frozen.numbers("protocols")
 sizes = [2**k for k in range(5, 24)]
@@ -133,7 +135,7 @@ picture = show.curves({"published": (list(known), list(known.values()), "#000000
 picture.axes[0].set_ylim(30, 1e5)
 picture
 
-# %% check-protocols
+# %% check-protocols folded=true
 # NBVAL_CHECK_OUTPUT
 at_2_mib = {name: round(times[1][sizes.index(2048)] / known[2048], 1) for name, times in lines.items()}
 print("predicted over measured at 2 MiB:", at_2_mib)
@@ -163,7 +165,7 @@ term stays only if errors grow without it (`docs/PREDICTIONS.md`).
 Five numbers cannot be counted. They are fitted to 102 published runs of today:
 """
 
-# %% constants
+# %% constants folded=true
 values = frozen.constants()
 print(f"products     {values['matmul']:.0%} of the datasheet's flops")
 print(f"attention    {values['attend']:.0%} of an A100's flops")
@@ -257,7 +259,7 @@ runs = {"8B on 64 H100s": llama, "with 100 Gbit/s per host": llama | {"network":
         "GPT-2, sequences of 128": {"model": "gpt2", "gpu": "H100-80GB", "gpus": 8, "seq": 128}}  # fmt: skip
 for name, fields in runs.items():
     answer = predict(**fields)
-    print(f"{name}: bound by {answer.bound}, MFU {answer.mfu:.0%}")
+    print(f"{name}: bound by {answer.bound}, MFU {answer.mfu:.1%}")
 
 # %% picture
 predict(**llama).figure()
@@ -286,7 +288,7 @@ zero, ptd = ([rows[plan, k]["predicted"] for k in gpus] for plan in ("ZeRO-3", "
 for k, one_way, three_ways in zip(gpus, zero, ptd):
     print(f"predicted on {k:,} GPUs: ZeRO-3 {one_way:.0f}, three ways {three_ways:.0f} Tflop/s per GPU (derived)")
 
-# %% answer-published
+# %% answer-published folded=true
 zero_measured, ptd_measured = ([rows[plan, k]["measured"] for k in gpus] for plan in ("ZeRO-3", "PTD"))
 slow, fast, ahead = zero_measured[2], ptd_measured[2], ptd[2] / zero[2]
 guess.reveal(f"{fast:.0f} against {slow:.0f} Tflop/s per GPU: {fast / slow:.1f} times, {ahead:.1f} were predicted", guess.answers[3],
@@ -321,13 +323,14 @@ can have both rows. We name rows that disagree with their neighbours, and fit no
 ## The scoreboard
 
 All published tables of this course, a point per row: predicted over measured. Hollow points are rows that the fit saw. For
-tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out.
+tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out. (The few rows of
+`nccl_all_reduce_in_one_host` are all in the fit, and none was left out.)
 """
 
 # %% scoreboard
 figures.predictions_figure([row for table in tables.values() for row in table.rows])
 
-# %% scoreboard-numbers
+# %% scoreboard-numbers folded=true
 for table in tables.values():
     errors = scoreboard.summary(table)
     new, left_out = scoreboard.percents(errors["predicted"]), scoreboard.percents([table.left_out])
@@ -371,7 +374,7 @@ r"""
 And the whole table:
 """
 
-# %% gpipe
+# %% gpipe folded=true
 for row in facts.rows("gpipe_throughput"):
     if row["model"] == "Transformer":
         batches = row["micro_batches"]
@@ -395,6 +398,52 @@ formula that no machine can beat tests tables, too.
 - **Stragglers.** All wait for the slowest, and among 1,000 GPUs one is always slow; or fails (lesson 11).
 
 So: predict, then rent two hosts for an hour, and hold the prediction against that.
+
+## How far does each way reach?
+
+Lessons 05, 07 and 09 ended with a limit each. The batch is fixed (lesson 10), so with more GPUs each has less to compute, and at some
+number the messages no longer fit under the computing. For a batch of G tokens, GPUs of R flop/s, and numbers of two bytes:
+
+| way | no pass waits while | what does not help |
+|---|---|---|
+| DDP, fully sharded | K ≤ 1 + G W / R, W between hosts | a larger model |
+| tensor parallel | T ≤ 1 + (inner width) W / R, W inside a host | a larger batch |
+| both | T times the first K, since T ranks need no more tokens than one did | |
+
+Task 13.6 of [exercise 13](../exercises/13_predict_before_you_buy.ipynb) asks for them, with weights and gradients of other sizes.
+Before you run the cell: an H100 computes eight times as fast as a V100. Does the same batch feed more H100s than V100s, or fewer?
+"""
+
+
+# %% limits
+def limits(gpu, tokens, inner=4 * 8192):
+    """The most GPUs that a batch feeds: fully sharded, and with T ranks of a host on each layer as well."""
+    sheet = ACCELERATORS[gpu]
+    rate = 0.4 * sheet.rate  # what one reaches of the datasheet's flops
+    between = sheet.network / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
+    inside = LINKS[sheet.link].bandwidth / 8
+    tensor = max(t for t in (1, 2, 4, 8) if t <= 1 + inner * inside / rate)
+    sharded = 1 + tokens * between / rate
+    return sharded, tensor * sharded
+
+
+# %% limits-figure folded=true
+reach = {gpu: limits(gpu, 4e6) for gpu in ("V100", "A100", "H100")}
+bars = {f"{gpu}s,\nfully sharded": sharded for gpu, (sharded, _) in reach.items()}
+bars |= {f"{gpu}s,\n8 to a layer too": most for gpu, (_, most) in reach.items()}
+alone, both = reach["H100"]
+show.bars(bars, "most GPUs that 4 million tokens feed", f"A batch of 4 million tokens feeds {alone:.0f} H100s fully sharded, {both:,.0f} with 8 to a layer",
+          form="{:,.0f}", kind="derived", width=9)  # fmt: skip
+
+# %% check-limits folded=true
+# NBVAL_CHECK_OUTPUT
+tokens_per_gpu = {gpu: round(4e6 / (sharded - 1), -2) for gpu, (sharded, _) in reach.items()}
+print("tokens that each GPU needs, fully sharded:", tokens_per_gpu)
+
+# %% [markdown]
+r"""
+As many: network cards have become faster as the GPUs have, so R/W is what it was. (An A100 lies between the two in time, and needs
+fewer tokens than both.) Pipelines multiply these limits once more, by the number of stages, and pay with the bubble.
 
 ## Which do I use?
 

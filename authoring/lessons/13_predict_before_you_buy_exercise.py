@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Exercise 13: predict before you buy
 #
-# Tables to judge, units to read, plans to rule out, an honest error, and a layer under FSDP. Nothing here is timed; paper and a few lines do.
+# Tables to judge, units to read, plans to rule out, an honest error, a layer under FSDP, and how far each way reaches. Nothing here is
+# timed; paper and a few lines do.
 #
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next.
@@ -192,3 +193,60 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 
 # %% check-13-5 points=3
 check("13.5", passes, fsdp_layer)
+
+
+# %% [markdown]
+# ## 13.6 Limits
+#
+# *20 minutes · medium*
+#
+# The batch is fixed, since a larger one would train differently (lesson 10). So more GPUs have less to compute each, and at some number
+# one waits for the network. Where? No run is needed for that: write down both times of each pass, and see what cancels. `job` is a dict:
+#
+# | | |
+# |---|---|
+# | `tokens` | tokens in the batch of a step, shared out evenly |
+# | `rate` | flops per second of a GPU |
+# | `between`, `inside` | bytes per second that a GPU sends to another host, and within its own |
+# | `per_host` | GPUs of a host |
+# | `weight_bytes`, `gradient_bytes` | bytes of a weight and of a gradient on the way; an activation has two |
+# | `inner` | inner width of a pair of layers, `width` to `inner` and back |
+#
+# **Fully sharded**, all GPUs: a forward pass computes 2 flops per weight and token, while the weights are gathered; a backward pass computes
+# 4, while the weights are gathered again and the gradients are scattered. Each of the three sends (K-1)/K of its bytes. Up to which K does
+# *neither* pass wait?
+#
+# **Tensor parallel**: T ranks of a host share each pair of layers, and sum up its outputs (`width` per token) by a ring all-reduce, under
+# which nothing can be computed. Up to which T does it take no longer than the computing of the pair's forward pass? T must divide `per_host`.
+#
+# **Both**: T ranks of a host, the largest T of above, are one replica, and the replicas are fully sharded over hosts. On how many GPUs?
+# %% answer-13-6
+def most_sharded(job):
+    """Return the largest number of GPUs at which neither pass of fully sharded training waits for the network."""
+    ### BEGIN SOLUTION
+    # forward: 2 n tokens / K / rate >= (K-1)/K n weight_bytes / between, and backward in the same way
+    forward = 2 / job["weight_bytes"]
+    backward = 4 / (job["weight_bytes"] + job["gradient_bytes"])
+    return int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"])
+    ### END SOLUTION
+
+
+def most_tensor(job):
+    """Return the largest T that divides a host and whose all-reduce takes no longer than the pair's computing."""
+    ### BEGIN SOLUTION
+    # 4 b width inner / T / rate >= 2 (T-1)/T 2 b width / inside
+    limit = 1 + job["inner"] * job["inside"] / job["rate"]
+    return max(t for t in range(1, job["per_host"] + 1) if t <= limit and job["per_host"] % t == 0)
+    ### END SOLUTION
+
+
+def most_together(job):
+    """Return the largest number of GPUs if T ranks of a host share each layer and the replicas are fully sharded."""
+    ### BEGIN SOLUTION
+    # A rank has a T-th of the weights to send and a T-th of its replica's flops to compute: T cancels.
+    return most_tensor(job) * most_sharded(job)
+    ### END SOLUTION
+
+
+# %% check-13-6 points=3
+check("13.6", most_sharded, most_tensor, most_together)

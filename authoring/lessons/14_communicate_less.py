@@ -160,7 +160,7 @@ def trained(seed, steps=40):
 steps = 7 * 40 + 2 * 5  # rank 0 takes these: two of seven ways also meet five times, and the server takes none
 runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", steps)) for seed in range(3)]
 
-# %% final-loss
+# %% final-loss folded=true
 final = {name: [run[0][name][2] for run in runs] for name in ways}
 mean = {name.replace(" ", "\n", 1): sum(three) / 3 for name, three in final.items()}
 spread = max(max(three) - min(three) for three in final.values())
@@ -181,14 +181,14 @@ assert gap["top 1 %"] < 0.5 * gap["top 1 %, no feedback"], gap
 assert all(mean < 4 for mean in final["local SGD"])
 print("error feedback wins back most of what the largest 1 % alone would lose")
 
-# %% bytes
+# %% bytes folded=true
 sent = {name: max(rank[name][1] for rank in runs[0]) for name in ways}
 first = sent["every step"]
 show.bars({name.replace(" ", "\n", 1): 100 * count / first for name, count in sent.items()},
           "sent by the busiest rank (% of the ring)", kind="counted", width=9.4,
           title=f"From {100 * min(sent.values()) / first:.0f} % of the ring's bytes to {100 * max(sent.values()) / first:.0f} %")  # fmt: skip
 
-# %% check-bytes
+# %% check-bytes folded=true
 # NBVAL_CHECK_OUTPUT
 assert 0.45 < sent["half precision"] / first < 0.55 and sent["local SGD"] < 0.2 * first
 assert sent["top 1 %"] < 0.1 * first
@@ -209,7 +209,7 @@ of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
 """
 
 
-# %% clock
+# %% clock folded=true
 def against_time(bits_per_second, compute_s=0.02, window=8):
     series, bands = {}, {}
     for name in ("every step", "half precision", "top 1 %", "low rank", "local SGD", "DiLoCo", "asynchronous"):
@@ -235,7 +235,7 @@ drawn(5e6, "5 Mbit/s: the fewer bytes a way sends, the sooner it is through")
 # %% fast-link
 drawn(1e9, "1 Gbit/s: sending less gains little; the server has one worker less")
 
-# %% check-time
+# %% check-time folded=true
 # NBVAL_CHECK_OUTPUT
 ends = {speed: {name: seconds[-1] for name, (seconds, _) in against_time(speed)[0].items()} for speed in (5e6, 1e9)}
 assert ends[5e6]["every step"] > 3 * ends[5e6]["local SGD"] and ends[1e9]["every step"] < 1.2 * ends[1e9]["local SGD"]
@@ -253,7 +253,7 @@ each way (local SGD meets once), after two others. A device takes 60 ms per step
 """
 
 
-# %% measured
+# %% measured folded=true
 def step_seconds(name):
     text, ranks, begun = problems.make("bytes", parameters=20_000, context=32), dist.get_world_size(), []
 
@@ -279,7 +279,7 @@ ratios = [wall[name] / derived[name] for name in some]
 title = f"The programs take {min(ratios):.2f} to {max(ratios):.2f} times the derived times"
 show.bars(wall, "time per step (ms)", title, theory=derived, form="{:.0f}", kind="virtual time", dash="derived")
 
-# %% check-clock
+# %% check-clock folded=true
 # NBVAL_CHECK_OUTPUT
 assert all(wall[name] > 0.9 * derived[name] for name in some), (wall, derived)
 print("no step is shorter than derived: device and link take their time")
@@ -295,7 +295,7 @@ question (above it did not).
 """
 
 
-# %% slow-rank
+# %% slow-rank folded=true
 def staleness():
     share = text.batches(32, 8, rank=dist.get_rank(), world_size=4)
     return sorted(communicate_less.train_asynchronously(text.model(), share, 0.15)[1])

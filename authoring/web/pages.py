@@ -145,6 +145,8 @@ def code_cell(cell, page: Page, predictions: list) -> str:
     it.
     """
     inner = [fence(cell.source, "python")] if cell.source.strip() else []
+    if "jupyter" in cell.metadata:  # The lab folds its code away, too.
+        inner = [f'<details markdown="1"><summary>code</summary>\n\n{inner[0]}\n\n</details>']
     shows = re.match(r"show\.(source|diff)\(", cell.source)
     for output in cell.outputs:
         inner.append(

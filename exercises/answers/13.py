@@ -292,3 +292,121 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 told: the sum | two were expected
 #- return products + attention, 2 * products + 2.5 * attention
 #+ return 3 * products + 3.5 * attention
+
+
+# %% 13.6 right: one more at a time
+def most_sharded(job):
+    def waits(gpus):
+        tokens, others = job["tokens"] / gpus, (gpus - 1) / gpus / job["between"]
+        gathered = others * job["weight_bytes"]
+        forward = 2 * tokens / job["rate"]
+        backward = 4 * tokens / job["rate"]
+        return forward < gathered or backward < gathered + others * job["gradient_bytes"]
+
+    gpus = 1
+    while not waits(gpus + 1):
+        gpus += 1
+    return gpus
+
+
+def most_tensor(job):
+    best = 1
+    for t in range(2, job["per_host"] + 1):
+        computing = 4 * job["inner"] / t / job["rate"]
+        summing = 2 * (t - 1) / t * 2 / job["inside"]
+        if job["per_host"] % t == 0 and computing >= summing:
+            best = t
+    return best
+
+
+def most_together(job):
+    return most_sharded(job) * most_tensor(job)
+
+
+# %% 13.6 right: flops per byte first
+import math
+
+
+def most_sharded(job):
+    per_byte = job["rate"] / job["between"]
+    tokens_needed = per_byte * max(job["weight_bytes"] / 2, (job["weight_bytes"] + job["gradient_bytes"]) / 4)
+    return math.floor(job["tokens"] / tokens_needed) + 1
+
+
+def most_tensor(job):
+    limit = math.floor(job["inner"] * job["inside"] / job["rate"]) + 1
+    t = min(limit, job["per_host"])
+    while job["per_host"] % t:
+        t -= 1
+    return t
+
+
+def most_together(job):
+    return most_tensor(job) * most_sharded(job)
+
+
+# %% 13.6 wrong: forward alone | that looks at the forward pass only: the backward pass sends weights and gradients
+#- min(forward, backward)
+#+ forward
+# %% 13.6 wrong: backward alone | that looks at the backward pass only: in the forward pass the gather may take longer than its computing
+#- min(forward, backward)
+#+ backward
+# %% 13.6 wrong: both passes as one | what one pass has to spare does not hide the other's messages: compare pass by pass
+#- min(forward, backward)
+#+ 6 / (2 * job["weight_bytes"] + job["gradient_bytes"])
+# %% 13.6 wrong: an all-reduce as in DDP | that is DDP's all-reduce, two times the gradients; here weights are gathered, and gradients scattered once
+#- min(forward, backward)
+#+ 2 / job["gradient_bytes"]
+# %% 13.6 wrong: two bytes always | look at `weight_bytes` and `gradient_bytes`: they need not be two
+#- forward = 2 / job["weight_bytes"]
+#+ forward = 1
+#- 4 / (job["weight_bytes"] + job["gradient_bytes"])
+#+ 1
+# %% 13.6 wrong: the easier pass | that K suits one of the passes; the other one waits already
+#- min(forward, backward)
+#+ max(forward, backward)
+# %% 13.6 wrong: one GPU too few | that is one too few: of K GPUs each has a K-th already, and sends (K-1)/K
+#- int(1 + min
+#+ int(0 + min
+# %% 13.6 wrong: rounded up | with that many GPUs a pass waits a little: round down
+#- int(1 + min
+#+ int(2 + min
+# %% 13.6 wrong: the wrong cable | shards are on all hosts: their messages travel `between` hosts
+#- job["tokens"] * job["between"]
+#+ job["tokens"] * job["inside"]
+# %% 13.6 wrong: a host does not bound it | T is more than a host has, or does not divide it: the other ranks of the pair would be on another host
+#- return max(t for t in range(1, job["per_host"] + 1) if t <= limit and job["per_host"] % t == 0)
+#+ return int(limit)
+# %% 13.6 wrong: T does not divide the host | so many ranks do not divide a host: some GPUs would be left over
+#- return max(t for t in range(1, job["per_host"] + 1) if t <= limit and job["per_host"] % t == 0)
+#+ return min(int(limit), job["per_host"])
+# %% 13.6 wrong: a whole host always | a whole host is too many here: its all-reduce takes longer than the computing
+#- limit = 1 + job["inner"] * job["inside"] / job["rate"]
+#+ limit = job["per_host"]
+# %% 13.6 wrong: powers of two | T need not be a power of two; it must divide the host
+#- job["per_host"] % t == 0
+#+ job["per_host"] % t == 0 and t in (1, 2, 4, 8)
+# %% 13.6 wrong: sent once | a ring all-reduce sends everything twice: reduce-scatter, then allgather
+#- 1 + job["inner"] * job["inside"]
+#+ 1 + 2 * job["inner"] * job["inside"]
+# %% 13.6 wrong: one layer of the pair | the pair has two products, `width` to `inner` and back: 4 flops for each token and pair of widths
+#- 1 + job["inner"] * job["inside"]
+#+ 1 + job["inner"] / 2 * job["inside"]
+# %% 13.6 wrong: one rank of a pair too few | that is one too few: of T ranks each sends 2(T-1)/T of the outputs, not 2
+#- limit = 1 + job["inner"] * job["inside"] / job["rate"]
+#+ limit = max(1, job["inner"] * job["inside"] / job["rate"])
+# %% 13.6 wrong: between hosts | the ranks of a pair are on one host: their messages travel `inside` it
+#- job["inner"] * job["inside"]
+#+ job["inner"] * job["between"]
+# %% 13.6 wrong: replicas are no GPUs | that is the number of replicas: each of them has T GPUs
+#- most_tensor(job) * most_sharded(job)
+#+ most_sharded(job)
+# %% 13.6 wrong: every GPU needs so many tokens | a *replica* needs so many tokens, not each of its GPUs: each sends only a T-th of the weights
+#- most_tensor(job) * most_sharded(job)
+#+ most_sharded(job) // most_tensor(job) * most_tensor(job)
+# %% 13.6 wrong: a sum | there are T GPUs in each replica: multiply
+#- most_tensor(job) * most_sharded(job)
+#+ most_tensor(job) + most_sharded(job)
+# %% 13.6 told: a share of a GPU | was expected
+#- return int(1 + min(forward, backward)
+#+ return (1 + min(forward, backward)

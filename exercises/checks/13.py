@@ -1,5 +1,5 @@
-"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, and rows held
-out.
+"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, rows held
+out, a layer, and how far each way reaches.
 """
 
 from ddp_course.checking.checks import task
@@ -213,3 +213,58 @@ class LayerUnderFsdp:
             about = f"{1000 * forward:.0f} and {1000 * backward:.0f} ms, {weights:,.0f} weights"
             about += f", {gpus} GPUs, {rate / 1e9:.0f} GB/s, in ms"
             yield "layer", about, 1000 * fsdp_layer(forward, backward, weights, gpus, rate)
+
+
+def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes):
+    """A job whose limits lie half way between whole numbers: `replicas` and a half, `tensor` and a half."""
+    tokens = random.randrange(2**18, 2**23)
+    rate = random.randrange(100, 1200) * 10**12
+    inner = 1024 * random.randrange(8, 64)
+    share = min(2 / weight_bytes, 4 / (weight_bytes + gradient_bytes))
+    return {
+        "tokens": tokens,
+        "rate": rate,
+        "between": (replicas - 0.5) * rate / (share * tokens),
+        "inside": (tensor - 0.5) * rate / inner,
+        "per_host": per_host,
+        "weight_bytes": weight_bytes,
+        "gradient_bytes": gradient_bytes,
+        "inner": inner,
+    }
+
+
+@task(
+    "13.6",
+    ("most_sharded", "most_tensor", "most_together"),
+    {"fully sharded": 1, "tensor parallel": 1, "both": 1},
+)
+class Limits:
+    """How many GPUs each way feeds before one of them waits: what cancels, and what does not."""
+
+    def draw(random):
+        cases = []
+        for tensor, per_host, nbytes in (
+            (1, 8, (2, 2)),
+            (3, 8, (2, 4)),
+            (5, 6, (4, 2)),
+            (9, 8, (2, 4)),
+            (4, 4, (4, 2)),
+        ):
+            replicas = random.choice((7, 60, 800, 5000)) + random.randrange(6)
+            cases.append(job_with_limits(random, replicas, tensor, per_host, *nbytes))
+        return {"cases": cases}
+
+    def probe(most_sharded, most_tensor, most_together, cases):
+        for job in cases:
+            machine = f"{job['rate'] / 1e12:g} TFLOP/s"
+            about = (
+                f"{job['tokens']:,} tokens, {machine}, {job['between'] / 1e9:.3g} GB/s between hosts,"
+                f" {job['weight_bytes']} bytes per weight, {job['gradient_bytes']} per gradient"
+            )
+            yield "fully sharded", about, most_sharded(dict(job))
+            about = (
+                f"inner width {job['inner']:,}, {machine}, {job['inside'] / 1e9:.3g} GB/s within a host"
+                f" of {job['per_host']}"
+            )
+            yield "tensor parallel", about, most_tensor(dict(job))
+            yield "both", f"both, {about}, {job['tokens']:,} tokens", most_together(dict(job))

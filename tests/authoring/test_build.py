@@ -63,6 +63,14 @@ def course(tmp_path):
     return made
 
 
+def test_a_folded_cell_keeps_its_code_behind_a_click(course):
+    course.write("03_circle.py", LESSON.replace("# %% second", "# %% second folded=true"))
+    assert course.run() == 0
+    cells = {cell.id: cell for cell in course.notebook("notebooks/03_circle.ipynb").cells}
+    assert cells["second"].metadata == {"jupyter": {"source_hidden": True}, "cellView": "form"}
+    assert cells["second"].source == "print(x + 1)" and not cells["first"].metadata
+
+
 def test_builds_all_three(course):
     assert course.run() == 0
     cells = {cell.id: cell for cell in course.notebook("exercises/03_circle.ipynb").cells}

@@ -11,6 +11,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import build
+import elsewhere
+import nbformat
 import pytest
 from chromium import PALE, fresh_page, running_browser
 from web import explorers, pages
@@ -128,6 +130,14 @@ def test_formulas_become_mathml_and_code_does_not():
     )
     assert made.count("<math") == 2 and "`cost $5 or $6`" in made and 'display="block"' in made
     assert "-v $PWD -w $HOME" in made
+
+
+def test_a_folded_cell_is_folded_on_its_page_too():
+    folded = nbformat.v4.new_code_cell("x = 1", metadata=elsewhere.FOLDED)
+    page = pages.Page("notebooks/07.md", "")
+    assert "<details" in pages.code_cell(folded, page, [])
+    assert "x = 1" in pages.code_cell(folded, page, [])
+    assert "<details" not in pages.code_cell(nbformat.v4.new_code_cell("x = 1"), page, [])
 
 
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
