@@ -63,10 +63,8 @@ def reduce_scatter(chunks, group=None):
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty_like(max(chunks, key=len))
     for step in range(world_size - 1):
-        outgoing, target = (
-            chunks[(rank - step) % world_size],
-            chunks[(rank - step - 1) % world_size],
-        )
+        outgoing = chunks[(rank - step) % world_size]
+        target = chunks[(rank - step - 1) % world_size]
         incoming = scratch[: len(target)]
         wire.exchange(outgoing, right, incoming, left, group)
         target += incoming
@@ -78,10 +76,8 @@ def allgather(chunks, group=None):
     """
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
-        outgoing, target = (
-            chunks[(rank + 1 - step) % world_size],
-            chunks[(rank - step) % world_size],
-        )
+        outgoing = chunks[(rank + 1 - step) % world_size]
+        target = chunks[(rank - step) % world_size]
         wire.exchange(outgoing, right, target, left, group)
 
 

@@ -40,7 +40,6 @@ from .running.join import join
 from .running.units import positive_number, whole_number
 
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # These a checkpoint has.
-MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -95,9 +94,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
     with ExitStack() as claims:  # No other run writes into the folder until the last step.
         saved = newest_checkpoint(options.checkpoint, claims) if options.checkpoint else None
-        job = complete(options, saved)
+        job = job_of(options, saved)
         if saved:
-            check_settings(saved, options)
+            check_settings(saved, job, options.checkpoint)
         state = saved or {"step": 0, "losses": [], "model": job.model().state_dict(), "random": []}
         while state["step"] < job.steps:
             state = train_to_next_checkpoint(options, job, state)
@@ -146,17 +145,18 @@ def is_state(saved: Any) -> bool:
     return saved is None or (isinstance(saved, dict) and STATE.issubset(saved))
 
 
-def complete(options: argparse.Namespace, saved: Any) -> Job:
+def job_of(options: argparse.Namespace, saved: Any) -> Job:
     """The job that the options ask for; missing options come from the checkpoint, or else from the
     problem.
     """
-    if saved and options.global_batch is None:
-        options.global_batch = saved.get("settings", {}).get("global_batch")
-    job = make_job(
+    global_batch = options.global_batch
+    if saved and global_batch is None:
+        global_batch = saved.get("settings", {}).get("global_batch")
+    return make_job(
         options.problem,
         dist.get_world_size(),
         options.steps,
-        options.global_batch,
+        global_batch,
         options.lr,
         options.parameters,
         seed=options.seed,
@@ -164,13 +164,22 @@ def complete(options: argparse.Namespace, saved: Any) -> Job:
         dropout=options.dropout,
         device=str(rank_device()),
     )
-    options.steps = job.steps
-    options.global_batch = job.global_batch
-    options.lr = job.lr
-    return job
 
 
-def check_settings(saved: Any, options: argparse.Namespace) -> None:
+def settings_of(job: Job) -> dict[str, Any]:
+    """What may not change from a checkpoint to the next run, by the names of the options."""
+    return {
+        "problem": job.problem_name,
+        "seed": job.seed,
+        "global_batch": job.global_batch,
+        "parameters": job.parameters,
+        "dropout": job.dropout,
+        "dtype": job.dtype,
+        "lr": job.lr,
+    }
+
+
+def check_settings(saved: Any, job: Job, folder: str) -> None:
     """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps
     may change.
 
@@ -179,19 +188,17 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
     """
     settings = saved.get("settings", {})
     differences = []
-    for name in MUST_MATCH:
-        new = getattr(options, name)
+    for name, new in settings_of(job).items():
         if settings.get(name) != new:
             differences.append(f"--{name.replace('_', '-')} {settings.get(name)} (now {new})")
     if differences:
         raise CheckpointError(
-            f'the checkpoint in "{options.checkpoint}" was made with {", ".join(differences)}. '
+            f'the checkpoint in "{folder}" was made with {", ".join(differences)}. '
             "Use the same options, or another folder."
         )
-    if saved["step"] > options.steps:
+    if saved["step"] > job.steps:
         raise CheckpointError(
-            f'the run in "{options.checkpoint}" is at step {saved["step"]}, beyond --steps'
-            f" {options.steps}. "
+            f'the run in "{folder}" is at step {saved["step"]}, beyond --steps {job.steps}. '
             f"Ask for {saved['step']} or more, or use another folder."
         )
     if saved["world_size"] != dist.get_world_size():
@@ -216,11 +223,9 @@ def train_to_next_checkpoint(
     model.load_state_dict(state["model"])
     finite.watch(model)
     seed_this_rank(job.seed, state)
-    gpus = (
-        [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        if rank_device().type == "cuda"
-        else None
-    )
+    gpus = None
+    if rank_device().type == "cuda":
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
     ranks_per_replica = (
         1 if stage.splits_batch else options.pipeline or options.tensor or world_size
@@ -235,7 +240,7 @@ def train_to_next_checkpoint(
         "model": model.state_dict(),
         "random": checkpoint.random_states(),
         "world_size": world_size,
-        "settings": {name: getattr(options, name) for name in MUST_MATCH},
+        "settings": settings_of(job),
     }
 
 
@@ -243,9 +248,8 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
     """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has
     none for this rank.
     """
-    mine = (
-        1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
-    )  # A new rank draws masks that no rank has drawn.
+    # A new rank draws masks that no rank has drawn.
+    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
     torch.manual_seed(mine)
     np.random.seed(mine % 2**32)
     random.seed(mine)
@@ -273,8 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = parse(arguments)
         join(options.device, options.timeout)
         result = run(options)
-        if result["resumed"] >= options.steps:
-            say(f"the run in {options.checkpoint} is finished: {options.steps} steps")
+        steps = len(result["losses"])
+        if result["resumed"] == steps:
+            say(f"the run in {options.checkpoint} is finished: {steps} steps")
         say("  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items()))
         dist.barrier()
         if rank_device().type == "cuda":
@@ -289,9 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # Python would wait for the communication thread, which may wait for a rank that has ended
+    # Python would wait for the communication thread, which may wait for a rank that has ended.
+    os._exit(code)
 
 
 if __name__ == "__main__":

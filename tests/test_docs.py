@@ -63,7 +63,7 @@ def test_the_readmes_figure_and_its_caption_are_of_one_run():
     [server] = [stage["speed_up"] for stage in results["stages"] if stage["stage"] == "3"]
     assert (
         f"A server makes 4 devices {server:.1f} times as fast as one" in README
-        and f"server {server:.1f}" in drawn
+        and f"{server:.1f} (server)" in drawn
     )
 
 
@@ -89,6 +89,21 @@ def test_the_ratios_in_the_readme_are_those_of_the_reports():
     ]
     table = README.split("| ours over torch's | |\n|---|---|\n")[1].split("\n\n")[0]
     assert [line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()] == ratios
+
+
+def test_what_the_readme_says_of_a_gpu_is_in_its_report():
+    report = json.loads((ROOT / "results" / "gpu.json").read_text())
+    steps = report["parts"]["steps"]
+    ratios = {8: [], 64: []}
+    for row in steps["rows"]:
+        ratios[row["samples"]].append(row["ours"] / row["torch"])
+    said = (
+        f"On one {steps['device']} ([results](results/gpu.json)) all is right, and a step of ours"
+        f" takes {geometric_mean(ratios[64]):.2f} of torch's time ({max(ratios[8]):.2f} at most"
+    )
+    assert said in README
+    right = [row["answer"] for row in report["answers"] if row["is it"] in ("right", "safe")]
+    assert "yes" in right and "no" not in right
 
 
 def test_the_tests_that_find_what_others_get_wrong_exist():

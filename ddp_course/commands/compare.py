@@ -157,8 +157,10 @@ def table(results: dict) -> Table:
     for stage in results["stages"]:
         stage = stage | {"last_loss": stage["loss"][-1]}
         values = [(stage.get(key), form) for key, form in COLUMNS.values()]
-        row = ["–" if value is None else format(value, form) for value, form in values]
-        rows.append([stage_label(stage["stage"], stage["name"]), *row])
+        row = [stage_label(stage["stage"], stage["name"])]
+        for value, form in values:
+            row.append("–" if value is None else format(value, form))
+        rows.append(row)
     titles = ["stage", *COLUMNS]
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
     text = Table(tabulate([titles, *rows], tablefmt="plain", **layout))

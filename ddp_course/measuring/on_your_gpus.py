@@ -23,6 +23,7 @@ LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, n
 WIDEST = 768
 LARGEST_SHARE = 256  # samples of one device
 FAST_ENOUGH = 0.75  # The sentence about a larger batch speaks of this part of K times the speed.
+MANY = 3  # Of more stages only two are named in the sentence.
 RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
 
 
@@ -53,12 +54,11 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
         steps = 5
     results = run(
         world_size=world_size,
-        steps=steps,
         stages=f"1,{stages}",
         device_speed="none",
         link=None,
         progress=True,
-        **problem_options(size),
+        **(problem_options(size) | {"steps": steps}),
     )
     results["measured_on"] = name_devices(names[:world_size], world_size)
     results["message"] = message(results, len(names))
@@ -74,6 +74,7 @@ def problem_options(size: Size) -> dict[str, Any]:
         "global_batch": size.global_batch,
         "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
         "lr": RATE,
+        "steps": 20,
     }
 
 
@@ -157,28 +158,18 @@ def name_devices(names: list[str], ranks: int) -> str:
 
 
 def message(results: dict[str, Any], gpus: int) -> str:
-    """What the numbers say of one device and of each stage, computed from them."""
+    """What the numbers say of one device and of the stages, computed from them: of each stage, or
+    of the fastest and the slowest of many.
+    """
     alone, *others = results["stages"]
+    ranks = results["world_size"]
     size = f"{results['parameters']:,} parameters and {results['global_batch']} samples"
     parts = [f"One device needs {alone['step_ms']:.0f} ms for a step of {size}"]
-    ranks = results["world_size"]
+    if len(others) > MANY:
+        others = sorted(others, key=lambda stage: stage["step_ms"])[:: len(others) - 1]
     explained = ""
     for stage in others:
-        if gpus >= ranks:
-            devices = f"{ranks} GPUs"
-            reason = "this model is too small for them"
-            if ladder.find(stage["stage"]).splits_batch:
-                times = samples_needed(alone["step_ms"], stage["step_ms"], ranks)
-                reason += (
-                    f"; with {times} times as many samples they would be"
-                    f" {FAST_ENOUGH * ranks:.2g} times as fast"
-                )
-        elif gpus:
-            devices = f"{ranks} ranks"
-            reason = "they share what one could use alone"
-        else:
-            devices = "2 threads" if stage["stage"] == "2" else f"{ranks} processes"
-            reason = "they share the cores of one processor"
+        devices, reason = devices_and_reason(stage, alone["step_ms"], ranks, gpus)
         ratio = stage["step_ms"] / alone["step_ms"]
         taken = f"with {stage['name']} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
@@ -188,3 +179,20 @@ def message(results: dict[str, Any], gpus: int) -> str:
             explained = reason
         parts.append(taken)
     return "; ".join(parts)
+
+
+def devices_and_reason(
+    stage: dict[str, Any], alone_ms: float, ranks: int, gpus: int
+) -> tuple[str, str]:
+    """What a stage runs on, and why it would not be faster than one device there."""
+    if gpus < ranks:
+        if gpus:
+            return f"{ranks} ranks", "they share what one could use alone"
+        noun = "threads" if stage["stage"] == "2" else "processes"
+        return f"{ranks} {noun}", "they share the cores of one processor"
+    reason = "this model is too small for them"
+    if ladder.find(stage["stage"]).splits_batch:
+        times = samples_needed(alone_ms, stage["step_ms"], ranks)
+        fast = f"{FAST_ENOUGH * ranks:.2g} times as fast"
+        reason += f"; with {times} times as many samples they would be {fast}"
+    return f"{ranks} GPUs", reason

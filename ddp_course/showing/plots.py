@@ -178,12 +178,10 @@ def comparison_message(results: dict[str, Any]) -> str:
         if key in stages
     }
     same = f"all end within {spread:.0e} of one device"
-    gains = ", ".join(f"{name} {stage['speed_up']:.1f}" for name, stage in short.items())
-    return (
-        f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
-        if gains
-        else same
-    )
+    gains = ", ".join(f"{stage['speed_up']:.1f} ({name})" for name, stage in short.items())
+    if not gains:
+        return same
+    return f"{results['world_size']} devices are {gains} times as fast as one; {same}"
 
 
 def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:

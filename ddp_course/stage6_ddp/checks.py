@@ -68,15 +68,15 @@ def same_on_all_ranks(parameters, group=None):
     gradients = {
         name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()
     }
-    mine = [
+    forms = [
         (name, f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}")
         for name, gradient in gradients.items()
     ]
     ranks = [None] * dist.get_world_size(group)
     with wire.naming_absent(group):
-        dist.all_gather_object(ranks, mine, group=group)
-    for rank, parameters_there in enumerate(ranks):
-        difference = first_difference(ranks[0], parameters_there, rank)
+        dist.all_gather_object(ranks, forms, group=group)
+    for rank, parameters_of_rank in enumerate(ranks):
+        difference = first_difference(ranks[0], parameters_of_rank, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
 

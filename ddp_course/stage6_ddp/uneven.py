@@ -56,11 +56,11 @@ def common_rank(ddp, candidate):
     return rank.item()
 
 
-def others_synchronise(ddp, mine):
+def others_synchronise(ddp, own):
     """Whether any rank synchronises its gradients in this iteration; a rank outside `no_sync` says
-    so with `mine`.
+    so with `own`.
     """
-    votes = torch.full((1,), float(mine), device=ddp.device)
+    votes = torch.full((1,), float(own), device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
     return votes.item() > 0
 

@@ -11,12 +11,11 @@ rank its clocks.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ...errors import DeadlockError
-from .clock import Clock, advance, local, moment, now, own, process, several_compute
+from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .table import CLOCK, FAILED, FLOOR, NEEDED, RUNNING, STATE, Table
+from .table import FAILED, Table
 
 __all__ = [
     "DeadlockError",
@@ -44,8 +43,7 @@ def enter(table: Table, rank: int) -> None:
     threading.Thread(target=stalls.watch, args=(table,), name="watchdog", daemon=True).start()
     slot = table.own_threads()[0]
     table.idents[slot] = threading.get_ident()
-    process.threads = process.needed = 1
-    local.clock = Clock(table, slot, 0)
+    local.clock = begin(table, slot, 0, needed=True)
     threads.patch()
     torch_inside.make_groups_with(group.Group)
 
@@ -53,28 +51,14 @@ def enter(table: Table, rank: int) -> None:
 @contextmanager
 def calling() -> Iterator[None]:
     """While the caller's function runs, the main thread has a clock; a rank that failed causes no
-    deadlock.
+    deadlock. A child that the function has forked has no clock, and nothing of it counts here.
     """
-    table: Any = process.table
-    if table is None:
-        yield
-        return
-    main = table.own_threads()[0]
-    if own() is None:  # kept ranks are called again, and go on at the latest clock
-        with table.lock:
-            start = int(table.arrays["threads"][CLOCK].max())
-            table.threads[FLOOR, main] = start
-            table.threads[STATE, main] = RUNNING
-            table.threads[NEEDED, main] = 1
-            process.threads += 1
-            process.needed += 1
-        local.clock = Clock(table, main, start)
     try:
         yield
     except BaseException:
-        table.head[FAILED] = 1
+        if process.table is not None:
+            process.table.head[FAILED] = 1
         raise
     finally:
-        table.threads[CLOCK, main] = own().moment  # type: ignore[union-attr]
-        own().end()  # type: ignore[union-attr]
-        local.clock = None
+        if process.table is not None:
+            own().end()  # type: ignore[union-attr]

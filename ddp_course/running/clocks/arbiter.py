@@ -25,6 +25,7 @@ from .table import (
     LATEST,
     MOMENT,
     NEEDED,
+    NUMBER,
     PENDING,
     READERS,
     READY,
@@ -55,8 +56,7 @@ def settle(table: Table) -> None:
     while True:
         rows = pending(table) if head[PENDING] else []
         ready = min((table.rows[MOMENT, row] for row in rows), default=FOREVER)
-        next_timer = int(timers.argmin())
-        timer = table.threads[TIMER, next_timer]
+        timer = table.threads[TIMER, int(timers.argmin())]
         moment = min(ready, timer)
         floor = table.threads[FLOOR, int(floors.argmin())]
         if floor <= moment < FOREVER:
@@ -70,7 +70,7 @@ def settle(table: Table) -> None:
             for row in sorted(due, key=lambda row: [table.rows[field, row] for field in ORDER]):
                 book(table, row)
         else:
-            release(table, next_timer, moment)
+            release(table, first_due(table, moment), moment)
     head[THRESHOLD] = FOREVER
     states = threads[STATE]
     waiting = (states == BLOCKED) & (threads[NEEDED] > 0)
@@ -78,6 +78,18 @@ def settle(table: Table) -> None:
         head[DEADLOCK] = 1
         for slot in (states == BLOCKED).nonzero()[0].tolist():
             table.wake(slot)
+
+
+def first_due(table: Table, moment: int) -> int:
+    """Return the place of the thread that goes on at `moment`: the first by rank, then by number.
+    A place is given to a new thread when its thread has ended, so places are in no order.
+    """
+    due = (table.arrays["threads"][TIMER] == moment).nonzero()[0].tolist()
+
+    def rank_and_number(slot: int) -> tuple[int, int]:
+        return slot // table.threads_per_rank, table.threads[NUMBER, slot]
+
+    return min(due, key=rank_and_number)
 
 
 def pending(table: Table) -> list[int]:

@@ -107,7 +107,8 @@ class Clock:
         self.moment = table.threads[CLOCK, slot]
 
     def end(self) -> None:
-        """The thread has ended."""
+        """The thread has ended, or goes on without a clock."""
+        local.clock = None
         with self.table.lock:
             threads = self.table.threads
             threads[STATE, self.slot] = FREE
@@ -160,13 +161,18 @@ def new_clock(parent: Clock, needed: bool) -> Clock:
             most = table.threads_per_rank
             raise RuntimeError(f"a rank may have {most} threads where time is virtual; end some")
         process.started += 1
-        process.threads += 1
-        process.needed += int(needed)
         table.threads[NUMBER, slot] = process.started
-        table.threads[FLOOR, slot] = parent.moment
-        table.threads[NEEDED, slot] = int(needed)
-        table.threads[STATE, slot] = RUNNING
-    return Clock(table, slot, parent.moment)
+        return begin(table, slot, parent.moment, needed)
+
+
+def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
+    """Return the clock of a thread that runs at place `slot` from now on; under the lock."""
+    process.threads += 1
+    process.needed += int(needed)
+    table.threads[FLOOR, slot] = moment
+    table.threads[NEEDED, slot] = int(needed)
+    table.threads[STATE, slot] = RUNNING
+    return Clock(table, slot, moment)
 
 
 def several_compute() -> bool:
@@ -177,6 +183,6 @@ def several_compute() -> bool:
     if clock is None:
         return False
     needed = clock.table.threads[NEEDED, clock.slot]
-    if not needed and clock.slot not in process.daemons:
+    if not needed:
         process.daemons.add(clock.slot)
     return process.needed + len(process.daemons) > 1

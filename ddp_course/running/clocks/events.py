@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import arbiter
 from .clock import own, process
@@ -43,20 +43,12 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
     sender, receiver = (table.rank, peer) if sending else (peer, table.rank)
     way = (sender, receiver, group, tag, sending)
     number = process.calls[way] = process.calls.get(way, 0) + 1
-    key = hash((sender, receiver, group, tag, number)) or 1
+    key = hash((sender, receiver, group, tag, number))
     with table.lock:
-        row = arbiter.find(table, key)
-        rows = table.rows
-        if rows[STAGE, row]:
-            rows[MOMENT, row] = max(rows[MOMENT, row], clock.moment)
-        else:
-            fill(rows, row, arbiter.MESSAGE, sender, receiver, group, tag, number)
-            rows[MOMENT, row] = clock.moment
-            rows[READERS, row] = 2
+        row = come(key, 2, arbiter.MESSAGE, sender, receiver, group, tag, number)
         if sending:
-            rows[SIZE, row] = nbytes
-        rows[PRESENT, row] += 1
-        if rows[PRESENT, row] == 2:
+            table.rows[SIZE, row] = nbytes
+        if table.rows[PRESENT, row] == 2:
             arbiter.make_ready(table, row)
         elif sending:
             arbiter.tell_receiver_of_any(table, receiver, clock.moment)
@@ -81,12 +73,10 @@ def join_new_group(name: str, members: list[int]) -> int:
     ticket = joined(
         key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
     )
-    clock = own()
     stand_until_booked(ticket)
-    number = process.table.rows[GROUP, ticket.row]
-    clock.advance(process.table.rows[ARRIVES, ticket.row])
+    number = process.table.rows[GROUP, ticket.row]  # once all have waited, the row is free
+    wait(ticket)
     process.table.members[number, process.table.rank] = 1
-    process.table.dropped.append(ticket.row)
     return number
 
 
@@ -102,32 +92,29 @@ def joined(
 ) -> Ticket:
     """Note that this rank has come to a collective."""
     table = process.table
-    clock = own()
     with table.lock:
-        row = arbiter.find(table, key or 1)
-        rows = table.rows
-        if not rows[STAGE, row]:
-            fill(rows, row, kind, members[0], 0, group, int(has_bytes), number)
-            rows[READERS, row] = len(members)
-        rows[MOMENT, row] = max(rows[MOMENT, row], clock.moment)
-        rows[SIZE, row] = max(rows[SIZE, row], duration)
-        rows[PRESENT, row] += 1
-        if rows[PRESENT, row] == len(members):
+        row = come(key, len(members), kind, members[0], 0, group, int(has_bytes), number)
+        table.rows[SIZE, row] = max(table.rows[SIZE, row], duration)
+        if table.rows[PRESENT, row] == len(members):
             arbiter.make_ready(table, row)
     return Ticket(row, ARRIVES, what)
 
 
-def fill(
-    rows: Any, row: int, kind: int, first: int, second: int, group: int, tag: int, number: int
-) -> None:
-    """Describe a message or a collective in its row."""
-    rows[STAGE, row] = OPEN
-    rows[KIND, row] = kind
-    rows[FIRST, row] = first
-    rows[SECOND, row] = second
-    rows[GROUP, row] = group
-    rows[TAG, row] = tag
-    rows[COUNT, row] = number
+def come(key: int, sides: int, *place: int) -> int:
+    """Note, under the lock, that one of the `sides` of a message or a collective has come; return
+    its row. Its `place` among those of one moment is by the properties in `arbiter.ORDER`.
+    """
+    table = process.table
+    row = arbiter.find(table, key or 1)  # the key 0 would be a row that is free
+    rows = table.rows
+    if not rows[STAGE, row]:
+        rows[STAGE, row] = OPEN
+        rows[READERS, row] = sides
+        for field, value in zip(arbiter.ORDER, place, strict=True):
+            rows[field, row] = value
+    rows[MOMENT, row] = max(rows[MOMENT, row], own().moment)  # type: ignore[union-attr]
+    rows[PRESENT, row] += 1
+    return row
 
 
 def wait(ticket: Ticket) -> int:
@@ -178,7 +165,7 @@ def oldest_sender(group: int, tag: int) -> int:
         with table.lock:
             rows = table.arrays["rows"]
             way = (rows[SECOND] == table.rank) & (rows[GROUP] == group) & (rows[TAG] == tag)
-            sent = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE) & (rows[SIZE] >= 0)
+            sent = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE)
             found = [row for row in sent.nonzero()[0].tolist() if is_next_of(row)]
             due = [row for row in found if table.rows[MOMENT, row] <= clock.moment]
             if due:

@@ -138,56 +138,12 @@ class Waiter(Lock):
     turns = False
 
 
-class RLock:
-    """A lock that its owner may take again."""
+class RLock(threading._RLock):
+    """A lock that its owner may take again: Python's own, on a lock of this module."""
 
     def __init__(self):
-        self.lock = Lock()
-        self.owner = None
-        self.count = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock, as `threading.RLock.acquire` does."""
-        if self.owner == threading.get_ident():
-            self.count += 1
-            return True
-        got = self.lock.acquire(blocking, timeout)
-        if got:
-            self.owner = threading.get_ident()
-            self.count = 1
-        return got
-
-    def release(self) -> None:
-        """Give the lock back once for each time that it was taken."""
-        if self.owner != threading.get_ident():
-            raise RuntimeError("cannot release un-acquired lock")
-        self.count -= 1
-        if self.count == 0:
-            self.owner = None
-            self.lock.release()
-
-    def __enter__(self):
-        return self.acquire()
-
-    def __exit__(self, *exception):
-        self.release()
-
-    def _release_save(self):
-        state = self.count, self.owner
-        self.count = 0
-        self.owner = None
-        self.lock.release()
-        return state
-
-    def _acquire_restore(self, state):
-        self.lock.acquire()
-        self.count, self.owner = state
-
-    def _is_owned(self):
-        return self.owner == threading.get_ident()
-
-    def _at_fork_reinit(self):
-        self.__init__()
+        super().__init__()
+        self._block = Lock()
 
 
 def feeds_a_process(thread: threading.Thread) -> bool:
@@ -232,7 +188,6 @@ def give_clock(thread: threading.Thread, parent: Clock) -> None:
             own_clock.take_turn()
             thread.ending.release()
             own_clock.end()
-            clock.local.clock = None
 
     thread.run = run_with_clock
 
@@ -308,11 +263,6 @@ def sleep(seconds: float) -> None:
     own_clock.advance(own_clock.moment + round(seconds * 1e12))
 
 
-def seconds() -> float:
-    """Return this thread's time in seconds."""
-    return clock.now()
-
-
 def nanoseconds() -> int:
     """Return this thread's time in nanoseconds."""
     own_clock = own()
@@ -334,7 +284,7 @@ def patch() -> None:
     threading.Event.is_set = is_set
     concurrent.futures.Future.done = done
     queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue
-    threading._time = queue.time = time.monotonic = time.perf_counter = seconds
+    threading._time = queue.time = time.monotonic = time.perf_counter = clock.now
     time.monotonic_ns = time.perf_counter_ns = nanoseconds
     time.sleep = sleep
 

@@ -78,7 +78,7 @@ def describe_launch(
         backend=backend,
         devices=devices,
         timeout=timeout,
-        threads=max(1, usable_cores() // world_size),
+        threads=threads_of_a_rank(world_size),
         link=pickling.dumps(link),
         emulated=pickling.dumps(emulated),
         progress=progress,
@@ -89,6 +89,15 @@ def describe_launch(
         # users may have set another card
         environ={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},
     )
+
+
+def threads_of_a_rank(world_size: int) -> int:
+    """Return a rank's share of the cores, and no more threads than `OMP_NUM_THREADS` allows: where
+    many people share a machine, threads that spin for each other's cores slow everybody down.
+    """
+    share = max(1, usable_cores() // world_size)
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(allowed)) if allowed.isdigit() else share
 
 
 def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:

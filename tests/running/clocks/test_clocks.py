@@ -116,6 +116,32 @@ def test_threads_hand_over_in_the_order_of_virtual_time():
     assert first[3] == pytest.approx(40.01 * MS, abs=2) and first == second
 
 
+def a_place_that_is_given_again():
+    """The third thread takes the first one's place in the table, but not its place in the order."""
+    order = []
+
+    def come(name, seconds):
+        time.sleep(seconds)
+        with lock:
+            order.append(name)
+
+    lock = threading.Lock()
+    first = threading.Thread(target=time.sleep, args=(0.001,))
+    second = threading.Thread(target=come, args=("second", 0.01))
+    first.start()
+    second.start()
+    first.join()
+    third = threading.Thread(target=come, args=("third", 0.009))
+    third.start()
+    second.join()
+    third.join()
+    return order
+
+
+def test_of_two_threads_that_come_at_one_moment_the_one_that_started_first_is_first():
+    assert launch(a_place_that_is_given_again, world_size=1, link=LINK) == [["second", "third"]]
+
+
 def ask_until_completed():
     if dist.get_rank():
         clocks.advance(0.001)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_course import launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.files import open_memory
-from ddp_course.running.launching import rank, server_handle
+from ddp_course.running.launching import rank, server_handle, setting
 
 
 class Posing(torch.Tensor):
@@ -123,3 +123,12 @@ def test_a_server_that_can_start_no_agent_says_why(monkeypatch):
     server.process.kill()
     assert "see `ulimit -u`: launch fewer ranks" in server.how_it_ended(60.0)
     server.close()
+
+
+@pytest.mark.parametrize("allowed, threads", [("1", 1), ("64", 4), ("", 4), ("many", 4)])
+def test_a_rank_takes_its_share_of_the_cores_and_no_more_than_the_environment_allows(
+    allowed, threads, monkeypatch
+):
+    monkeypatch.setattr(setting, "usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    assert launch(torch.get_num_threads, world_size=2) == [threads, threads]
