@@ -22,14 +22,14 @@ def grade_files(
     """{path: content} of what a service imports: for Moodle a file per exercise."""
     if form == "canvas":
         return {target: as_canvas(results, roster)}
-    path, exercises = Path(target), list(possible_points(results))
-    names = {exercise: f"{path.stem}_{exercise:02d}{path.suffix}" for exercise in exercises}
-    if len(exercises) == 1:
-        names = {exercises[0]: path.name}
-    return {
-        str(path.with_name(name)): as_moodle(results, roster, exercise)
-        for exercise, name in names.items()
-    }
+    path = Path(target)
+    exercises = possible_points(results)
+    files = {}
+    for exercise in exercises:
+        several = path.with_name(f"{path.stem}_{exercise:02d}{path.suffix}")
+        file = several if len(exercises) > 1 else path
+        files[str(file)] = as_moodle(results, roster, exercise)
+    return files
 
 
 def possible_points(results: Sequence[Result]) -> dict[int, float]:
@@ -64,8 +64,8 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     for learner, about in people(results, roster).items():
         if not {"ID", "SIS User ID"} & about.keys():
             about = {"SIS Login ID": learner} | about
+        about = {"Student": learner} | about
         columns = [about.get(column, "") for column in CANVAS]
-        columns[0] = columns[0] or learner
         rows.append([*columns, *(marks.get((learner, exercise), "") for exercise in possible)])
     return as_rows(rows)
 
@@ -75,8 +75,11 @@ def as_moodle(results: Sequence[Result], roster: Roster, exercise: int) -> str:
     rows: list[list] = [[*MOODLE, "Grade", "Feedback comments"]]
     of_exercise = {result.learner: result for result in results if result.exercise == exercise}
     for learner, about in people(results, roster).items():
-        result = of_exercise.get(learner)
-        name = about.get("Full name") or learner
-        columns = [about.get("Identifier", ""), name, about.get("Email address", "")]
-        rows.append([*columns, result.mark if result else "", feedback(result) if result else ""])
+        about = {"Full name": learner} | about
+        row = [about.get(column, "") for column in MOODLE]
+        if result := of_exercise.get(learner):
+            row += [result.mark, feedback(result)]
+        else:
+            row += ["", ""]
+        rows.append(row)
     return as_rows(rows)

@@ -104,7 +104,8 @@ def feedback(result: Result) -> str:
     lines = [result.comment] if result.comment else []
     for task in result.tasks:
         said = "; ".join(filter(None, [task.comment, first_line(task.message)]))
-        lines += [f"{task.id}: {said}"] if said else []
+        if said:
+            lines.append(f"{task.id}: {said}")
     return "\n".join(lines)
 
 
@@ -140,9 +141,7 @@ def as_rows(rows: Sequence[Sequence]) -> str:
     writer = csv.writer(file, lineterminator="\n")
     for row in rows:
         texts = map(str, row)
-        writer.writerow(
-            [f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text for text in texts]
-        )
+        writer.writerow([re.sub(r"^(?=[=+@\t-])", "'", text) for text in texts])
     return file.getvalue()
 
 

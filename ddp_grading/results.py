@@ -153,26 +153,22 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     parts: list[dict[str, Any]] = []
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
-        parts.append(
-            {
-                "name": name,
-                "points": 0 if message else worth,
-                "possible": worth,
-                "message": clean(message),
-            }
-        )
-    points = sum(part["points"] for part in parts)
+        points = 0 if message else worth
+        told = clean(message)
+        parts.append({"name": name, "points": points, "possible": worth, "message": told})
+    total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
-    return TaskResult(task, points, possible, message, parts, graded=verdict.judged)
+    return TaskResult(task, total, possible, message, parts, graded=verdict.judged)
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:
     """Text without control characters, which could move the cursor or colour a terminal, cut to
     length `most`.
     """
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)).encode("utf-8", "replace").decode()
-    text = "".join(
-        letter if letter in "\n\t" or unicodedata.category(letter)[0] != "C" else "?"
-        for letter in text
-    )
-    return text if len(text) <= most else f"{text[: most - 2]} …"
+    letters = []
+    for letter in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)):
+        is_control = letter not in "\n\t" and unicodedata.category(letter)[0] == "C"
+        letters.append("?" if is_control else letter)
+    if len(letters) > most:
+        letters[most - 2 :] = " …"
+    return "".join(letters)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -24,10 +25,8 @@ FORK: Any = multiprocessing.get_context("fork")
 CELL_SECONDS = 20.0
 INTERRUPT_SECONDS = 3.0
 LOOK_SECONDS = 0.5
-FIRST_SHARE = 0.5  # After this part of a submission's time all its slow cells are left out.
-SLOW_SHARE = 0.05
+RESERVE = 0.25  # This part of a submission's time is for the course's own cells.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
-LEFT_OUT = "it was left out after {:.0f} s: the submission's time was running out"
 NEVER_RUN = "the submission's time was over before this cell could run"
 HOMES = ("HOME", "MPLCONFIGDIR")
 LEARNERS = ("own-", "answer-")  # So the ids of a learner's cells begin, and no others.
@@ -40,59 +39,52 @@ class Stopped(BaseException):
 def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
     """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}.
 
-    If one ends the kernel, the rest runs again without it; if half of the time is over, without all
-    that were slow. Checks write answers to `folder`/answers; cells work in `folder`/work.
+    A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
+    the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
+    in `folder`/work.
     """
     os.setsid()
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
     signal.signal(signal.SIGTERM, end_children)
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
-    errors: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    left = FIRST_SHARE * seconds
-    most = min(CELL_SECONDS, left)
-    is_first = True
-    while left > 0:
-        waiting = {name: source for name, source in cells.items() if name not in left_out}
-        bad, errors, used = run_once(waiting, folder, most, left)
-        left_out |= bad
-        if not bad:
-            break
-        left -= used
-        if is_first and left <= 0:  # From now on no cell may be slow.
-            is_first = False
-            left += seconds - FIRST_SHARE * seconds
-            most = min(most, SLOW_SHARE * seconds)
-    answers.send({name: (errors | left_out).get(name, NEVER_RUN) for name in cells})
+    errors = dict.fromkeys(cells, NEVER_RUN)
+    waiting = dict(cells)
+    left = seconds
+    name: str | None = ""
+    while name is not None and left > 0:
+        kernel = Kernel(folder)
+        name = run_in(kernel, waiting, left, RESERVE * seconds, errors)
+        left -= kernel.used
+        end_children()
+        if name:
+            errors[name] = DIED
+            del waiting[name]
+    answers.send(errors)
 
 
-def run_once(
-    cells: Mapping[str, str], folder: str, most: float, left: float
-) -> tuple[dict[str, str], dict[str, str], float]:
-    """Run cells in a new kernel, all for at most `left` seconds, a learner's for at most `most`:
-    {id: why it must be left out}, {id: its error} of the others, and the seconds used.
+def run_in(
+    kernel: "Kernel",
+    cells: Mapping[str, str],
+    seconds: float,
+    reserve: float,
+    errors: dict[str, str],
+) -> str | None:
+    """Run cells in a kernel for at most `seconds`, of which the learner's leave a reserve, and
+    write their errors down; return the id of the cell that ended it, None if none has.
     """
-    kernel = Kernel(folder)
-    errors: dict[str, str] = {}
-    took: dict[str, float] = {}
-    bad: dict[str, str] = {}
     for name, source in cells.items():
-        start = kernel.used
-        rest = max(0.1, left - start)
-        error = kernel.run(source, min(most, rest) if name.startswith(LEARNERS) else rest)
-        took[name] = kernel.used - start
+        left = seconds - kernel.used
+        if left <= 0:
+            return None
+        most = left
+        if name.startswith(LEARNERS):
+            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - reserve) / 2))
+        error = kernel.run(source, most)
         if error is None:
-            bad = {name: DIED}
-            break
-        if kernel.used > left:
-            learners = [other for other in took if other.startswith(LEARNERS)]
-            slow = [other for other in learners if took[other] > SLOW_SHARE * most] or [name]
-            bad = {other: LEFT_OUT.format(took[other]) for other in slow}
-            break
+            return name
         errors[name] = error
-    end_children()
-    return bad, errors, kernel.used
+    return None
 
 
 class Kernel:
@@ -197,12 +189,10 @@ def error_of(result: Any, source: str) -> str:
 def running_line(error: BaseException, source: str) -> str:
     """The line of a cell that was running when it was stopped."""
     lines = source.splitlines()
-    trace, place = error.__traceback__, "it"
-    while trace is not None:
-        file, number = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if "ipykernel_" in file and number <= len(lines):
+    place = "it"
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if "ipykernel_" in frame.f_code.co_filename and number <= len(lines):
             place = f"line {number} ({lines[number - 1].strip()})"
-        trace = trace.tb_next
     return place
 
 

@@ -166,13 +166,16 @@ def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
     folder without notebooks. Nothing of an archive is written to the disk.
     """
     if path.is_dir():
-        items = [Item((*parts, ".git"))] if (path / ".git").exists() else []
+        items = []
         children: list[Any] = list(path.iterdir())
         for child in sorted(children, key=lambda child: child.name):
-            if not child.name.startswith(".") and child.name != "__MACOSX":
+            if child.name == ".git":
+                items.append(Item((*parts, child.name)))
+            elif not child.name.startswith((".", "__MACOSX")):
                 items += walk(child, (*parts, child.name))
-        empty = [] if any(item.counts for item in items) else [Item((*parts, ""))]
-        return items + empty
+        if not any(item.counts for item in items):
+            items.append(Item((*parts, "")))
+        return items
     name = parts[-1].lower()
     if not name.endswith((".ipynb", ".zip", METADATA)):
         return [Item(parts)]
@@ -203,7 +206,8 @@ def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
     submitters = {}
     for item in items:
         known = item.parts[-1] == METADATA and isinstance(item.content, bytes)
-        for folder, about in yaml.safe_load(item.content).items() if known else ():
+        folders = yaml.safe_load(item.content) if known else {}
+        for folder, about in folders.items():
             people = submitters[str(folder)] = []
             for person in about[":submitters"]:
                 people.append({title: str(person.get(key, "")) for title, key in GRADESCOPE})

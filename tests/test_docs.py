@@ -106,6 +106,21 @@ def test_what_the_readme_says_of_a_gpu_is_in_its_report():
     assert "yes" in right and "no" not in right
 
 
+def test_what_lesson_00_says_of_a_gpu_is_in_its_report():
+    lesson = (ROOT / "authoring" / "lessons" / "00_start_here.py").read_text("utf-8")
+    rows = json.loads((ROOT / "results" / "gpu.json").read_text())["parts"]["lessons"]["rows"]
+    alone, server, ring, buckets = (
+        row["step_ms"] for row in rows if row["stage"] in ("1", "3", "4", "5")
+    )
+    said = (
+        f"took {alone:.0f} ms on the GPU alone,\n{server:.0f} ms with the server, {ring:.0f} ms"
+        f" with the ring and {buckets:.0f} ms with buckets"
+    )
+    assert said in lesson
+    more = f"the ring adds {ring - alone:.0f} ms to the single device's time, buckets add"
+    assert f"{more} {buckets - alone:.0f}." in lesson
+
+
 def test_the_tests_that_find_what_others_get_wrong_exist():
     named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", (ROOT / "docs" / "MISTAKES.md").read_text())
     assert len(named) >= 9

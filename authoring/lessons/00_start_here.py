@@ -13,8 +13,8 @@ PyTorch's own and against a formula.
 - say what this machine will and will not show you.
 
 *25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
-run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 06 on, some cells show three
-dots in place of their code: they measure or draw. Run them like all others; a click on the dots shows the code.
+run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 06 on, some cells show a single
+line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
 """
 
 # %% imports
@@ -235,6 +235,10 @@ The figures above are in virtual time, and the same on every machine. The next o
 machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
 50 ms or more for a step. Without, two processes share the processor, with a small one, and speed is not to be expected.
 Each lesson has such a cell near its end.
+
+On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,
+140 ms with the server, 119 ms with the ring and 88 ms with buckets. Nothing could become faster there, but what buckets
+hide can be seen: the ring adds 56 ms to the single device's time, buckets add 25.
 """
 
 # %% on-your-gpus

@@ -15,8 +15,8 @@ everything you learn here holds there too.
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
-*70 minutes, under a minute of computing.* Three dots stand for the code of a cell that measures or draws: run it like all others; a
-click on the dots shows it.
+*70 minutes, under a minute of computing.* A cell that shows a single line and three dots measures or draws: run it like all
+others; a click on the dots shows its code.
 """
 
 # %% imports

@@ -516,9 +516,11 @@ picture.axes[0].legend()
 picture
 
 # %% held-figure folded=true
-cases = {"small batch": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, True),
-         "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
-held = {name: torch.cat(launch(held_over_a_step, "fully sharded", *cases[name], world_size=K)[0]).max().item() for name in show.progress(cases)}
+cases = {"small batch": (even, 16), "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}
+most = {name: torch.cat(launch(held_over_a_step, "fully sharded", *case, world_size=K)[0]).max().item()
+        for name, case in show.progress(cases.items())}  # fmt: skip
+large = {"large batch": max(course["fully sharded"]), "large batch,\ncheckpointed": max(course["checkpointed too"])}
+held = {"small batch": most.pop("small batch"), **large, **most}
 show.bars(held, "most held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
           kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")  # fmt: skip
 
@@ -602,9 +604,9 @@ two bytes each.
 | fully sharded, backward | 4 n b / R | 4 n / W: allgather of weights, reduce-scatter of gradients | R / W |
 
 (Each sending time is (K-1)/K of what stands there.) So fully sharded training needs as many tokens per device as DDP does, in
-both passes, and n is not in it: a larger model does not hide its messages any better, it only has more memory to save.
-What does help: more samples per device, a faster network, or **hybrid sharding**: shards inside a host only, where W is tens of
-times as large, and plain data parallelism between hosts.
+both passes (task 13.6 asks for this K), and n is not in it: a larger model does not hide its messages any better, it only has more
+memory to save. What does help: more samples per device, a faster network, or **hybrid sharding**: shards inside a host only, where W
+is tens of times as large, and plain data parallelism between hosts.
 
 ## Hybrid sharding in ten lines
 

@@ -314,10 +314,8 @@ h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a hos
 why tensor parallelism stays inside a host, and data parallelism, which needs R/W tokens per replica (lessons 05 and 07),
 goes across. Together they reach further: the T ranks of a replica compute T times as fast, and each of them sends only its T-th of
 the gradients. So a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices.
-"""
+Task 13.6 asks for both limits.
 
-# %% [markdown]
-r"""
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
 by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of
 layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits

@@ -14,7 +14,7 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 - judge a prediction by rows that its fit did not see,
 - choose between DDP, sharding, and tensor and pipeline parallelism.
 
-*30 minutes, under a minute of computing.*
+*45 minutes, under a minute of computing.*
 """
 
 # %% imports

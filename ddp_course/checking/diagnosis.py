@@ -63,21 +63,29 @@ def verdict(
     if solution.values is None:
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
-    wrong = {
-        name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
-    }
+    wrong = wrong_parts(task, evidence, solution)
     still, *tried = [Evidence(None)]
     if wrong:
         still, *tried = others() or [Evidence(None)]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
+    possible = [pair for pair in known if wrong_parts(task, pair[1], solution) <= wrong]
     messages = dict.fromkeys(task.parts, "")
     for name in wrong:
         values = values_of(name, evidence, solution, still)
         faulty = differing(values, task.bound)
-        message = alike[0] if alike else known_fault(name, values, faulty, known)
+        message = alike[0] if alike else known_fault(name, values, faulty, possible)
         messages[name] = compared(values, faulty, message, name in task.secret)
     return Verdict(messages)
+
+
+def wrong_parts(task: Task, evidence: Evidence, solution: Evidence) -> set[str]:
+    """The parts of a task in which an answer is wrong. If a fault is in an answer, all parts that
+    this fault makes wrong are.
+    """
+    return {
+        name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
+    }
 
 
 def values_of(

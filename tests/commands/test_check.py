@@ -70,6 +70,7 @@ def test_the_page_has_points_and_own_figures_and_loads_nothing(copy, capsys):
     page = (copy / "mine.html").read_text()
     assert "<td>1 of 13</td>" in page and page.count("data:image/png;base64,aW1hZ2U=") == 1
     assert "http" not in page and "<script" not in page
+    assert "prefers-color-scheme: dark" in page
 
 
 def test_outside_a_copy_nothing_is_kept_and_the_way_in_is_said(tmp_path, monkeypatch, capsys):
