@@ -181,7 +181,7 @@ def comparison_message(results: dict[str, Any]) -> str:
     gains = ", ".join(f"{stage['speed_up']:.1f} ({name})" for name, stage in short.items())
     if not gains:
         return same
-    noun = "devices" if results["emulated_device"] else "ranks"
+    noun = "devices" if results.get("emulated_device") else "ranks"
     return f"{results['world_size']} {noun} are {gains} times as fast as one device; {same}"
 
 

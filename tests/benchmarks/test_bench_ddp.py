@@ -17,12 +17,8 @@ def test_without_virtual_hosts_loopback_is_measured(monkeypatch, capsys, refuses
         raise EmulationError("no hosts here")
 
     monkeypatch.setattr(ddp.Link, refuses, refuse)
-    monkeypatch.setattr(
-        ddp, "on_cpu", lambda *args, **settings: 0.1
-    )  # how long the backward pass takes
     assert ddp.networks() == {"loopback": None}
-    assert ddp.slow_link(None).rows == []
-    assert capsys.readouterr().out.count("no hosts here") == 2
+    assert capsys.readouterr().out.count("no hosts here") == 1
 
 
 @dataclass
