@@ -144,7 +144,7 @@ def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     ranks = small.controls["world_size"]
     ranks.options, ranks.value = [2, 3], 3  # of 8: this is about positions, not about time
-    monkeypatch.setattr(explorers.widgets, "again", lambda recipe: small)
+    monkeypatch.setattr(explorers.widgets, "rebuild", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
     names, labels = zip(
         *((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True
