@@ -59,9 +59,8 @@ EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = 100_000_000
 SMALL = 1_000_000  # A model of so many parameters is for trying the command.
 FEW, ENOUGH = 8, 64  # With few samples the GPU waits for Python, with enough Python for the GPU.
-WAITING = (
-    1.15  # Stage 6's hooks are Python, torch's are C++: 13 µs a parameter show where it waits.
-)
+# Stage 6's hooks are Python and torch's are C++: where the GPU waits, 13 µs a parameter show.
+WAITING = 1.15
 VECTORS = {
     "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,

@@ -53,7 +53,7 @@ def test_every_rank_gets_the_sum(world_size):
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_traffic_is_exactly_the_formula(world_size):
     cases = [(name, (840,), torch.float32) for name in ("ring", "whole")]  # 2, 3 and 8 divide 840
     payload = 840 * 4
@@ -89,7 +89,7 @@ def reduce_scattered():
     return chunks
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_after_reduce_scatter_rank_r_owns_chunk_r_plus_1(world_size):
     for rank, chunks in enumerate(launch(reduce_scattered, world_size=world_size)):
         owned = (rank + 1) % world_size
@@ -105,7 +105,7 @@ def gathered():
     return torch.stack(chunks)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_allgather_gives_everyone_every_chunk(world_size):
     for chunks in launch(gathered, world_size=world_size):
         assert chunks.tolist() == [[owner, owner] for owner in range(world_size)]
@@ -175,10 +175,11 @@ def broken_ring(fault):
 @pytest.mark.parametrize(
     "fault", ["off-by-one chunk", "reversed chunks", "no allgather", "no sync"]
 )
-def test_the_oracle_rejects(fault):
-    results = launch(broken_ring, fault, world_size=3)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_the_oracle_rejects(fault, world_size):
+    results = launch(broken_ring, fault, world_size=world_size)
     with pytest.raises(AssertionError, match="is off by"):
-        assert_all_equal_sum(results, 3, (24,), torch.float32)
+        assert_all_equal_sum(results, world_size, (24,), torch.float32)
 
 
 def averaged():
@@ -190,7 +191,7 @@ def averaged():
     return tensors
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_average_on_ring_is_the_mean(world_size):
     ranks = launch(averaged, world_size=world_size)
     for seed, shape in enumerate([(5, 3), (7,)]):

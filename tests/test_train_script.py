@@ -20,7 +20,7 @@ MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]
 BYTES = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "8"]
 
-WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.weekly)]
+WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def run(arguments, **changes):

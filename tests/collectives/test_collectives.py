@@ -41,7 +41,7 @@ def summed(world_size):
     return launch(all_sums, world_size=world_size, timeout=60)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_sums(name, world_size):
     for shape in SHAPES:
@@ -64,7 +64,7 @@ def hosts_of(size):
     return result, sum(nbytes for peer, nbytes in crossing if peer // size != here)
 
 
-@pytest.mark.parametrize("world_size, size", [(6, 2), (6, 3), (4, 1), (4, 4)])
+@pytest.mark.parametrize("world_size, size", [(4, 2), (6, 2), (6, 3), (8, 4), (4, 1), (4, 4)])
 def test_hierarchical_crosses_hosts_little(world_size, size):
     ranks = launch(hosts_of, size, world_size=world_size)
     assert_all_equal_sum([result for result, _ in ranks], world_size, (101,), torch.float32)
@@ -91,7 +91,7 @@ def traffic(elements=9600):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_bytes_and_messages(world_size):
     ranks, size, rounds = (
         launch(traffic, world_size=world_size),

@@ -22,7 +22,9 @@ NOT_COUNTED = ("1", "2", "6", "torch")
 NEARLY = ("2", "8")  # the closed forms of these leave something out
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+)
 def results(request):
     """All stages on a model whose gradient any of these world sizes divides."""
     return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)

@@ -118,7 +118,7 @@ def hooks_join_and_the_models_own_collectives():
     return distances
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "results, count",
     [

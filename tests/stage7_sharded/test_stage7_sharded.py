@@ -102,7 +102,7 @@ def state_bytes(optimizer):
     return sum(value.nbytes for value in entries if isinstance(value, torch.Tensor) and value.dim())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
     ranks = launch(sharded_beside_unsharded, world_size=world_size)
     for case in ranks[0]:
@@ -214,7 +214,7 @@ def traffic_of_a_step():
     return traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_moves_three_times_the_parameters(world_size):
     payload = 4 * (24 * 24 + 24) * 4
     expected = 3 * (world_size - 1) * payload // world_size

@@ -52,13 +52,13 @@ def test_ours_passes(name):
     assert results()[name] == ""
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 def test_the_control_passes():
     assert set(results(TORCH_DDP, HARD).values()) == {""}
     assert len(results(TORCH_DDP, HARD)) >= 5
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.parametrize("stand_in", ["Silent", "OnceAtTheEnd"])
 def test_stand_ins_fail(stand_in):
     outcome = results(f"stand_ins.{stand_in}", HARD)

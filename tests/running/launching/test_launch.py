@@ -40,7 +40,7 @@ def reduced(tensor):
     return tensor
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_results_come_in_rank_order(world_size):
     offset = 10
     results = launch(
@@ -58,8 +58,8 @@ def test_results_come_in_rank_order(world_size):
     ]
 
 
-def test_a_hundred_megabytes_in_and_out():
-    large = torch.arange(100 * 1000 * 1000 // 8)
+def test_half_a_gigabyte_in_and_out():
+    large = torch.arange(500 * 1000 * 1000 // 8)
     last = launch(
         lambda tensor: tensor if dist.get_rank() == 1 else tensor.sum().item(),
         large,
