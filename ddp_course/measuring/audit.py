@@ -53,7 +53,8 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     what was not seen.
     """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [argument.replace(FOLDER, folder) for argument in arguments]
+        places = {FOLDER: folder}
+        arguments = [places.get(argument, argument) for argument in arguments]
         ranks: list[Seen] = launch(watched, source, arguments, world_size=world_size, device="cpu")
     writers = [rank for rank, seen in enumerate(ranks) if seen.saves]
     weights = [seen.weights for seen in ranks]

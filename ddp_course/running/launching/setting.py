@@ -97,7 +97,7 @@ def threads_of_a_rank(world_size: int) -> int:
     """
     share = max(1, usable_cores() // world_size)
     allowed = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(allowed)) if allowed.isdigit() else share
+    return max(1, min(share, int(allowed))) if allowed.isdigit() else share
 
 
 def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:
