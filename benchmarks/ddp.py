@@ -56,8 +56,10 @@ HOSTS_BANDWIDTH = "1Gbit"
 
 
 def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> Any:
-    """Rank 0's result of a launch on the CPU."""
-    return launch(function, *args, world_size=world_size, device="cpu", **settings)[0]
+    """Rank 0's result of a launch on the CPU. A busy machine must not cost all rows, so the time
+    limit is an hour.
+    """
+    return launch(function, *args, world_size=world_size, device="cpu", timeout=3600, **settings)[0]
 
 
 def step_times(args: argparse.Namespace) -> Part:
@@ -75,6 +77,7 @@ def step_times(args: argparse.Namespace) -> Part:
         train = partial(
             on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link
         )
+        print(f"measuring over {network}: {model}, K={world_size}", flush=True)
         seconds = means([train(order) for order in orders])
         rows.append({"network": network, "model": model, "world_size": world_size, **seconds})
     return Part(rows, promised_steps(rows), [ratios(row) for row in rows])

@@ -213,11 +213,11 @@ class Transfer:
         try:
             self.work.wait()
         except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                raise RuntimeError(
-                    f"rank {self.peer} has not come to this {self.kind}: {error}"
-                ) from error
-            raise
+            if type(error) is not RuntimeError:  # A deadlock and NCCL's errors say more.
+                raise
+            late = "timed out" in str(error).lower()
+            fault = "has not come to" if late else "broke off"
+            raise RuntimeError(f"rank {self.peer} {fault} this {self.kind}: {error}") from error
         self.work = None
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
