@@ -147,7 +147,7 @@ class Digits(Problem):
     name = "digits"
     learning_rate = 0.05
     global_batch = 192
-    steps = 48
+    steps = 24
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()
