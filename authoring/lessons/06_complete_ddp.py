@@ -411,11 +411,13 @@ launcher ends such a wait after `timeout` seconds and says where everyone was.
 # %% uneven
 def uneven(join):
     parallel = DistributedDataParallel(torch.nn.Linear(8, 8))
+    steps = 0
     with parallel.join(enable=join):
-        for step in range(3 if dist.get_rank() == 0 else 2):
+        for _ in range(3 if dist.get_rank() == 0 else 2):
             parallel(torch.ones(4, 8)).sum().backward()
+            steps += 1
     dist.barrier()
-    return step + 1
+    return steps
 
 
 # %% broken-uneven folded=true
