@@ -173,11 +173,15 @@ r"""
 ## Explain
 
 Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of
-one rank alone, since ranks on one machine share cores and memory. The difference to DDP's bar is the communication that
-overlap did not hide. `fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
-all-reduce, the bytes are not the reason. The last two bars are: on one rank it sends nothing to anybody, and still takes longer
-than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
-DTensors. Most of that comes once per block and parameter, so where blocks are larger it is a smaller part.
+one rank alone, since ranks on one machine share cores and memory. What DDP's bar has beyond it is the communication that
+overlap did not hide. Is DDP's bar the *shorter* one? Messages make nothing faster: then two runs of the same thing differ by more than
+the messages take, on this machine, and it is not the messages that explain your gap.
+
+`fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
+all-reduce, the bytes are not the reason. The last two bars are a part of it: on one rank it sends nothing to anybody, and still takes
+longer than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
+DTensors. The rest comes with the second rank: each block has collectives of its own, and in each of them both ranks wait until the other
+one has come, while they share the cores. All of this comes once per block and parameter, so where blocks are larger it is a smaller part.
 """
 
 # %% explain
