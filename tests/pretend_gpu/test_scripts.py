@@ -108,6 +108,14 @@ def test_stage_2_has_all_gpus_under_torchrun(tmp_path):
     assert not findings.races
 
 
+def test_the_capstone_shards_over_ranks_on_the_processor_beside_a_gpu(tmp_path):
+    script = [*TORCHRUN[:-1], str(ROOT / "exercises" / "15_capstone.py"), "runs"]
+    options = ["--wrap", "fully_shard", "--device", "cpu", "--steps", "2"]
+    printed, findings = run(1, tmp_path / "log", *script, *options)
+    assert '"world_size": 2' in printed and "processor" in printed
+    assert not findings.communicators and not findings.peaks
+
+
 CLIPPED = """
 import torch
 from ddp_course import launch, stage9_tensor
