@@ -186,5 +186,10 @@ class LossesForBackward:
                 loss.backward(retain_graph=True)
             gradient = parameter.grad / size
             ring_all_reduce(gradient, group)
+            require(
+                not gradient.isnan().any(),
+                f"{about} the gradient is not a number: a micro-batch without tokens has no mean,"
+                " 0 / 0; divide by the tokens of all ranks",
+            )
             yield "gradient", f"{about}, DDP's average of the gradients", gradient
             yield "one sum", f"{about}, all-reduces", len(calls)
