@@ -264,7 +264,7 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
     return [loss / max(count, 1) / len(sums) for loss, count in zip(sums, counts)]
 
 
-# %% 10.6 wrong: mean of means without a guard | a micro-batch without tokens has no mean, 0 / 0; divide by the tokens of all ranks
+# %% 10.6 told: mean of means without a guard | a micro-batch without tokens has no mean, 0 / 0; divide by the tokens of all ranks
 def losses_for_backward(sums, counts, all_reduce, world_size):
     all_reduce(torch.zeros(1))
     return [loss / count / len(sums) for loss, count in zip(sums, counts)]
