@@ -23,7 +23,7 @@ FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
 letters can be read, and the title of a slider stands above it. In the dark,
-figures are dark too. */
+figures and the blocks of show.source are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
@@ -33,7 +33,7 @@ figures are dark too. */
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
-[data-jp-theme-light="false"] .jp-OutputArea-output img,
+[data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
   filter: invert(.93) hue-rotate(180deg);
 }
