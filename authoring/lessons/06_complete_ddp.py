@@ -15,8 +15,8 @@ everything you learn here holds there too.
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
-*70 minutes, under a minute of computing.* A cell that shows a single line and three dots measures or draws: run it like all
-others; a click on the dots shows its code.
+*70 minutes, under a minute of computing.* A cell that shows a single line and three dots measures, checks or draws: run it like
+all others; a click on the dots shows its code.
 """
 
 # %% imports
@@ -97,7 +97,7 @@ class Core(torch.nn.Module):
             torch.nn.utils.vector_to_parameters(flat, [p.grad for p in bucket])
 
 
-# %% check-core
+# %% check-core folded=true
 # NBVAL_CHECK_OUTPUT
 core = launch(train_with, Core, world_size=K)
 assert all(torch.equal(ours[0], other) for ours in (core, stage6) for other in ours)
@@ -134,6 +134,7 @@ class TwoBranches(torch.nn.Module):
         return self.left(hidden) + (self.right(hidden) if self.both else 0)
 
 
+# %% broken-unused folded=true
 def two_steps(wrap, rank_0_uses_both=False, **options):
     torch.manual_seed(0)
     parallel = wrap(TwoBranches(rank_0_uses_both and dist.get_rank() == 0), **options)
@@ -142,7 +143,6 @@ def two_steps(wrap, rank_0_uses_both=False, **options):
     return [parameter.grad for parameter in parallel.module.parameters()]
 
 
-# %% broken-unused
 try:
     launch(two_steps, DistributedDataParallel, world_size=2)
 except errors.RankError as error:
@@ -186,7 +186,7 @@ class FindsUnused(Core):
             parameter.grad = parameter.grad if count else None
 
 
-# %% check-unused
+# %% check-unused folded=true
 # NBVAL_CHECK_OUTPUT
 search = {"find_unused_parameters": True}
 for both in (False, True):
@@ -214,7 +214,6 @@ def costs(both, **options):
     return len(bitmaps), traffic.bytes_sent
 
 
-# %% counted folded=true
 static = {"static_graph": True}
 cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
          "one branch, search": (False, search), "one branch, static": (False, static)}  # fmt: skip
@@ -371,12 +370,13 @@ than `dist.all_reduce`, ranks without data, and models whose graph never changes
 
 A **buffer** is state without a gradient, such as BatchNorm's running mean. Averaging gradients does not touch it,
 so it would drift apart; DDP copies rank 0's to all before each forward pass. What it does *not* do is to compute the
-mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective per layer
-and pass.
+mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective per layer and pass;
+`SyncBatchNorm.convert_sync_batchnorm(model)` puts them in the place of all others. Rank 0 has the samples 0 and 1, rank 1 has 10
+and 11. What comes out?
 """
 
 
-# %% batchnorm
+# %% batchnorm folded=true
 def normalise(convert):
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
     norm = SyncBatchNorm.convert_sync_batchnorm(norm) if convert else norm
@@ -398,8 +398,8 @@ claims.decide(
 
 # %% [markdown]
 r"""
-Rank 0 has the samples 0 and 1, rank 1 has 10 and 11. With plain BatchNorm (first line) both see the same: the difference
-between the ranks is lost. SyncBatchNorm (second line) gives what one device gives for all four (third line).
+With plain BatchNorm (first line) both ranks see the same: the difference between them is lost. SyncBatchNorm (second line) gives what
+one device gives for all four (third line).
 
 ## Uneven inputs
 
@@ -408,9 +408,10 @@ launcher ends such a wait after `timeout` seconds and says where everyone was.
 """
 
 
-# %% broken-uneven
+# %% uneven
 def uneven(join):
-    parallel, steps = DistributedDataParallel(torch.nn.Linear(8, 8)), 0
+    parallel = DistributedDataParallel(torch.nn.Linear(8, 8))
+    steps = 0
     with parallel.join(enable=join):
         for _ in range(3 if dist.get_rank() == 0 else 2):
             parallel(torch.ones(4, 8)).sum().backward()
@@ -419,12 +420,13 @@ def uneven(join):
     return steps
 
 
+# %% broken-uneven folded=true
 try:
     launch(uneven, False, world_size=2, timeout=4)
 except errors.CourseError as error:
     print(type(error).__name__, str(error).splitlines()[0])
 
-# %% check-uneven
+# %% check-uneven folded=true
 # NBVAL_CHECK_OUTPUT
 assert launch(uneven, True, world_size=2) == [3, 2]
 print("with join(), rank 0 finishes its third step, and rank 1 shadows it with zeros")
@@ -442,7 +444,7 @@ that writes the checkpoint.
 # %% script
 show.source(script)
 
-# %% run-script
+# %% run-script folded=true
 codes = show.command(
     "torchrun --standalone --nproc-per-node=2 -m ddp_course.script FOLDER",
     "torchrun --standalone --nproc-per-node=2 -m ddp_course.script FOLDER ours",
@@ -472,6 +474,8 @@ mistakes = {
     "the wrapper is saved": ("model.state_dict()", "parallel.state_dict()"),
     "each worker yields all": ("DataLoader(data, batch_size=32, sampler=sampler)", stream),
 }
+
+# %% audited folded=true
 messages_of = {name: audit.audit(text.replace(*change)) for name, change in show.progress(mistakes.items())}
 for name, messages in messages_of.items():
     print(f"{name}:\n    {'; '.join(messages)}")
