@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.torch_inside import default_group
 from ..stage4_ring import allgather, reduce_scatter
 from .flat import copied_back, flattened
 
@@ -30,7 +31,7 @@ def hierarchical_all_reduce(
             f"{world_size} ranks cannot be divided into hosts of {size}; choose ranks_per_host"
             " to fit"
         )
-    whole = group or dist.group.WORLD
+    whole = group or default_group()
     host, place = divmod(rank, size)
     inside = group_of(whole, range(host * size, (host + 1) * size))
     across = group_of(whole, range(place, world_size, size))
