@@ -123,14 +123,14 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table as `text`; notebooks show its `html`, which fits any width."""
 
     text: str
     html: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
