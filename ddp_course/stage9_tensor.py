@@ -300,7 +300,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     """
     first = dist.get_rank(group) == 0
     counted = [p for p in model.parameters() if first or isinstance(p, Slice)]  # each element once
-    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, None)
+    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, counted[0].device)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
 

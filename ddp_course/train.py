@@ -35,7 +35,7 @@ from .errors import CheckpointError, CourseError
 from .measuring import finite
 from .measuring.job import Job, make_job
 from .running import checkpoint
-from .running.devices import rank_device
+from .running.devices import placement, rank_device
 from .running.join import join
 from .running.units import positive_number, whole_number
 
@@ -225,7 +225,7 @@ def train_to_next_checkpoint(
     seed_this_rank(job.seed, state)
     gpus = None
     if rank_device().type == "cuda":
-        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        gpus = placement(options.device, torch.cuda.device_count())[1]
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
     ranks_per_replica = (
         1 if stage.splits_batch else options.pipeline or options.tensor or world_size

@@ -35,7 +35,7 @@ def each_return(answer: Callable, cases: list) -> Iterator[tuple]:
         yield "", number, answer(*copy.deepcopy(arguments))
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among
     the task's points}.

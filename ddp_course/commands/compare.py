@@ -17,7 +17,6 @@ from .. import ladder
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..measuring.on_your_gpus import large_problem, name_devices
-from ..running.devices import rank_device
 from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
@@ -81,7 +80,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
     )
     parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
-    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="float32 or float64; in bfloat16 all stages would end with other weights",
+    )
     parser.add_argument(
         "--bucket-cap-mb",
         type=positive_number,
@@ -100,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)
-        options |= {"device": str(rank_device()), "device_speed": "none", "link": None}
+        options |= {"device_speed": "none", "link": None}
     if "problem" not in options and emulated.on_gpus(options["device"]):
         options = large_problem(options["device"], options["world_size"]) | options
     results = run(**options, progress=rank == 0)
