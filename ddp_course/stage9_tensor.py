@@ -244,7 +244,7 @@ def can_be_split(layer, uses):
 
 def split(model, rank, ranks, all_reduce):
     """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
-    ranks.
+    ranks; return it. Raises ValueError if there is no such pair.
     """
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     chosen = []
@@ -300,7 +300,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     """
     first = dist.get_rank(group) == 0
     counted = [p for p in model.parameters() if first or isinstance(p, Slice)]  # each element once
-    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, None)
+    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, counted[0].device)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
 

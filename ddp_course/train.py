@@ -35,7 +35,7 @@ from .errors import CheckpointError, CourseError
 from .measuring import finite
 from .measuring.job import Job, make_job
 from .running import checkpoint
-from .running.devices import rank_device
+from .running.devices import placement, rank_device
 from .running.join import join
 from .running.units import positive_number, whole_number
 
@@ -225,7 +225,7 @@ def train_to_next_checkpoint(
     seed_this_rank(job.seed, state)
     gpus = None
     if rank_device().type == "cuda":
-        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        gpus = placement(options.device, torch.cuda.device_count())[1]
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
     ranks_per_replica = (
         1 if stage.splits_batch else options.pipeline or options.tensor or world_size
@@ -249,10 +249,10 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
     none for this rank.
     """
     # A new rank draws masks that no rank has drawn.
-    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
-    torch.manual_seed(mine)
-    np.random.seed(mine % 2**32)
-    random.seed(mine)
+    own_seed = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
+    torch.manual_seed(own_seed)
+    np.random.seed(own_seed % 2**32)
+    random.seed(own_seed)
     checkpoint.set_random_state(state["random"])
 
 

@@ -4,7 +4,6 @@ together.
 
 import multiprocessing
 import re
-import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -13,17 +12,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.any_order import confirmed, events_of
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
-from ddp_course.checking.evidence import (
-    Evidence,
-    gather,
-    known,
-    solved,
-)
+from ddp_course.checking.evidence import gather, known, solved
 from ddp_course.errors import GradingError
+from ddp_course.orders.verdict import faults_in
 
 from .guard import enter
 from .remarks import remarks
@@ -39,22 +34,20 @@ LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distri
 def grade(
     submissions: Sequence[Submission],
     exercises: dict[int, Pristine],
-    seed: int | None = None,
+    seed: int,
     jobs: int = 1,
     timeout: float = 120.0,
     progress: Callable[[Submission, Result], None] = lambda submission, result: None,
-    task_done: Callable[[TaskResult], None] = lambda task: None,
 ) -> list[Result]:
     """Grade all submissions, `jobs` at a time; return a Result for each, in their order.
 
-    `progress(submission, result)` is called for each submission, and `task_done(result)` for each
-    task, from one of several threads. Ctrl-C ends the grading as soon as the submissions that have
-    begun are done.
+    `progress(submission, result)` is called for each submission, from one of several threads.
+    Ctrl-C ends the grading as soon as the submissions that have begun are done.
     """
-    judge = Judge(secrets.randbelow(100_000) if seed is None else seed)
+    judge = Judge(seed)
 
     def graded(submission: Submission) -> Result:
-        result = grade_one(submission, exercises, judge, timeout, task_done)
+        result = grade_one(submission, exercises, judge, timeout)
         progress(submission, result)
         return result
 
@@ -74,34 +67,50 @@ class Judge:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.lock = threading.RLock()
-        self.book = cache(self.made)
+        self.right = cache(lambda task: gather([solved(task, task.inputs(seed))])[0])
+        self.known = cache(lambda task: gather(known(task, task.inputs(seed))))
 
-    def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
-        """A task's inputs, the solution's evidence, and a function that gets the known wrong
-        answers' evidence once.
+    def verdicts(self, answers: dict[str, bytes], folder: str) -> dict[str, Verdict]:
+        """Try the answers that a notebook has handed over, and say of each whether it is right.
+
+        Those that run on equally many ranks share a launch, and the right ones a second, which
+        tries every order of their messages. What fails in company is tried again alone: an answer
+        before it may have spoilt it.
         """
-        task = find(number)
-        inputs = task.inputs(self.seed)
-        (right,) = gather([solved(task, inputs)])
-        return inputs, right, cache(lambda: gather(known(task, inputs)))
+        limits = partial(enter, folder)
+        judged: dict[str, Verdict] = {}
+        for ranks in {find(number).ranks for number in answers}:
+            company = []
+            for number, content in answers.items():
+                task = find(number)
+                if task.ranks == ranks:
+                    company.append(Attempt(number, task.inputs(self.seed), content))
+            judged |= self.tried(company, limits)
+            passed = [each for each in company if not judged[each.number].message]
+            ordered = [each for each in passed if find(each.number).every_order]
+            events = events_of(ordered, limits) if ordered else []
+            if events is None or faults_in(events):
+                passed = []
+            for attempt in company:
+                if attempt not in passed:
+                    alone = self.tried([attempt], limits)[attempt.number]
+                    judged[attempt.number] = confirmed(alone, attempt, limits)
+        return judged
 
-    def verdict(self, number: str, content: bytes, folder: str) -> Verdict:
-        """Try an answer that a notebook has handed over, and say whether it is right."""
-        with self.lock:
-            inputs, right, others = self.book(number)
-        attempt = Attempt(number, inputs, content)
-        (evidence,) = gather([attempt], partial(enter, folder))
-        with self.lock:
-            judged = verdict(find(number), evidence, right, others)
-        return confirmed(judged, attempt, partial(enter, folder))
+    def tried(self, attempts: Sequence[Attempt], limits: Callable) -> dict[str, Verdict]:
+        """The verdicts on attempts that share a launch."""
+        judged = {}
+        for attempt, evidence in zip(attempts, gather(attempts, limits), strict=True):
+            task = find(attempt.number)
+            with self.lock:
+                judged[task.number] = verdict(
+                    task, evidence, self.right(task), partial(self.known, task)
+                )
+        return judged
 
 
 def grade_one(
-    submission: Submission,
-    exercises: dict[int, Pristine],
-    judge: Judge,
-    seconds: float,
-    task_done: Callable,
+    submission: Submission, exercises: dict[int, Pristine], judge: Judge, seconds: float
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
     files = {submission.file: submission.digest} if submission.file else {}
@@ -110,11 +119,11 @@ def grade_one(
     points: dict[str, float] = {}
     try:
         result.exercise = exercise_of(submission, exercises)
-        points = exercises[result.exercise].points
+        pristine = exercises[result.exercise]
+        points = pristine.points
         if submission.fault:
             raise GradingError(submission.fault)
-        pristine = exercises[result.exercise]
-        result.tasks = points_of(pristine, submission, judge, seconds, task_done)
+        result.tasks = points_of(pristine, submission, judge, seconds)
     except GradingError as error:
         result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
     except Exception as error:  # One odd submission must not spoil the others' results.
@@ -131,7 +140,7 @@ def grade_one(
 
 
 def points_of(
-    pristine: Pristine, submission: Submission, judge: Judge, seconds: float, task_done: Callable
+    pristine: Pristine, submission: Submission, judge: Judge, seconds: float
 ) -> list[TaskResult]:
     """Run a submission's cells and try its answers, each in fresh processes: what each task
     earned.
@@ -141,22 +150,24 @@ def points_of(
     laid = lay(pristine, submission.cells)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         errors = run(laid, folder, seconds)
+        answers = {}
+        for number in pristine.points:
+            file = Path(folder, "answers", f"{number}.answers")
+            if number not in laid.troubles and file.exists():
+                answers[number] = file.read_bytes()
+        judged = judge.verdicts(answers, f"{folder}/work")
         for number, worth in pristine.points.items():
-            answers = Path(folder, "answers", f"{number}.answers")
             trouble = laid.troubles.get(number)
-            if trouble is None and answers.exists():
-                judged = judge.verdict(number, answers.read_bytes(), f"{folder}/work")
-            else:
+            if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
-                judged = nothing(find(number), error)
-            result = result_of(number, worth, judged)
+                judged[number] = nothing(find(number), error)
+            result = result_of(number, worth, judged[number])
             source = laid.sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
                 name_what_comes_first(result, results, source)
             results.append(result)
-            task_done(result)
     return results
 
 

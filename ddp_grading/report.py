@@ -23,17 +23,13 @@ from .results import Result, TaskResult
 def write_files(
     results: Sequence[Result],
     args: Any,
-    stored: Sequence[Result],
     missing: Sequence[str] = (),
     grades: Any = (),
 ) -> None:
     """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a
-    whole; `stored` are the results without what was added by hand, for a later run.
+    whole.
     """
-    by_hand = {(result.learner, result.exercise): result for result in results}
-    records = []
-    for result in stored:
-        records.append(by_hand.get((result.learner, result.exercise), result).as_dict())
+    records = [result.as_dict() for result in results]
     files = {
         args.csv: as_csv(results),
         args.json: json.dumps(records, indent=1) + "\n",
@@ -51,16 +47,12 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
     """One line per submission, and one per task where points are missing, unless all tasks have the
     same message.
     """
-    ungraded = [result.learner for result in results if not (result.has_grade or result.excused)]
-    width = min(48, max((len(result.learner) for result in results), default=0))
     return rendered(
         ".txt",
         results=results,
-        width=width,
         alike=likeness(results),
         summary=summary(results),
         missing=missing,
-        ungraded=ungraded,
     )
 
 

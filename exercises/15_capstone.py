@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -66,9 +67,11 @@ def wrapped(model: torch.nn.Module, wrap: str) -> torch.nn.Module:
     if wrap == "ddp":
         return DistributedDataParallel(model)
     if wrap == "fully_shard":
+        # By itself it takes GPUs wherever torch was built for them, for ranks on the processor too.
+        mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model
 
 

@@ -8,10 +8,8 @@ from itertools import product
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course import script as short_script
 from ddp_course.errors import RankError
 from ddp_course.running import checkpoint
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
@@ -362,23 +360,3 @@ def test_the_first_node_of_a_list(nodes, first):
 
 def test_tasks_on_each_node():
     assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
-
-
-def test_the_short_script_takes_its_gpu_before_the_ranks_meet(monkeypatch):
-    """Otherwise NCCL would carry what is not a tensor by way of GPU 0, for all ranks of the
-    machine.
-    """
-    done = []
-
-    def meet(backend):
-        done.append(backend)
-        raise InterruptedError
-
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(dist, "init_process_group", meet)
-    with pytest.raises(InterruptedError):
-        short_script.main("nowhere")
-    assert done == [torch.device("cuda", 1), "nccl"]

@@ -202,7 +202,7 @@ whole, all others in two halves: their gradients must add up.
 """
 
 
-# %% three-ways
+# %% three-ways folded=true
 def ddp(model):
     return stage5_bucketed.BucketedDDP(model, bucket_cap_mb=0.25), torch.optim.Adam(model.parameters())
 
@@ -667,7 +667,7 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-You called it above. Where this is in PyTorch: `torch/distributed/optim/zero_redundancy_optimizer.py` is ZeRO-1, by whole
+The cell of the eight ways calls it. Where this is in PyTorch: `torch/distributed/optim/zero_redundancy_optimizer.py` is ZeRO-1, by whole
 parameters; `torch/distributed/fsdp/_fully_shard` the rest: `_fsdp_param_group.py` has the hooks that gather, prefetch and
 reduce, as `FullySharded` above. It also keeps parameters in bfloat16 while they compute (`MixedPrecisionPolicy`), shards
 over the GPUs of one machine only (a mesh of two axes), or moves the state to the CPU. The levels are from Rajbhandari et al.,

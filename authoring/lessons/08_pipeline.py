@@ -255,7 +255,7 @@ pipeline fills in half the time, and twice as many messages travel.
 All four lists, on real messages, against the gradients of one device:
 """
 
-# %% check-core
+# %% check-core folded=true
 # NBVAL_CHECK_OUTPUT
 schedules = {"GPipe": stage8_pipeline.gpipe, "1F1B": one_forward_one_backward, "interleaved": stage8_pipeline.interleaved,
              "zero bubble": stage8_pipeline.zero_bubble}  # fmt: skip
@@ -452,7 +452,7 @@ How many micro-batches' activations does each rank hold at once, at most? Twelve
 """
 
 
-# %% kept
+# %% kept folded=true
 def kept(schedule):
     pipeline = stage8_pipeline.Pipeline(torch.nn.Linear(8, 8), 12, schedule)
     pipeline.step(torch.randn(48, 8), torch.zeros(48, dtype=torch.int64))
@@ -498,11 +498,12 @@ r"""
 ## Both at once
 
 Pipelines can stand side by side, each on its share of the data. Ranks that hold the same stage average their
-gradients with the ring of lesson 04. With 4 ranks: 2 pipelines of 2 ranks.
+gradients with the ring of lesson 04. With 4 ranks: 2 pipelines of 2 ranks. On each rank it is one call,
+`stage8_pipeline.train(model, share, lr=0.3, stages=2)`, and the share is that of its pipeline:
 """
 
 
-# %% check-grid
+# %% check-grid folded=true
 # NBVAL_CHECK_OUTPUT
 def on_a_grid():
     text = problems.make("bytes", parameters=100_000, dtype=torch.float64)

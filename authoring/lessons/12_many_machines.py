@@ -13,14 +13,14 @@ on many machines all devices share one network card. This lesson crosses that bo
 - tell from how a host is wired what its all-reduce takes,
 - say what a second network card (NIC) is good for, and when it is not.
 
-*45 minutes, under a minute of computing.*
+*35 minutes, under a minute of computing.*
 """
 
 # %% imports
 import torch
 
 from ddp_course import (
-    Link, collectives, facts, launch, ring_all_reduce, show, simulate, theory, timing,
+    Link, collectives, facts, launch, ring_all_reduce, show, theory, timing,
 )  # fmt: skip
 from ddp_predictions import one_host
 from ddp_course.checking import task
@@ -191,38 +191,14 @@ A V100 has six **NVLink** wires, and each leads to one certain partner. A ring c
 a message, and how many there are room for depends on which GPUs take part: two GPUs have one ring, four have four. For 5 to 8
 GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow again, since only two rings fit.
 
-## Eight A100s on your machine, in slow motion
-
-An emulated link can stand for any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a message
-64 times smaller. Bandwidth and latency are slowed down alike, so the figure has the real link's shape; and the virtual
-times divided by 1,000 estimate the real ones.
-"""
-
-# %% slow-motion folded=true
-slowed, counts = 1000, [2, 4, 8]
-cable = Link.like("NVLink A100", slowed=slowed, scale=64)
-network = simulate.Network(theory.Costs.of_link(cable.bandwidth, cable.latency))
-played = [1000 * timing.time_collective(ring_all_reduce, 2**20, k, cable, repeats=3) / slowed for k in counts]
-simulated = [1000 * simulate.play("ring", 2**20, k, network) / slowed for k in counts]
-times = at("A100")[1][2] / simulated[1]
-show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, published": (*at("A100"), colours["A100"])},
-            "GPUs", "all-reduce of 64 MiB (ms)", f"NCCL on 4 A100s takes {times:.1f} times what the datasheet's link would",
-            theory={"simulated": (counts, simulated, "#009E73")}, log="x", ticks=counts,
-            kind="virtual time; published; simulated")  # fmt: skip
-
-# %% [markdown]
-r"""
-The real link is slower than its datasheet says: no protocol carries all that a cable can. So the next lesson fits its
-numbers to published times, not to datasheets.
-
-## Several network cards
+## Between hosts: several network cards
 
 A flat ring is *one* stream between two hosts, and one stream leaves a host through one card. Hosts for training have
 several, eight as a rule, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
 same time, each through its own card. NCCL does the same with eight rings, each of which crosses elsewhere.
 
-Four hosts of 8 B200 GPUs, 400 Gbit/s per card. The unit is **bus bandwidth**, $2\frac{K-1}{K}p$ over the time: on a ring
-it is what each link carries.
+Four hosts of 8 B200 GPUs, 400 Gbit/s per card; beside them one such host, whose messages need no card. The unit is **bus
+bandwidth**, $2\frac{K-1}{K}p$ over the time: on a ring it is what each link carries.
 """
 
 
@@ -232,8 +208,8 @@ def bus(machine):
     return [row["KiB"] / 1024 for row in rows], [row["busbw_GBps"] for row in rows]
 
 
-hosts = {"1 host": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 hosts"), "#D55E00")}
-sizes, card = hosts["1 host"][0], 50  # GB/s of 400 Gbit/s
+hosts = {"1 host, no card": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 hosts"), "#D55E00")}
+sizes, card = hosts["4 hosts"][0], 50  # GB/s of 400 Gbit/s
 lines = {
     f"eight cards: {8 * card} GB/s": (sizes, [8 * card] * len(sizes), "#000000"),
     f"one card: {card} GB/s": (sizes, [card] * len(sizes), "#777777"),
@@ -253,19 +229,6 @@ Two things to see. A large message fills nearly all eight cards: a flat ring thr
 as long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. More cards
 help large messages only; for small messages use an algorithm with fewer steps, or put several into one bucket.
 
-## Which all-reduce is the fastest?
-
-That depends on the message and on K. Here is the map for links of 100 Gbit/s and 10 µs, where every rank has a cable of its
-own and nothing is pipelined. Do not conclude that libraries should use halving-doubling everywhere: a tree meets it for the
-smallest messages (lesson 04), and on shared cables halving-doubling can become slower (lesson 04). The stripes are values of K that
-are no powers of two: there halving-doubling has ranks left over, which first send their whole message to others.
-"""
-
-# %% winners
-show.winners_figure(theory.Costs.of_link(100e9, 10e-6))
-
-# %% [markdown]
-r"""
 ## On your GPUs: which way does NCCL go?
 
 Two programs tell. `nvidia-smi topo -m` prints how each pair of GPUs and cards is joined, from near to far: `NV12` means 12

@@ -79,7 +79,7 @@ rank and half precision are in the same file. This is local SGD; one more argume
 """
 
 # %% source-local
-show.source(communicate_less.train_local, communicate_less.meet,
+show.source(communicate_less.train_local, communicate_less.take_mean_change,
             click="Write task 14.2 first, then open: local SGD and DiLoCo")  # fmt: skip
 
 # %% [markdown]
@@ -162,7 +162,7 @@ runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", steps)) fo
 
 # %% final-loss folded=true
 final = {name: [run[0][name][2] for run in runs] for name in ways}
-mean = {name.replace(" ", "\n", 1): sum(three) / 3 for name, three in final.items()}
+mean = {name.replace(", ", ",\n"): sum(three) / 3 for name, three in final.items()}
 spread = max(max(three) - min(three) for three in final.values())
 show.bars(
     mean,
@@ -184,9 +184,9 @@ print("error feedback wins back most of what the largest 1 % alone would lose")
 # %% bytes folded=true
 sent = {name: max(rank[name][1] for rank in runs[0]) for name in ways}
 first = sent["every step"]
-show.bars({name.replace(" ", "\n", 1): 100 * count / first for name, count in sent.items()},
+show.bars({name.replace(", ", ",\n"): 100 * count / first for name, count in sent.items()},
           "sent by the busiest rank (% of the ring)", kind="counted", width=9.4,
-          title=f"From {100 * min(sent.values()) / first:.0f} % of the ring's bytes to {100 * max(sent.values()) / first:.0f} %")  # fmt: skip
+          title=f"The largest 1 % is {100 * sent['top 1 %'] / first:.0f} % of the ring's bytes; the server sends {100 * sent['asynchronous'] / first:.0f} %")  # fmt: skip
 
 # %% check-bytes folded=true
 # NBVAL_CHECK_OUTPUT
@@ -309,7 +309,7 @@ pace = {name: [1000 * each for each in ranks if each] for name, ranks in seconds
 updates = launch(staleness, world_size=4, device=mixed)[0]
 print(f"staleness of a gradient, in updates: median {updates[len(updates) // 2]}, at most {updates[-1]} (counted)")
 together = {name: 1000 * sum(8 / ms for ms in paces) for name, paces in pace.items()}
-title = f"One slow rank: the server gets {together['asynchronous'] / together['every step']:.1f} times as many samples through"
+title = f"One slow rank: the server gets {together['asynchronous'] / together['every step']:.2f} times as many samples through"
 show.bars(together, "samples per second, all workers", title, form="{:.0f}", kind="virtual time")
 
 # %% [markdown]

@@ -31,6 +31,7 @@ from ddp_course.running.presets import ACCELERATORS
 from ddp_predictions.answers import predict
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
+K = max(K, torch.cuda.device_count())  # a rank for each GPU
 FOLDER = Path("runs")  # where the runs write
 DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each rank, or the processor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
@@ -136,10 +137,11 @@ The template's answer: bound by launching. A model so small leaves a GPU idle be
 flops would save nothing; ask the same of a model 100 times as large before you rent anything. The model knows training in bfloat16 with
 fused attention; the template trains in float32, so a GPU of yours will be slower than it says where products count.
 
-## Run, on your GPUs
+## Run
 
-If there are K GPUs, each rank of these runs trains on its own, and NCCL carries the gradients; the model of the template is
-too small to gain by that, so give it more layers. Without, K processes share the processor. The figure says which it was.
+With two GPUs or more there is a rank for each, and NCCL carries the gradients; the model of the template is too small to gain by
+that, so give it more layers. Otherwise K processes share the processor, even beside one GPU: `fully_shard` talks through NCCL where
+there is a GPU, and NCCL wants one for each rank. The figure says which it was.
 
 First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
 ranks on one machine slow each other down. A fourth run has `fully_shard` on a single rank, where it sends nothing. (Losses are
@@ -170,14 +172,40 @@ else:
 
 # %% [markdown]
 r"""
+## On your GPUs
+
+DDP on all GPUs of this machine, in real time, beside one rank alone. With one GPU that is one rank, which trains there; without,
+it is the processor again.
+"""
+
+# %% on-your-gpus
+gpus = torch.cuda.device_count()
+if gpus == 0:
+    print("No GPU that CUDA can use is here: this runs on the processor.")
+kind = "cuda" if gpus else "cpu"
+yours = runs["ddp"] if gpus >= K else torchrun("yours", 1, f"--wrap ddp --device {kind}")
+same = runs["fully_shard"] if gpus >= K else alone  # it trains on the same samples
+assert abs(yours["loss"] - same["loss"]) < 0.01 * same["loss"], "the GPUs train another model"
+rates = {"one rank alone": len(inputs) / alone["step_s"],
+         f"DDP on {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}  # fmt: skip
+before, after = rates.values()
+show.bars(rates, "samples per second",
+          f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone", form="{:.0f}")  # fmt: skip
+
+# %% [markdown]
+r"""
 ## Explain
 
 Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of
-one rank alone, since ranks on one machine share cores and memory. The difference to DDP's bar is the communication that
-overlap did not hide. `fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
-all-reduce, the bytes are not the reason. The last two bars are: on one rank it sends nothing to anybody, and still takes longer
-than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
-DTensors. Most of that comes once per block and parameter, so where blocks are larger it is a smaller part.
+one rank alone, since ranks on one machine share cores and memory. What DDP's bar has beyond it is the communication that
+overlap did not hide. Is DDP's bar the *shorter* one? Messages make nothing faster: then two runs of the same thing differ by more than
+the messages take, on this machine, and it is not the messages that explain your gap.
+
+`fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
+all-reduce, the bytes are not the reason. The last two bars are a part of it: on one rank it sends nothing to anybody, and still takes
+longer than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
+DTensors. The rest comes with the second rank: each block has collectives of its own, and in each of them both ranks wait until the other
+one has come, while they share the cores. All of this comes once per block and parameter, so where blocks are larger it is a smaller part.
 """
 
 # %% explain

@@ -6,7 +6,7 @@ send: the message is lost with the object that nobody keeps.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import CourseError
@@ -17,6 +17,7 @@ from .checks import find
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
 
+SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
@@ -35,12 +36,8 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    seconds = 30.0 if hung else 300.0
-    try:
-        events, _ = every.run([None], task.ranks, probe_once, (attempt, enter), {}, timeout=seconds)
-    except CourseError:
-        return verdict
-    outcome = judge(events, [], 1, "")
+    events = events_of([attempt], enter)
+    outcome = judge(events or [], [], 1, "")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)
@@ -51,10 +48,21 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
 
 
-def probe_once(attempt: Attempt, enter: Callable | None) -> None:
-    """On each rank: put an answer to its task's probe. The evidence is known already."""
-    task = find(attempt.number)
+def events_of(attempts: Sequence[Attempt], enter: Callable | None) -> list | None:
+    """What ranks write down that make attempts one after the other; None if they come to no end."""
+    ranks = find(attempts[0].number).ranks
+    try:
+        return every.run([None], ranks, probe_each, (attempts, enter), {}, timeout=SECONDS)[0]
+    except CourseError:
+        return None
+
+
+def probe_each(attempts: Sequence[Attempt], enter: Callable | None) -> None:
+    """On each rank: put answers to their tasks' probes. The evidence is known already."""
+    find(attempts[0].number)  # Once the limits are entered, the file of these tasks is hidden.
     prepare()
     if enter:
         enter()
-    probed(task, load(task, attempt.answers), attempt.inputs)
+    for number, inputs, answers in attempts:
+        task = find(number)
+        probed(task, load(task, answers), inputs)

@@ -5,7 +5,6 @@ Each rank writes a file per attempt: after a bad answer the launch is repeated f
 on.
 """
 
-import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,13 +15,14 @@ from typing import NamedTuple
 from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
 from ..running.links import Link
-from ..running.linux import usable_cores
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
-WAIT_SECONDS = 10.0  # So long a rank may wait on a quiet machine; computing has a limit of its own.
+# What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
+# what waits for something else, after so many times those seconds, however busy the machine is.
+PATIENCE = 20.0
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
@@ -48,8 +48,7 @@ def gather(attempts: Sequence[Attempt], enter: Callable | None = None) -> list[E
     results: list[Evidence] = []
     waiting = list(attempts)
     while waiting:
-        task = find(waiting[0].number)
-        done, failure = launched(waiting, task, enter)
+        done, failure = launched(waiting, enter)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
@@ -85,13 +84,13 @@ def warm_up() -> None:
 
 
 def launched(
-    attempts: Sequence, task: Task, enter: Callable | None
+    attempts: Sequence[Attempt], enter: Callable | None
 ) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
     it.
     """
-    crowd = max(1.0, os.getloadavg()[0] / usable_cores())
-    timeout = crowd * (WAIT_SECONDS + task.seconds * len(attempts))
+    ranks = find(attempts[0].number).ranks
+    timeout = PATIENCE * sum(find(attempt.number).seconds for attempt in attempts)
     failure = None
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         try:
@@ -100,7 +99,7 @@ def launched(
                 list(attempts),
                 folder,
                 enter,
-                world_size=task.ranks,
+                world_size=ranks,
                 device="cpu",
                 link=Link(hosts=1),
                 timeout=timeout,
@@ -109,7 +108,7 @@ def launched(
             failure = error
         written = []
         for place in range(len(attempts)):
-            files = [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            files = [Path(folder, f"{place}-{rank}") for rank in range(ranks)]
             if all(map(Path.exists, files)):
                 written.append(list(map(Path.read_bytes, files)))
         return written, failure

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from .. import ladder
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..measuring.on_your_gpus import large_problem, name_devices
-from ..running.devices import rank_device
 from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
@@ -80,7 +80,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=whole_number, metavar="N", help="training steps; None: the problem's"
     )
     parser.add_argument("--lr", type=positive_number, help="learning rate; None: the problem's")
-    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="float32 or float64; in bfloat16 all stages would end with other weights",
+    )
     parser.add_argument(
         "--bucket-cap-mb",
         type=positive_number,
@@ -99,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)
-        options |= {"device": str(rank_device()), "device_speed": "none", "link": None}
+        options |= {"device_speed": "none", "link": None}
     if "problem" not in options and emulated.on_gpus(options["device"]):
         options = large_problem(options["device"], options["world_size"]) | options
     results = run(**options, progress=rank == 0)
@@ -122,10 +126,15 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-class Table(str):
-    """A table as text; notebooks show its `html`, which fits any width."""
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table as `text`; notebooks show its `html`, which fits any width."""
 
-    html = ""
+    text: str
+    html: str
+
+    def __repr__(self) -> str:
+        return self.text
 
     def _repr_html_(self) -> str:
         return self.html
@@ -163,10 +172,9 @@ def table(results: dict) -> Table:
         rows.append(row)
     titles = ["stage", *COLUMNS]
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
-    text = Table(tabulate([titles, *rows], tablefmt="plain", **layout))
+    text = tabulate([titles, *rows], tablefmt="plain", **layout)
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    text.html = tabulate(unbroken, titles, "html", **layout)
-    return text
+    return Table(text, tabulate(unbroken, titles, "html", **layout))
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:

@@ -213,7 +213,8 @@ def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -
         ranks,
         distributed_c10d.Backend(dist.get_backend_config(group)),
         default_store(),
-        distributed_c10d.GroupName(f"{group.group_name} communication {list(members)}"),
+        # All members are a range here, so that two of two ranks get another name than all ranks.
+        distributed_c10d.GroupName(f"{group.group_name} communication {members}"),
         timeout=timeout_of(group),
     )
     distributed_c10d._world.pg_group_ranks[group_of_own] = {

@@ -64,14 +64,17 @@ def main(args: argparse.Namespace) -> int:
     if not path.is_file():
         raise GradingError(f'"{path}" is not there')
     saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
-    print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
+    print(f"{path}, saved {saved}: its cells run first, then its answers", flush=True)
     (item,) = walk(path, (path.name,))
     submission = read_submission(item, Owner("you", path.name))
-    (result,) = grade([submission], exercises, seed, timeout=args.timeout, task_done=show)
+    (result,) = grade([submission], exercises, seed, timeout=args.timeout)
     if result.exercise not in (None, args.exercise):
         raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     if result.message:
         print(result.message)
+    else:
+        for task in result.tasks:
+            show(task)
     again = (
         ""
         if result.passed or result.message
@@ -108,9 +111,7 @@ def own_notebook(exercise: int) -> Path:
 
 
 def show(task: TaskResult) -> None:
-    """Print the result of a task as soon as it is graded, with the properties that are right if
-    only some are.
-    """
+    """Print the result of a task, with the properties that are right if only some are."""
     holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
     so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
     keep("tasks", task.id, task.points == task.possible)

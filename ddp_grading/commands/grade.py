@@ -87,10 +87,8 @@ def main(args: argparse.Namespace) -> int:
     submissions = without_exercises_not_begun(submissions, exercises)
     for name in skipped:
         print(f"no notebook, so skipped: {clean(name)}", file=sys.stderr)
-    for path in filter(None, (args.csv, args.json, args.html, args.grades)):
-        folder = Path(path).parent
-        folder.mkdir(parents=True, exist_ok=True)  # A missing one must not cost an hour of grading.
     earlier = earlier_results(args.json) if args.json else []
+    report.write_files(earlier, args)  # What cannot be written must not cost an hour of grading.
     waiting = not_graded_yet(submissions, earlier) if args.resume else submissions
     print(who_is_who(submissions, roster), file=sys.stderr)
     results = grade_and_write(waiting, earlier, exercises, roster, args)
@@ -169,18 +167,18 @@ def grade_and_write(
         with lock:
             done.append(result)
             so_far = merged(earlier, done)
-            report.write_files(so_far, args, so_far)
+            report.write_files(so_far, args)
 
     with suppress(KeyboardInterrupt):
         grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)
-    graded = merged(earlier, done)
-    best = with_comments(graded, comments)
+    best = with_comments(merged(earlier, done), comments)
     missing = [learner for learner in roster if learner not in {result.learner for result in best}]
     grades = gradebooks.grade_files(args.format, args.grades, best, roster) if args.format else {}
-    report.write_files(best, args, graded, missing, grades)
+    report.write_files(best, args, missing, grades)
     print(report.table(best, missing))
     if len(done) < len(submissions):
-        again = "; --resume goes on" if args.json else ""
-        count, whole = len(done), len(submissions)
-        raise GradingError(f"interrupted after {count} of {whole} submissions{again}")
+        raise GradingError(
+            f"interrupted after {len(done)} of {len(submissions)} submissions; with --json FILE,"
+            " --resume goes on"
+        )
     return best

@@ -374,6 +374,9 @@ def most_together(job):
 # %% 13.6 wrong: the wrong cable | shards are on all hosts: their messages travel `between` hosts
 #- job["tokens"] * job["between"]
 #+ job["tokens"] * job["inside"]
+# %% 13.6 wrong: whole hosts only | K need not fill whole hosts: round down to a GPU
+#- return int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"])
+#+ return int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"]) // job["per_host"] * job["per_host"]
 # %% 13.6 wrong: a host does not bound it | T is more than a host has, or does not divide it: the other ranks of the pair would be on another host
 #- return max(t for t in range(1, job["per_host"] + 1) if t <= limit and job["per_host"] % t == 0)
 #+ return int(limit)
@@ -404,6 +407,9 @@ def most_together(job):
 # %% 13.6 wrong: every GPU needs so many tokens | a *replica* needs so many tokens, not each of its GPUs: each sends only a T-th of the weights
 #- most_tensor(job) * most_sharded(job)
 #+ most_sharded(job) // most_tensor(job) * most_tensor(job)
+# %% 13.6 wrong: a rank of a replica sends all weights | T ranks compute T times as fast, but each of them has, and sends, only a T-th of the weights
+#- most_tensor(job) * most_sharded(job)
+#+ most_tensor(job) * most_sharded({**job, "rate": job["rate"] * most_tensor(job)})
 # %% 13.6 wrong: a sum | there are T GPUs in each replica: multiply
 #- most_tensor(job) * most_sharded(job)
 #+ most_tensor(job) + most_sharded(job)

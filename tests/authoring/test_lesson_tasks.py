@@ -1,5 +1,6 @@
 """A task that stands in a lesson is that of the exercise, word for word, and runs unsolved."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -29,6 +30,22 @@ def test_a_task_in_a_lesson_is_that_of_the_exercise(path):
         assert stub == answers[f"answer-{name}"]
         number = name.replace("-", ".")
         assert call.startswith(f'show.source(task("{number}", ')
+
+
+STORED = [*LESSONS, *sorted((ROOT / "solutions").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_is_stored_of_a_right_answer_and_an_open_task_is_what_is_said_today(path, capsys):
+    checking.task("4.1", open_task)
+    still_open = capsys.readouterr().out.replace("4.1", "")
+    right = (f"Exercise : {checking.CORRECT}\n", "Exercise : correct.\n")
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            for line in output.get("text", "").splitlines(keepends=True):
+                said = re.sub(r"\d+\.\d+", "", line, count=1)
+                assert said in right or not said.startswith("Exercise : correct"), cell.id
+                assert said == still_open or not said.startswith("Task "), cell.id
 
 
 def open_task(rank, step, world_size):

@@ -2,6 +2,8 @@
 
 import atexit
 import functools
+import os
+import sys
 import time
 
 import torch
@@ -32,7 +34,7 @@ def install():
     tensors.register(library)
     nccl.install()
     profiler.install()
-    warm_up(streams, tensors)
+    os.register_at_fork(before=functools.partial(warm_up, streams))
     atexit.register(
         time.sleep, 0.1
     )  # autograd's threads let go of their last tensors: that needs Python
@@ -52,10 +54,12 @@ def copying(original):
     return load_state_dict
 
 
-def warm_up(streams, tensors):
-    """Run an operation, for which torch imports half a second's worth: once, before any fork."""
-    import os
-
+def warm_up(streams):
+    """Before a fork, run an operation if none was run yet: for the first one torch imports DTensor,
+    which takes half as long as torch itself, and each child would do it again.
+    """
+    if "torch.distributed.tensor" in sys.modules or not streams.visible():
+        return
     log = os.environ.pop("PRETEND_LOG", None)
     torch.ones(1, device="cuda:0") + 1
     if log is not None:

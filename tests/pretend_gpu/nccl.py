@@ -363,7 +363,8 @@ def queue(communicator, call, used, func, values, batch):
     else:
         task = batch.setdefault(communicator, None) or communicator.begin([])
         batch[communicator] = task
-        task.before += before
+        # A batch may send the same bytes to several ranks: it does not wait for itself.
+        task.before += [message for message in before if message.task is not task]
     task.calls.append(call)
     task.receives |= "recv" in func._schema.name
     with LOCK:

@@ -26,27 +26,28 @@ from pretend_gpu import build, environment, read
 ROOT = Path(__file__).resolve().parents[2]
 WAITS = Path(__file__).with_name("waits.csv")  # places of the course that may wait for the GPU
 OTHER_WAITS = 20  # so often may the ranks of one GPU wait anywhere else
+PATIENCE = 900  # seconds of a cell: eight ranks may share two cores with other programs
 TABLE = ROOT / "results" / "gpu_rehearsal.csv"
 NAMES = ("notebook", "GPUs", "NCCL", "waits", "MiB", "figures", "races", "seconds", "verdict")
 COLUMNS = "{:<50}{:>5}{:>6}{:>6}  {:<40}{:>8}{:>6}{:>8}  {}"
 
 
-def run(path, gpus, log, timeout=300):
+def run(path, gpus, log):
     """Run a notebook with so many GPUs; return its errors, such as "cell 3: NameError: …", and the
     number of figures that it has made.
     """
     notebook = nbformat.read(path, 4)
     folder = str(Path(path).resolve().parent)
     client = nbclient.NotebookClient(
-        notebook, timeout=timeout, allow_errors=True, resources={"metadata": {"path": folder}}
+        notebook, timeout=PATIENCE, allow_errors=True, resources={"metadata": {"path": folder}}
     )
     client.create_kernel_manager()
+    errors = []
+    figures = 0
     try:
         client.execute(env=environment(gpus, log))
     except Exception as error:  # the kernel died, or a cell took too long
-        return [f"stopped: {type(error).__name__}: {str(error)[:300]}"], 0
-    errors = []
-    figures = 0
+        errors.append(f"stopped: {type(error).__name__}: {str(error)[:300]}")
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             figures += "image/png" in output.get("data", {})

@@ -69,18 +69,22 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "numbers = [number.item() for number in plan]", "waits",
     ),
 }  # fmt: skip
-ALWAYS = {"nobody waits for the backend", "missing_wait"}
+RULES = {  # how each breach of a rule of NCCL shows in the words of an error
+    "a lonely message": "not all ranks came to communicator 0/0-1",
+    "a lonely batch": "not all ranks came to communicator 0/all",
+    "one after the other": "did not end",
+    "one thread": "two threads use one NCCL communicator",
+}
+ALWAYS = {"nobody waits for the backend", "missing_wait", "a lonely batch"}
 
 
-def run(script, *arguments, log, course=ROOT):
-    """Run a script on two pretended GPUs with the course in `course`: what it printed, and
-    findings.
-    """
-    environment = pretend_gpu.environment(2, log, patience=15)
+def run(script, *arguments, log, course=ROOT, gpus=2):
+    """Run a script on pretended GPUs with the course in `course`: what it printed, and findings."""
+    environment = pretend_gpu.environment(gpus, log, patience=15)
     environment["PYTHONPATH"] += os.pathsep + str(course)
     done = subprocess.run(
         [sys.executable, str(HOME / script), *arguments],
-        env=environment, cwd=course, capture_output=True, text=True, timeout=120,
+        env=environment, cwd=course, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done, pretend_gpu.read(log)
 
@@ -112,6 +116,21 @@ def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_
     assert findings.communicators >= 2 and set(findings.peaks) == {0, 1}
     plans = [count for place, count in findings.syncs.items() if "(rebuild)" in place]
     assert sum(plans) == 6, "stage 6's plan is read once for each of 2 ranks and 3 wrappers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_that_sends_is_right_with_nccl_and_a_step_does_not_wait_for_each_part(ranks, tmp_path):
+    done, findings = run("send_all.py", str(ranks), log=tmp_path / "log", gpus=ranks)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not found(findings) - {"waits"}, findings
+    assert findings.communicators > 10
+
+
+@pytest.mark.parametrize("rule", marked(RULES))
+def test_nccls_rules_bite(rule, tmp_path):
+    done, _ = run("send_all.py", "2", rule, log=tmp_path / "log")
+    assert done.returncode and RULES[rule] in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("mutant", marked(MUTANTS))

@@ -94,6 +94,53 @@ def test_a_replica_is_made_where_it_works_and_not_on_the_master(tmp_path):
     assert int(printed) < 512 * 512
 
 
+def test_stage_2_is_trained_on_the_one_gpu_that_was_asked_for(tmp_path):
+    words = ["-m", "ddp_course.train", "--problem", "synthetic", "--stage", "2", "--steps", "2"]
+    printed, findings = run(2, tmp_path / "log", *words, "--device", "cuda:1")
+    assert "step 2/2" in printed
+    assert set(findings.peaks) == {1}
+
+
+def test_stage_2_has_all_gpus_under_torchrun(tmp_path):
+    options = ["compare", "--problem", "synthetic", "--stages", "2", "--steps", "2", "--out", "out"]
+    _, findings = run(2, tmp_path / "log", *TORCHRUN, "ddp_course.cli", *options)
+    assert any("GPU is 0 opened a context on GPU 1" in line for line in findings.foreign)
+    assert not findings.races
+
+
+def test_the_capstone_shards_over_ranks_on_the_processor_beside_a_gpu(tmp_path):
+    script = [*TORCHRUN[:-1], str(ROOT / "exercises" / "15_capstone.py"), "runs"]
+    options = ["--wrap", "fully_shard", "--device", "cpu", "--steps", "2"]
+    printed, findings = run(1, tmp_path / "log", *script, *options)
+    assert '"world_size": 2' in printed and "processor" in printed
+    assert not findings.communicators and not findings.peaks
+
+
+CLIPPED = """
+import torch
+from ddp_course import launch, stage9_tensor
+from ddp_course.running.devices import rank_device
+
+
+def clip():
+    layers = [torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)]
+    model = stage9_tensor.parallelize(torch.nn.Sequential(*layers).to(rank_device()))
+    model(torch.ones(2, 8, device=rank_device())).sum().backward()
+    return stage9_tensor.clip_grad_norm_(model, 0.1).device.type
+
+
+if __name__ == "__main__":
+    print(launch(clip, world_size=2))
+"""
+
+
+def test_the_norm_of_a_split_model_stays_on_its_gpu(tmp_path):
+    (tmp_path / "clipped.py").write_text(CLIPPED)
+    printed, findings = run(2, tmp_path / "log", "clipped.py")
+    assert printed.strip() == "['cuda', 'cuda']"
+    assert not [place for place in findings.syncs if "clip" in place]
+
+
 PARTS = [
     "exactness",
     *(pytest.param(name, marks=pytest.mark.weekly) for name in ("scaling", "all_reduce", "trace")),

@@ -2,6 +2,7 @@
 all is named.
 """
 
+import linecache
 import os
 import sys
 import threading
@@ -50,12 +51,14 @@ def line_of(frame: Any) -> str:
     """Return the innermost line at a frame that is neither ours nor torch's nor Python's; a
     notebook's cell has no file.
     """
-    stack = traceback.extract_stack(frame)
-    outermost = [line for line in stack if not line.filename.startswith(PYTHON)] or stack
-    own = [line for line in stack if not line.filename.startswith(LIBRARIES)] or outermost
-    path = own[-1].filename
-    name = os.path.basename(path) if os.path.exists(path) else "cell"
-    return f"{name} line {own[-1].lineno}: {own[-1].line}"
+    stack = list(traceback.walk_stack(frame))  # Each message asks: `extract_stack` reads all lines.
+    for others in (LIBRARIES, PYTHON, ()):
+        for each, number in stack:
+            path = each.f_code.co_filename
+            if not path.startswith(others):
+                name = os.path.basename(path) if os.path.exists(path) else "cell"
+                return f"{name} line {number}: {linecache.getline(path, number).strip()}"
+    return ""
 
 
 def watch(table: Any) -> None:

@@ -29,7 +29,6 @@ TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
 plain_lock = threading._allocate_lock
 plain_start = threading.Thread.start
 plain_join = threading.Thread.join
-plain_run = threading.Thread.run
 plain_is_set = threading.Event.is_set
 plain_done = concurrent.futures.Future.done
 
