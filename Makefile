@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-# On a terminal pip shows its progress; elsewhere it says only what went wrong.
-PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 1 ] || echo --quiet)
+# On a terminal pip shows its progress; elsewhere it says only what went wrong. It is the standard error that is looked at,
+# since in the shell's $() the standard output is never a terminal.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || echo --quiet)
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -26,8 +27,9 @@ endef
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
-	@test -x $(BIN)/python || echo "Making $(VENV), an environment for the course alone."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || echo "Making $(VENV), an environment for the course alone, some seconds."
+	@# Only pip 25.1 and newer show how far an installation is.
+	@test -x $(BIN)/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(call install,requirements.lock,1.5 GB of disk or 6 GB if torch brings CUDA,clinic)
 
 $(VENV)/tools: requirements-dev.lock $(VENV)/installed

@@ -67,15 +67,17 @@ def cells(folder: str, topic: str, other: str | None) -> list:
         f"[![Open in {place}](../docs/badges/{place.lower()}.svg)]({opened[place]})"
         for place in opened
     ]
+    links = []
     if other:
         back = "Lesson" if folder == "exercises" else "Exercise"
-        row.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
+        links.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     if topic != FIRST:
-        row.append(f"[Map of the course](../notebooks/{FIRST}.ipynb)")
+        links.append(f"[Map of the course](../notebooks/{FIRST}.ipynb)")
+    row.append(" · ".join(links))
     home = repository()
     course = f"ddp-course @ git+{home}" if home else "ddp-course"
     install = INSTALLING.format(course=course, needed=list(NEEDED))
     return [
-        new_markdown_cell("\n".join(row), id=BADGES),
+        new_markdown_cell("\n".join(row).rstrip(), id=BADGES),
         new_code_cell(install, id=INSTALL, metadata=FOLDED),
     ]

@@ -33,7 +33,7 @@ from .stage3_paramserver import broadcast_parameters, gradients, trainable, unfl
 from .stage4_ring import average_on_ring, ring_all_reduce
 
 
-def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
+def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged
     gradients.
     """
@@ -51,7 +51,7 @@ def fp16_hook(
     3 of 7 digits.
     """
     small = bucket.buffer().div(dist.get_world_size(group)).to(torch.float16)
-    return done(bucket.buffer().copy_(ring_all_reduce(small, group)))
+    return future_of(bucket.buffer().copy_(ring_all_reduce(small, group)))
 
 
 class TopK:
@@ -59,7 +59,7 @@ class TopK:
     all.
 
     Each rank receives all K lists, K-1 times k values and k places. `feedback` keeps what was not
-    sent.
+    sent. Raises ValueError for a share that is none.
     """
 
     def __init__(self, share, feedback=True):
@@ -71,7 +71,7 @@ class TopK:
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
-        """The mean of what all ranks sent, written into the bucket."""
+        """The mean of what all ranks sent, written into the bucket: a future of its flat tensor."""
         flat = bucket.buffer()
         world_size = dist.get_world_size(group)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -87,7 +87,7 @@ class TopK:
         # All ranks add in one order, so that replicas stay equal.
         for value, place in passed_around([values, places], group):
             flat.index_add_(0, place, value, alpha=1 / world_size)
-        return done(flat)
+        return future_of(flat)
 
 
 class LowRank:
@@ -95,7 +95,7 @@ class LowRank:
     vectors go whole.
 
     Each training step is one step of power iteration: Q is kept, and turns towards M's largest
-    directions.
+    directions. Raises ValueError unless `rank` is a whole number, 1 or more.
     """
 
     def __init__(self, rank):
@@ -133,7 +133,7 @@ class LowRank:
             self.left[parameter] = matrix - product
             self.directions[parameter] = right
             gradient_of[parameter].copy_(product.view_as(gradient_of[parameter]))
-        return done(bucket.buffer())
+        return future_of(bucket.buffer())
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
@@ -164,6 +164,8 @@ def train_local(
 
     `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes
     `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
+    Raises ValueError where ranks have different numbers of batches, or `every` is no number of
+    steps.
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"every is {every}; it must be a whole number of steps, 1 or more")
@@ -180,15 +182,15 @@ def train_local(
         inner.step()
         losses.append(loss.item())
         if step % every == 0:
-            same_on_all_ranks(step, shared[0].device)
-            meet(model, shared, outer_optimizer)
-    same_on_all_ranks(math.inf, shared[0].device)  # this rank meets the others no more
+            refuse_unequal_ends(step, shared[0].device)
+            take_mean_change(model, shared, outer_optimizer)
+    refuse_unequal_ends(math.inf, shared[0].device)  # this rank has no more batches
     return losses
 
 
-def same_on_all_ranks(step: float, device: torch.device) -> None:
-    """Raise ValueError unless all ranks meet after the same step; infinity stands for the end of
-    the batches.
+def refuse_unequal_ends(step: float, device: torch.device) -> None:
+    """Raise ValueError unless all ranks are at the same step; infinity stands for the end of the
+    batches.
     """
     steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     steps[dist.get_rank()] = step
@@ -200,7 +202,7 @@ def same_on_all_ranks(step: float, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
+def take_mean_change(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
     """Move the `shared` weights by the mean change of all ranks, and go on from there; so do
     running statistics.
     """

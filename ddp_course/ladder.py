@@ -45,7 +45,7 @@ class Stage:
     )
     step: str | None = None
 
-    def trainer(self, settings: dict) -> Callable[..., list[float]]:
+    def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:
         """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that
         it knows.
         """

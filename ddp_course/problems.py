@@ -30,7 +30,7 @@ NAMES = ("digits", "bytes", "synthetic")
 
 def make(name: str, **options: Any) -> "Problem":
     """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class
-    below.
+    below. Raises ValueError for other names and options.
     """
     if name not in NAMES:
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
@@ -50,7 +50,7 @@ def shard(
     The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes
     positions r, r+K, … Shares do not overlap, except that the epoch is padded with its first
     samples until K divides it (which counts these twice in an evaluation). The result equals
-    `torch.utils.data.DistributedSampler`'s.
+    `torch.utils.data.DistributedSampler`'s. Raises ValueError for a rank that is none.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")

@@ -34,8 +34,8 @@ def replicate(module, devices):
     for device in devices[1:]:
         known = {}  # What is in here deepcopy takes as it is, so no copy is made on the master.
         for weight in module.parameters():
-            there = weight.detach().to(device, copy=True)
-            known[id(weight)] = torch.nn.Parameter(there, weight.requires_grad)
+            copied = weight.detach().to(device, copy=True)
+            known[id(weight)] = torch.nn.Parameter(copied, weight.requires_grad)
         copies.append(deepcopy(module, known).to(device))
     return [module, *copies]
 

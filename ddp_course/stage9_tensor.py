@@ -244,7 +244,7 @@ def can_be_split(layer, uses):
 
 def split(model, rank, ranks, all_reduce):
     """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
-    ranks.
+    ranks; return it. Raises ValueError if there is no such pair.
     """
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     chosen = []

@@ -249,10 +249,10 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
     none for this rank.
     """
     # A new rank draws masks that no rank has drawn.
-    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
-    torch.manual_seed(mine)
-    np.random.seed(mine % 2**32)
-    random.seed(mine)
+    own_seed = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
+    torch.manual_seed(own_seed)
+    np.random.seed(own_seed % 2**32)
+    random.seed(own_seed)
     checkpoint.set_random_state(state["random"])
 
 

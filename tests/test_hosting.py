@@ -2,6 +2,8 @@
 commit hooks.
 """
 
+import os
+import pty
 import re
 import subprocess
 from pathlib import Path
@@ -64,6 +66,25 @@ esac
     assert sentence.startswith(f"Installing {packages} packages") and "GB of disk" in sentence
     subprocess.run(["make", "tools", *settings], **options)
     assert (tmp_path / "asked").read_text().splitlines() == learners + tools
+
+
+def test_on_a_terminal_pip_shows_its_progress(tmp_path):
+    """`make setup`, first on a terminal, with a Python that writes down what it is asked."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n')
+    python.chmod(0o755)
+    command = ["make", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", "OS=Linux"]
+    ours, terminal = pty.openpty()
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, stdout=terminal, stderr=terminal)
+    assert b"Installing" in os.read(ours, 1000)
+    assert "install" in (tmp_path / "asked").read_text()
+    assert "--quiet" not in (tmp_path / "asked").read_text()
+    (tmp_path / "venv" / "installed").unlink()
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    assert "--quiet" in (tmp_path / "asked").read_text()
+    os.close(ours)
+    os.close(terminal)
 
 
 def test_citation_and_changelog_know_the_version_and_the_address():

@@ -31,20 +31,18 @@ from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
 
-# %% sketch
-show.sketches.ring(K)
-
 # %% [markdown]
 r"""
+![Four ranks on a circle, an arrow from each to the next: four links, all busy at the same time](../docs/figures/ring.svg)
+
 ## First try: pass on whole gradients
 
 Each rank keeps a running sum. In each of K-1 rounds it passes on what it received last, and adds what comes in.
 The picture shows which ranks' gradients each one has added up after the first round; the arrows are the messages
 of the next.
-"""
 
-# %% whole-ring
-show.sketches.whole_ring_step(K, step=1)
+![Four ranks, each with its own gradient and that of its left neighbour added up; arrows to the right are the next messages, and rank 3 sends to rank 0](../docs/figures/ring_whole.svg)
+"""
 
 # %% source-whole
 show.source(whole_gradient_ring)
@@ -263,20 +261,17 @@ algorithm is the fastest for which size. Compare 8 ranks with 6 and 12: one algo
 show.widgets.alpha_beta_explorer()
 
 # %% four-and-eight
-sizes, link = (
-    {"the message is large": 4 * 2**20, "the message is small": 2**10},
-    theory.Costs.of_link(100e6, latency=1e-3),
-)
+sizes, link = {"the message is large": 4 * 2**20, "the message is small": 2**10}, Link("100Mbit", "1ms")
 growth = {}
 for name, size in sizes.items():
-    four, eight = (simulate.replay(ring_all_reduce, size, ranks, simulate.Network(link)) for ranks in (4, 8))
+    four, eight = (timing.time_collective(ring_all_reduce, size, ranks, link, repeats=1) for ranks in (4, 8))
     growth[name] = eight / four
     print(f"{name}: {1000 * four:.0f} ms on 4 ranks, {1000 * eight:.0f} ms on 8")
 
 # %% claim-3
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    3, "The time of ring all-reduce is independent of the number of devices.", "simulated",
+    3, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
     {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term is nearly constant, but 2(K-1) latencies remain, and a small message is all latency.",
 )  # fmt: skip

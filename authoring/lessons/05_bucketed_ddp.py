@@ -57,11 +57,14 @@ r"""
 One all-reduce per parameter would be many small messages, each with its latency. A single all-reduce for all parameters
 would have to wait for the last gradient. So parameters are put into **buckets**, last layer first. A bucket is closed
 when its size reaches a limit, the *cap*, and travels as one message when all of its gradients are there. In PyTorch the
-cap is 25 MiB; here are eight equal layers of 16 KiB and a cap of 0.03 MiB.
+cap is 25 MiB; here is the digits' model with a cap of 0.03 MiB, which is 31 KiB.
 """
 
 # %% bucket-sketch
-show.sketches.buckets(problems.make("synthetic", parameters=8 * 64**2, width=64).model(), bucket_cap_mb=0.03)
+names = {parameter: name for name, parameter in model.named_parameters()}
+for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), bucket_cap_mb=0.03)):
+    nbytes = sum(parameter.nbytes for parameter in bucket)
+    print(f"bucket {number}, {nbytes / 1024:5.1f} KiB:", ", ".join(names[parameter] for parameter in bucket))
 
 # %% [markdown]
 r"""

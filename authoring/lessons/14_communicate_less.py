@@ -79,7 +79,7 @@ rank and half precision are in the same file. This is local SGD; one more argume
 """
 
 # %% source-local
-show.source(communicate_less.train_local, communicate_less.meet,
+show.source(communicate_less.train_local, communicate_less.take_mean_change,
             click="Write task 14.2 first, then open: local SGD and DiLoCo")  # fmt: skip
 
 # %% [markdown]

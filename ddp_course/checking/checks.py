@@ -171,8 +171,8 @@ def known_wrong(number: str) -> list[Known]:
 
 
 def edited(source: str, body: str, name: str) -> str:
-    """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`)
-    made.
+    """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made.
+    Raises ValueError for an old text that is not in the solution exactly once.
     """
     edits = EDIT.findall(body)
     for old, new in edits:

@@ -9,20 +9,16 @@ For p bytes over K ranks, links of bandwidth b and latency a, additions free:
                                                        two
     hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes
                        between hosts
-    duplex server      towards (K-1) p/b               a server that sends back while it still
-                                                       collects
 
 Sources: Thakur, Rabenseifner and Gropp, Int. J. High Performance Computing Applications 19 (2005),
 for tree and halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.
 """
 
-from .duplex_server import duplex_server_all_reduce
 from .halving_doubling import halving_doubling_all_reduce
 from .hierarchical import hierarchical_all_reduce
 from .tree import tree_all_reduce
 
 __all__ = [
-    "duplex_server_all_reduce",
     "halving_doubling_all_reduce",
     "hierarchical_all_reduce",
     "tree_all_reduce",

@@ -49,16 +49,16 @@ def halve_and_double(
     distance: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Exchange halves of `part` with the rank `distance` places on, sum the kept half by recursion,
+    """Exchange halves of `part` with the rank `distance` places on, sum its own half by recursion,
     fetch the other.
     """
     if distance == len(ranks):
         return
     lower, upper = part.tensor_split(2)
-    kept, given = (lower, upper) if place & distance == 0 else (upper, lower)
+    own, other = (lower, upper) if place & distance == 0 else (upper, lower)
     peer = wire.global_rank(ranks[place ^ distance], group)
-    incoming = torch.empty_like(kept)
-    wire.exchange(given, peer, incoming, peer, group)
-    kept += incoming
-    halve_and_double(kept, ranks, place, 2 * distance, group)
-    wire.exchange(kept, peer, given, peer, group)
+    incoming = torch.empty_like(own)
+    wire.exchange(other, peer, incoming, peer, group)
+    own += incoming
+    halve_and_double(own, ranks, place, 2 * distance, group)
+    wire.exchange(own, peer, other, peer, group)

@@ -1,12 +1,13 @@
 """Rings inside hosts around rings between them: for links of two speeds."""
 
 import os
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.torch_inside import default_group
+from ..stage4_ring import allgather, reduce_scatter
 from .flat import copied_back, flattened
 
 
@@ -30,50 +31,24 @@ def hierarchical_all_reduce(
             f"{world_size} ranks cannot be divided into hosts of {size}; choose ranks_per_host"
             " to fit"
         )
+    whole = group or default_group()
     host, place = divmod(rank, size)
-    inside = [host * size + i for i in range(size)]
-    across = [i * size + place for i in range(world_size // size)]
+    inside = group_of(whole, range(host * size, (host + 1) * size))
+    across = group_of(whole, range(place, world_size, size))
     flat = flattened(tensor)
     chunks = flat.tensor_split(size)
-    finished = reduce_scatter_among(chunks, inside, group)
-    pieces = chunks[finished].tensor_split(len(across))
-    reduce_scatter_among(pieces, across, group)
-    allgather_among(pieces, across, group)
-    allgather_among(chunks, inside, group)
+    wire.warm_up(flat, inside)
+    reduce_scatter(chunks, inside)
+    pieces = chunks[(place + 1) % size].tensor_split(world_size // size)
+    wire.warm_up(flat, across)
+    reduce_scatter(pieces, across)
+    allgather(pieces, across)
+    allgather(chunks, inside)
     return copied_back(flat, tensor)
 
 
-def reduce_scatter_among(
-    chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
-) -> int:
-    """Stage 4's reduce-scatter in the ring of the ranks `members`; return the index of the chunk
-    finished here.
-    """
-    place, size, left, right = ring_of(members, group)
-    scratch = torch.empty_like(chunks[0])
-    for step in range(size - 1):
-        target = chunks[(place - step - 1) % size]
-        wire.exchange(chunks[(place - step) % size], right, scratch[: len(target)], left, group)
-        target += scratch[: len(target)]
-    return (place + 1) % size
-
-
-def allgather_among(
-    chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
-) -> None:
-    """Stage 4's allgather in the ring of the ranks `members`."""
-    place, size, left, right = ring_of(members, group)
-    for step in range(size - 1):
-        wire.exchange(
-            chunks[(place + 1 - step) % size], right, chunks[(place - step) % size], left, group
-        )
-
-
-def ring_of(
-    members: list[int], group: dist.ProcessGroup | None = None
-) -> tuple[int, int, int, int]:
-    """Return this rank's place among `members`, their number, and the neighbours' global ranks."""
-    size = len(members)
-    place = members.index(dist.get_rank(group))
-    left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
-    return place, size, left, right
+def group_of(whole: dist.ProcessGroup, members: range) -> dist.ProcessGroup:
+    """The group of these members of `whole`, which is `whole` itself if they are all of it."""
+    if len(members) == dist.get_world_size(whole):
+        return whole
+    return wire.group_of(whole, tuple(members))

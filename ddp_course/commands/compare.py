@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,15 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-class Table(str):
-    """A table as text; notebooks show its `html`, which fits any width."""
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table as `text`; notebooks show its `html`, which fits any width."""
 
-    html = ""
+    text: str
+    html: str
+
+    def __repr__(self) -> str:
+        return self.text
 
     def _repr_html_(self) -> str:
         return self.html
@@ -166,10 +172,9 @@ def table(results: dict) -> Table:
         rows.append(row)
     titles = ["stage", *COLUMNS]
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
-    text = Table(tabulate([titles, *rows], tablefmt="plain", **layout))
+    text = tabulate([titles, *rows], tablefmt="plain", **layout)
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    text.html = tabulate(unbroken, titles, "html", **layout)
-    return text
+    return Table(text, tabulate(unbroken, titles, "html", **layout))
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:

@@ -113,8 +113,8 @@ def after_a_sum() -> tuple[str, list[str], str]:
 
 def own_network() -> str:
     """Return the kernel's name of this process's network, "" where it has none."""
-    here = "/proc/self/ns/net"
-    return os.readlink(here) if os.path.exists(here) else ""
+    path = "/proc/self/ns/net"
+    return os.readlink(path) if os.path.exists(path) else ""
 
 
 def network_in_words(alone: bool) -> str:

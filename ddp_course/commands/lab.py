@@ -23,7 +23,7 @@ FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
 letters can be read, and the title of a slider stands above it. In the dark,
-figures are dark too. */
+figures and the blocks of show.source are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
   .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
@@ -33,7 +33,7 @@ figures are dark too. */
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
-[data-jp-theme-light="false"] .jp-OutputArea-output img,
+[data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
   filter: invert(.93) hue-rotate(180deg);
 }
@@ -139,23 +139,23 @@ def bring(folder: Path) -> list[str]:
     """
     record_path = folder / RECORD
     record = read_record(record_path)
-    kept = []
+    both_changed = []
     for name, source in course_files():
         content = source.read_bytes()
-        there = folder / name
-        mine = digest(there.read_bytes()) if there.exists() else None
-        theirs = digest(content)
-        if mine in (None, theirs, record.get(name)):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            if mine != theirs:
+        copied = folder / name
+        learner_digest = digest(copied.read_bytes()) if copied.exists() else None
+        course_digest = digest(content)
+        if learner_digest in (None, course_digest, record.get(name)):
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            if learner_digest != course_digest:
                 replace_file(
-                    there, without_outputs(content) if there.suffix == ".ipynb" else content
+                    copied, without_outputs(content) if copied.suffix == ".ipynb" else content
                 )
-            record[name] = theirs
-        elif record.get(name) != theirs:
-            kept.append(name)
+            record[name] = course_digest
+        elif record.get(name) != course_digest:
+            both_changed.append(name)
     replace_file(record_path, json.dumps(record, indent=1).encode())
-    return kept
+    return both_changed
 
 
 def read_record(path: Path) -> dict[str, str]:

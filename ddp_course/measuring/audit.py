@@ -38,7 +38,7 @@ class Epoch(NamedTuple):
     shuffles: bool
 
 
-class Seen(NamedTuple):
+class Report(NamedTuple):
     """What one rank did: its epochs, the names of the tensors in each file that it saved, its
     weights at the end.
     """
@@ -55,10 +55,11 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     with tempfile.TemporaryDirectory() as folder:
         places = {FOLDER: folder}
         arguments = [places.get(argument, argument) for argument in arguments]
-        ranks: list[Seen] = launch(watched, source, arguments, world_size=world_size, device="cpu")
-    writers = [rank for rank, seen in enumerate(ranks) if seen.saves]
-    weights = [seen.weights for seen in ranks]
-    epochs = [seen.epochs for seen in ranks]
+        options: Any = {"world_size": world_size, "device": "cpu"}
+        ranks: list[Report] = launch(run_watched, source, arguments, **options)
+    writers = [number for number, rank in enumerate(ranks) if rank.saves]
+    weights = [rank.weights for rank in ranks]
+    epochs = [rank.epochs for rank in ranks]
     messages = {
         "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
         "a rank trains on samples twice: each worker yields all of them, share them out": any(
@@ -78,7 +79,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
-            name.startswith("module.") for seen in ranks for names in seen.saves for name in names
+            name.startswith("module.") for rank in ranks for names in rank.saves for name in names
         ),
         "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(
             epochs
@@ -111,7 +112,7 @@ def samples_of_first(epochs: list[Epoch]) -> list[int]:
     return epochs[0].samples if epochs else []
 
 
-def watched(source: str, arguments: list[str]) -> Seen:
+def run_watched(source: str, arguments: list[str]) -> Report:
     """Run the script as this rank's `__main__` and note what it does; the patches here end with the
     rank's process.
     """
@@ -146,10 +147,11 @@ def watched(source: str, arguments: list[str]) -> Seen:
         torch.save = save  # The launch itself saves this rank's result.
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     weights = [parameter.detach().reshape(-1) for parameters in groups for parameter in parameters]
-    seen = [
+    trained_epochs = [
         Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained
     ]
-    return Seen(seen, list(map(names_of, states)), torch.cat(weights).double() if weights else None)
+    whole = torch.cat(weights).double() if weights else None
+    return Report(trained_epochs, list(map(names_of, states)), whole)
 
 
 def run_script(source: str, arguments: list[str]) -> None:

@@ -26,13 +26,13 @@ def watch(model: torch.nn.Module) -> list:
     }
     later = Later(names)
 
-    def look(parameter):
+    def check_parameter(parameter):
         if parameter.is_cuda:
             later.note(parameter)
         else:
             check(parameter.grad, names[parameter])
 
-    return [parameter.register_post_accumulate_grad_hook(look) for parameter in names]
+    return [parameter.register_post_accumulate_grad_hook(check_parameter) for parameter in names]
 
 
 class Later:
@@ -50,12 +50,12 @@ class Later:
         if self.backward_pass != backward_pass():
             self.sums = {}  # The last pass may have ended in an error.
             self.backward_pass = backward_pass()
-            after_backward(self.look)
+            after_backward(self.check_sums)
         if not parameter.grad.is_sparse:
             gradient = parameter.grad.as_subclass(torch.Tensor)  # It may be a part of one.
             self.sums[self.names[parameter]] = gradient.sum(dtype=torch.float64)
 
-    def look(self) -> None:
+    def check_sums(self) -> None:
         """Wait for all sums at once; raise NotFiniteError for the first that is not finite."""
         sums = self.sums
         self.sums = {}

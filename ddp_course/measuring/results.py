@@ -84,7 +84,7 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     lanes = lanes_of(records, typical)
     exposed = max(timeline.exposed(record.spans[typical]) for record in records)
     # On real devices nobody sees the copies between the threads of one process.
-    seen = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
+    observed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
     counted = [record.traffic for record in records] if stage.counted else []
     messages = [traffic.messages_sent + traffic.messages_received for traffic in counted]
     losses = zip(*(rank.loss for rank in ranks), strict=True)
@@ -92,7 +92,7 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
         stage=stage.key,
         name=stage.name,
         step_ms=1000 * statistics.median(timed.values()),
-        communication_ms=1000 * exposed if seen else None,
+        communication_ms=1000 * exposed if observed else None,
         bytes_sent_max=max((traffic.bytes_sent for traffic in counted), default=None),
         bytes_received_max=max((traffic.bytes_received for traffic in counted), default=None),
         messages_max=max(messages, default=None),

@@ -12,8 +12,7 @@ the same time (full duplex), one message each. For p bytes on each of K ranks:
     hierarchical_ring    reduce-scatter in the host, a ring over the hosts for each shard, allgather
                          in the host
 
-`simulate.replay` plays the messages of the course's own collectives, and arrives at the same
-seconds.
+The course's own collectives take the same seconds in virtual time (`timing.time_collective`).
 
 Sources: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994); Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19

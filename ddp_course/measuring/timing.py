@@ -56,12 +56,12 @@ def _on_rank(collective, nbytes, repeats):
     with wire.counting() as traffic:
         collective(tensor.clone())
     for _ in range(repeats):
-        mine = tensor.clone()
-        synchronize(mine)
+        copied = tensor.clone()
+        synchronize(copied)
         dist.barrier()
         start = perf_counter()
-        collective(mine)
-        synchronize(mine)
+        collective(copied)
+        synchronize(copied)
         times.append(perf_counter() - start)
     return traffic, times
 

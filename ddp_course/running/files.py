@@ -40,12 +40,10 @@ def writable_folder(folder: str | Path) -> Path:
     return path
 
 
-def replace_file(path: Path, content: bytes, option: str = "--out", mode: int = 0o644) -> Path:
-    """Write `content` (bytes) to `path`, with the rights `mode`; raises ValueError, naming
-    `option`, if that fails.
-    """
+def replace_file(path: Path, content: bytes, option: str = "--out") -> Path:
+    """Write `content` (bytes) to `path`; raises ValueError, naming `option`, if that fails."""
     try:
-        return write_whole(path, content, mode)
+        return write_whole(path, content, 0o644)
     except OSError as error:
         raise ValueError(
             f'cannot write "{path}": {error.strerror}; free some space or choose another {option}'

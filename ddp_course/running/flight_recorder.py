@@ -182,7 +182,7 @@ def calls(descriptor: int, world_size: int) -> dict:
         table = (Call * CALLS_PER_RANK * world_size).from_buffer_copy(memory)
     by_rank = {}
     for rank, slots in enumerate(table):
-        made = [call for call in slots if call.sequence]
-        if made:
-            by_rank[rank] = sorted(made, key=lambda call: call.begin)
+        recorded_calls = [call for call in slots if call.sequence]
+        if recorded_calls:
+            by_rank[rank] = sorted(recorded_calls, key=lambda call: call.begin)
     return by_rank

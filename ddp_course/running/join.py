@@ -49,16 +49,16 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         world_size, local = (
             int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
-        mine = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
-        os.environ["DDP_COURSE_DEVICE"] = mine
-        settle_on(mine)
+        own_device = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
+        os.environ["DDP_COURSE_DEVICE"] = own_device
+        settle_on(own_device)
         if local == world_size and sys.platform == "linux":
             os.environ.setdefault(
                 "GLOO_SOCKET_IFNAME", "lo"
             )  # the machine's name may resolve to another card
         meeting = fresh_store(timeout, local == world_size)
         check_step(meeting["store"], meeting["rank"])
-        backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
+        backend = common_backend(meeting["store"], meeting["rank"], world_size, own_device)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
     return dist.get_rank(), dist.get_world_size()
 

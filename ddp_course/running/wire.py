@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import clocks, flight_recorder
 from .event_clock import Clock
-from .torch_inside import as_plain_tensors, default_store
+from .torch_inside import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None
 SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.
@@ -319,6 +319,14 @@ def group_among(
     call this.
     """
     return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
+
+
+@cache
+def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group of these `members` of `group`, which all of them make together when they
+    first ask for it.
+    """
+    return group_like(group, members)
 
 
 def _exchange_nccl(outgoing, incoming, group):

@@ -34,12 +34,12 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
         try:
             for line, process in zip(lines, running, strict=True):
                 output = _output(process, timeout)
-                said = [
+                lines_of_output = [
                     text
                     for text in output.splitlines()
                     if text.strip() and not re.match(NOISE, text)
                 ]
-                print(f"$ {line}", *said[-20:], sep="\n")
+                print(f"$ {line}", *lines_of_output[-20:], sep="\n")
         finally:
             for process in running:
                 if process.poll() is None:

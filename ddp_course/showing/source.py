@@ -35,7 +35,7 @@ class Source:
     def _repr_html_(self):
         coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
         shown = (
-            f'<div style="{_BLOCK}color:#111;background:#F7F7F7;padding:0.4em'
+            f'<div style="{_BLOCK}color:#111;background:#FCFCFC;padding:0.4em'
             f' 0.6em">{coloured}</div>'
         )
         return (

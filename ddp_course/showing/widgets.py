@@ -100,7 +100,7 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
 
 def rebuild(recipe: dict[str, Any]) -> Explorer:
     """The explorer that `recipe` describes, made anew."""
-    return resolve_name(recipe["explorer"])(*recipe["arguments"], **recipe.get("named", {}))
+    return resolve_name(recipe["explorer"])(*recipe["arguments"])
 
 
 def choice(name: str, value: Any, options: Any) -> Any:

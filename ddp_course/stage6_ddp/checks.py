@@ -19,7 +19,8 @@ SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 def trainable(module, ignored):
     """Return {name: parameter} of all parameters that take part, each once even if several layers
-    share it.
+    share it. Raises RuntimeError if there is none or one is not initialised, ValueError for parts
+    of parameters and for several types of device.
     """
     managed = {
         name: parameter for name, parameter in module.named_parameters() if name not in ignored
@@ -100,7 +101,9 @@ def first_difference(expected, actual, rank):
 
 
 def group_of(process_group, device_mesh):
-    """The process group that the two arguments stand for."""
+    """The process group that the two arguments stand for; RuntimeError for both at once, and for a
+    mesh of several dimensions.
+    """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is None:
@@ -112,7 +115,7 @@ def group_of(process_group, device_mesh):
 
 def devices_of(parameters, device_ids, output_device):
     """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or
-    None for both.
+    None for both. Raises ValueError for several devices, or a GPU without a model on it.
     """
     devices = {parameter.device for parameter in parameters.values()}
     if device_ids is not None and len(device_ids) > 1:

@@ -124,9 +124,9 @@ def whole_batch_statistics(inputs, group=None):
     count = channels.shape[1]
     mean = channels.mean(1) if count else channels.new_zeros(len(channels))
     deviations = (channels - mean[:, None]).square().sum(1)
-    mine = torch.cat([mean, deviations, mean.new_full((1,), count)])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    own = torch.cat([mean, deviations, mean.new_full((1,), count)])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
     if (

@@ -30,13 +30,13 @@ def graph_behind(roots, stop=()):
     """
     functions = [*roots]
     leaves = set()
-    seen = {None, *roots, *stop}
+    known = {None, *roots, *stop}
     for function in functions:  # the loop also visits the functions that it appends
         if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
             leaves.add(function.variable)
         for following, _ in function.next_functions:
-            if following not in seen:
-                seen.add(following)
+            if following not in known:
+                known.add(following)
                 functions.append(following)
     return functions, leaves
 

@@ -210,11 +210,11 @@ def whole_state(optimizer, flats, group=None):
     members = shards_of(optimizer, flats)
     everyone = [None] * dist.get_world_size(group)
     state = {}
-    mine = []
+    own = []
     for _, _, shard in members:
         entries = optimizer.state.get(shard, {}) if shard.numel() else {}
-        mine.append(tree_map_only(torch.Tensor, torch.Tensor.cpu, entries))
-    dist.all_gather_object(everyone, mine, group=group)
+        own.append(tree_map_only(torch.Tensor, torch.Tensor.cpu, entries))
+    dist.all_gather_object(everyone, own, group=group)
     in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (_, parameter, _) in enumerate(members):
         pieces = [entries[number] for entries in in_order if entries[number]]

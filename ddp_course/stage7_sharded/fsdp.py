@@ -156,9 +156,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         if self.latest is not None:
             self.latest.following[phase] = block
         self.latest = block
-        here = self.request(block)
+        wait = self.request(block)
         with wire.span("wait"):
-            here()
+            wait()
         if self.prefetch and phase in block.following:
             self.request(block.following[phase])
 

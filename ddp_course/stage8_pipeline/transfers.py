@@ -1,25 +1,15 @@
 """Activations and gradients on their way between ranks, in one step."""
 
 from collections import deque
-from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import group_like
 from .instructions import Activation
 from .timetable import given
 
 CPU = torch.device("cpu")  # by which the forms travel: NCCL would need a communicator more for them
-
-
-@cache  # Two ranks make their group only once per process group.
-def group_of_two(group, ends, device):
-    """The group for messages from the first of the two ranks `ends` of `group` to the second."""
-    pair = group_like(group, ends)
-    wire.warm_up(torch.zeros(1, device=device), pair)
-    return pair
 
 
 class Transfers:
@@ -144,5 +134,7 @@ class Transfers:
         direction.
         """
         if wire.on_nccl(self.inputs[0], self.group):
-            return group_of_two(self.group, ends, self.device)
+            pair = wire.group_of(self.group, ends)
+            wire.warm_up(self.inputs[0], pair)
+            return pair
         return self.group

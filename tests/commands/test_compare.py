@@ -94,7 +94,7 @@ def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
         "compare.json",
         "compare.png",
     ]
-    assert all(stage["name"] in compare.table(results) for stage in results["stages"])
+    assert all(stage["name"] in compare.table(results).text for stage in results["stages"])
 
 
 def without_division(model, batches, lr):

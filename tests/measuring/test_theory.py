@@ -1,4 +1,4 @@
-"""The closed forms: against the messages of real collectives in test_replay.py, and here against
+"""The closed forms: against real collectives in test_timing.py, and here against
 themselves.
 """
 

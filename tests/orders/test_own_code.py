@@ -39,7 +39,6 @@ ALL_REDUCES = {
     "whole": stage4_ring.whole_gradient_ring,
     "tree": collectives.tree_all_reduce,
     "halving": collectives.halving_doubling_all_reduce,
-    "duplex": collectives.duplex_server_all_reduce,
     "hierarchical": collectives.hierarchical_all_reduce,
 }
 

@@ -18,7 +18,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
-from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
+from ddp_course import show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
 from ddp_course.commands.lab import STYLE
 from ddp_course.orders.verdict import Event, judge
 from ddp_course.showing import order_plot, plots, simulator_plots, sketches, widgets
@@ -110,10 +110,6 @@ def all_pictures():
     yield "log", plots.curves({"a": ([1, 10, 1000], [1.0, 20.0, 3000.0])}, "x", "y", "t", log="xy")
     yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1})
     yield "images", plots.images(torch.rand(8, 1, 8, 8), list(range(8)), "digits")
-    yield "star", sketches.star(4)
-    yield "ring", sketches.ring(4)
-    yield "buckets", sketches.buckets(problems.make("digits").model(), 0.02)
-    yield "whole ring", sketches.whole_ring_step(4, 1)
     for step in (0, 3, 6):
         yield f"ring {step}", sketches.ring_step(4, step)
     yield "every order", order_plot.timeline(overwritten())

@@ -30,6 +30,7 @@ CELLS = {
         " (0.06, 0.25, 0.5))"
     ),
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
+    "source": "show.source(stage4_ring.ring_all_reduce)",
     "table": (
         "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8,"
         " speed_up=1.36, busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6,"
@@ -209,6 +210,9 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         image.wait_for(timeout=90_000)
         assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
         inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
+        assert inverted == (theme == "Dark")
+        block = cells.nth([*CELLS].index("source")).locator(".jp-RenderedHTMLCommon > div")
+        inverted = "invert" in block.evaluate("block => getComputedStyle(block).filter")
         assert inverted == (theme == "Dark")
         for row in explorer.locator(".widget-inline-hbox:has(.noUi-target)").all():
             title = row.locator(".widget-label").bounding_box()

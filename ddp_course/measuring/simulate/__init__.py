@@ -5,14 +5,12 @@ Read in this order:
     network      discrete events, links with contention
     algorithms   the messages of all-reduces that are not run
     model        layer times and gradient sizes
-    replay       the messages of a real collective, played over links of any speed
     step         one training step: backward fills buckets, buckets travel, the update follows
 """
 
 from . import resnets
 from .model import Layer, Profile, assign_buckets
 from .network import Network, Simulation
-from .replay import replay
 from .step import Step, play, simulate
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "Step",
     "assign_buckets",
     "play",
-    "replay",
     "resnets",
     "simulate",
 ]

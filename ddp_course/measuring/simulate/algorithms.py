@@ -1,7 +1,7 @@
 """All-reduces as the messages they consist of: what one rank does, to be played by a `Simulation`.
 
 Each program is a generator for one rank: `program(rank, world_size, nbytes, simulation)`. It is for
-collectives that cannot be run and replayed, as on thousands of ranks.
+collectives that cannot be run in virtual time, as on thousands of ranks.
 """
 
 from collections.abc import Generator

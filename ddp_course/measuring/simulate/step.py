@@ -103,8 +103,8 @@ def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **opt
     theory.check_sizes(nbytes, world_size)
     if not callable(algorithm) and algorithm not in PROGRAMS:
         raise ValueError(
-            f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or replay'
-            " your own"
+            f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or time'
+            " your own in virtual time: timing.time_collective"
         )
     program = algorithm if callable(algorithm) else PROGRAMS[algorithm]
     simulation = Simulation(network)

@@ -48,9 +48,9 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     _sent.update({name: value for name, value in given.items() if name not in assigned_here})
     _names.update({name: value for name, value in _sent.items() if name not in assigned_here})
     exec(statements, _names)
-    shown = eval(last, _names) if last else None
-    if shown is not None:
-        print(repr(shown))
+    value = eval(last, _names) if last else None
+    if value is not None:
+        print(repr(value))
     if rank != 0:
         return {}
     return {name: on_cpu(_names[name]) for name in pull if name in _names}

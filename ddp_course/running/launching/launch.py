@@ -142,7 +142,7 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     """Return a file without a name with the pickled call and the sources of all cells; ranks map
-    the file uncopied.
+    the file uncopied. Raises TypeError, which names what cannot be sent.
     """
     sources = {
         name: "".join(entry[2])

@@ -79,8 +79,8 @@ class Launch:
             self.phase = following
         if isinstance(self.ending, TimedOut):
             done = results_of(self.events)
-            seen = self.ranks.inspect(pids_of(self.events))
-            self.hang = stacks.describe_ranks(self.phase.world_size, done, *seen)
+            found = self.ranks.inspect(pids_of(self.events))
+            self.hang = stacks.describe_ranks(self.phase.world_size, done, *found)
 
     def close(self) -> None:
         """End what still runs, and close what is open."""
