@@ -8,18 +8,13 @@ from ddp_course.running import wire
 
 from .shared import several, tensors
 
-HIERARCHICAL = tuple(
-    f"ddp_course.collectives.hierarchical.{name}"
-    for name in ("hierarchical_all_reduce", "reduce_scatter_among", "allgather_among")
-)
-
 
 @task(
     "12.1",
     "two_levels",
     {"sums": 2, "bytes on the cable": 1},
     ranks=4,
-    forbidden=COLLECTIVES + HIERARCHICAL,
+    forbidden=(*COLLECTIVES, "ddp_course.collectives.hierarchical.hierarchical_all_reduce"),
 )
 class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""

@@ -9,7 +9,7 @@ from textwrap import indent
 import pytest
 from answers import edited, hand_in, of_kind, submission_of
 
-from ddp_course.checking import check
+from ddp_course.checking import check, evidence
 from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cells_with, find, of_exercise, solution
@@ -266,12 +266,13 @@ def gather(chunks, group):
         ("7.5", OWN_ALLGATHER, ("thread.submit(allgather,", "thread.submit(gather,")),
     ],
 )
-def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, own, edit):
+def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, own, edit, monkeypatch):
+    monkeypatch.setattr(evidence, "PATIENCE", 2.0)
     source = own + edited(number, edit)
     attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
-    (evidence,) = gather([attempt])
-    assert evidence.failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
-    message = confirmed(nothing(find(number), evidence.failure), attempt).message
+    ((_, failure),) = gather([attempt])
+    assert failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
+    message = confirmed(nothing(find(number), failure), attempt).message
     assert "it never comes to its end: " in message
     assert "nobody waits for what was begun" in message or "and not waited for" in message
     assert "of your cell: wire.isend" in message
