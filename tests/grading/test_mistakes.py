@@ -34,6 +34,14 @@ TURNED_RING = {
         ("(rank - step)", "(rank + step)"),
     ),
 }
+SPOILS_4_3 = """
+    import sys
+    def exchange(*arguments, original=wire.exchange):
+        if sys._getframe(1).f_code.co_name == "allgather":
+            raise RuntimeError("spoilt by 4.2")
+        return original(*arguments)
+    wire.exchange = exchange
+"""
 OWN = (
     "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return"
     " int(np.mod(number, m.floor(size)))"
@@ -83,6 +91,10 @@ MISTAKES = {
     "a function renamed": (
         {"4.2": edited("4.2", ("def reduce_scatter", "def scatter_and_reduce"))},
         {"4.2": "name 'reduce_scatter' is not defined", "4.4": "'reduce_scatter' is not defined"},
+    ),
+    "an answer that spoils the course for another": (
+        {"4.2": edited("4.2", ("    rank, world_size", f"{SPOILS_4_3}    rank, world_size"))},
+        {"4.4": "spoilt by 4.2"},
     ),
     "no mistake: imports and a function in a cell of one's own": (
         {
