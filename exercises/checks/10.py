@@ -145,7 +145,10 @@ class LargestRate:
 
     def probe(largest_rate):
         pair = "a pair was expected: (the rate, a sentence)"
-        rate, sentence = several(largest_rate(), 2, pair)
+        yield "", "pair", tuple(several(largest_rate(), 2, pair))
+
+    def read(returned):
+        [(rate, sentence)] = returned
         require(
             type(rate) in (int, float) and 0 < rate < 1e6,
             f"the rate is a number above 0, not {rate!r}",
