@@ -20,8 +20,8 @@ MOST_REMARKS = 6
 LEADS_OUT = re.findall(
     r"\w+",
     "__builtins__ __closure__ __code__ __defaults__ __dict__ __globals__ __import__ __subclasses__"
-    " _getframe builtins ctypes eval exec f_back get_objects importlib inspect linecache os multiprocessing"
-    " open pathlib pickle shutil socket subprocess tempfile"
+    " _getframe builtins ctypes eval exec f_back get_objects importlib inspect linecache os"
+    " multiprocessing open pathlib pickle shutil socket subprocess tempfile"
     " __eq__ __ne__ __lt__ __bool__ __float__ __len__ __class__",  # These can fake equality.
 )
 
