@@ -175,19 +175,18 @@ r"""
 ## On your GPUs
 
 DDP on all GPUs of this machine, in real time, beside one rank alone. With one GPU that is one rank, which trains there; without,
-it is the processor again.
+it is the run with DDP above, on the processor.
 """
 
 # %% on-your-gpus
 gpus = torch.cuda.device_count()
 if gpus == 0:
-    print("No GPU that CUDA can use is here: this runs on the processor.")
-kind = "cuda" if gpus else "cpu"
-yours = runs["ddp"] if gpus >= K else torchrun("yours", 1, f"--wrap ddp --device {kind}")
-same = runs["fully_shard"] if gpus >= K else alone  # it trains on the same samples
+    print("No GPU that CUDA can use is here: this is measured on the processor.")
+yours = torchrun("yours", 1, "--wrap ddp --device cuda") if gpus == 1 else runs["ddp"]
+same = alone if gpus == 1 else runs["fully_shard"]  # it trains on the same samples
 assert abs(yours["loss"] - same["loss"]) < 0.01 * same["loss"], "the GPUs train another model"
-rates = {"one rank alone": len(inputs) / alone["step_s"],
-         f"DDP on {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}  # fmt: skip
+rates = {f"one rank: {alone['devices']}": len(inputs) / alone["step_s"],
+         f"DDP: {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}  # fmt: skip
 before, after = rates.values()
 show.bars(rates, "samples per second",
           f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone", form="{:.0f}")  # fmt: skip
