@@ -64,8 +64,7 @@ def shape(source: str) -> list[str]:
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two shapes are nearly the same."""
     matcher = SequenceMatcher(None, words, other, autojunk=False)
-    ratios = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # Quick ones first.
-    return all(ratio() >= ALIKE for ratio in ratios)
+    return matcher.quick_ratio() >= ALIKE and matcher.ratio() >= ALIKE
 
 
 def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:

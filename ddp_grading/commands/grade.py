@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_course.errors import GradingError
+from ddp_course.running.files import writable_folder
 from ddp_course.running.linux import usable_cores
 from ddp_course.running.units import positive_number, whole_number
 
@@ -88,7 +89,10 @@ def main(args: argparse.Namespace) -> int:
     for name in skipped:
         print(f"no notebook, so skipped: {clean(name)}", file=sys.stderr)
     earlier = earlier_results(args.json) if args.json else []
-    report.write_files(earlier, args)  # What cannot be written must not cost an hour of grading.
+    # What cannot be written must not cost an hour of grading.
+    report.write_files(earlier, args)
+    if args.grades:
+        writable_folder(Path(args.grades).parent)
     waiting = not_graded_yet(submissions, earlier) if args.resume else submissions
     print(who_is_who(submissions, roster), file=sys.stderr)
     results = grade_and_write(waiting, earlier, exercises, roster, args)
@@ -166,8 +170,7 @@ def grade_and_write(
         )
         with lock:
             done.append(result)
-            so_far = merged(earlier, done)
-            report.write_files(so_far, args)
+            report.write_files(merged(earlier, done), args)
 
     with suppress(KeyboardInterrupt):
         grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)

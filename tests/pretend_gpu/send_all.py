@@ -183,9 +183,9 @@ if __name__ == "__main__":
     if sys.argv[2:]:
         launch(break_rule, sys.argv[2], world_size=ranks, timeout=60)
         sys.exit()
-    found = launch(everything, world_size=ranks, timeout=200)
-    print(found[0])
-    for far, waits in found:
+    results = launch(everything, world_size=ranks, timeout=200)
+    print(results[0])
+    for far, waits in results:
         assert max(far.values()) < 1e-12, far
         for what, (few, many) in waits.items():
             assert few == many <= WAITS[what], waits

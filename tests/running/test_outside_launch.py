@@ -88,4 +88,5 @@ SOMETIMES = ("unused parameters", "no wrapper on a rank, stage 7", "a pass less,
 )
 def test_ranks_that_disagree_end_in_time_and_are_named(case):
     ranks = launch(outside_launch, case, world_size=3, timeout=100)
-    assert any(re.search(r"ranks \[2\]|rank 2 (has not come to|broke off)", said) for said in ranks)
+    naming = re.compile(r"ranks \[2\]|rank 2 (has not come to|broke off)")
+    assert any(naming.search(said) for said in ranks), ranks

@@ -79,8 +79,8 @@ class Launch:
             self.phase = following
         if isinstance(self.ending, TimedOut):
             done = results_of(self.events)
-            found = self.ranks.inspect(pids_of(self.events))
-            self.hang = stacks.describe_ranks(self.phase.world_size, done, *found)
+            states = self.ranks.inspect(pids_of(self.events))
+            self.hang = stacks.describe_ranks(self.phase.world_size, done, *states)
 
     def close(self) -> None:
         """End what still runs, and close what is open."""
