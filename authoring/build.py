@@ -5,6 +5,7 @@
                                                  solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
+    authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
     ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
@@ -29,6 +30,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import drawings
 import elsewhere
 import jupytext
 import nbformat
@@ -83,6 +85,9 @@ def main(arguments=None):
             (args.root / "README.md").write_text(readme(args.root))
         if (args.root / "docs" / "MAP.md").exists():
             (args.root / "docs" / "MAP.md").write_text(map_of_files(args.root))
+        if (args.root / "docs" / "figures").exists():
+            for name, drawn in drawings.iterations().items():
+                (args.root / "docs" / "figures" / name).write_text(drawn, encoding="utf-8")
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -403,6 +408,10 @@ def report_differences(root, built, complete):
         page = root / "docs" / "MAP.md"
         if page.exists() and map_of_files(root) != page.read_text():
             wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
+        for name, drawn in drawings.iterations().items():
+            picture = root / "docs" / "figures" / name
+            if picture.exists() and picture.read_text(encoding="utf-8") != drawn:
+                wrong.append(f"docs/figures/{name} differs from authoring/drawings.py")
         for folder in ("notebooks", "exercises", "solutions"):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [
