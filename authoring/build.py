@@ -86,8 +86,8 @@ def main(arguments=None):
         if (args.root / "docs" / "MAP.md").exists():
             (args.root / "docs" / "MAP.md").write_text(map_of_files(args.root))
         if (args.root / "docs" / "figures").exists():
-            for name, drawn in drawings.iterations().items():
-                (args.root / "docs" / "figures" / name).write_text(drawn, encoding="utf-8")
+            for path, drawn in pictures(args.root).items():
+                path.write_text(drawn, encoding="utf-8")
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -380,6 +380,13 @@ def map_of_files(root):
     return f"{before}<!-- files -->\n\n" + "\n\n".join(tables) + f"\n\n<!-- files -->{after}"
 
 
+def pictures(root):
+    """{path: text} of the drawings of an iteration."""
+    return {
+        root / "docs" / "figures" / name: drawn for name, drawn in drawings.iterations().items()
+    }
+
+
 def caption(root):
     """What the figure of the README shows, from the results that it was drawn from."""
     results = json.loads((root / "docs" / "figures" / "compare.json").read_text())
@@ -408,10 +415,11 @@ def report_differences(root, built, complete):
         page = root / "docs" / "MAP.md"
         if page.exists() and map_of_files(root) != page.read_text():
             wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
-        for name, drawn in drawings.iterations().items():
-            picture = root / "docs" / "figures" / name
-            if picture.exists() and picture.read_text(encoding="utf-8") != drawn:
-                wrong.append(f"docs/figures/{name} differs from authoring/drawings.py")
+        wrong += [
+            f"docs/figures/{path.name} differs from authoring/drawings.py"
+            for path, drawn in pictures(root).items()
+            if path.exists() and path.read_text(encoding="utf-8") != drawn
+        ]
         for folder in ("notebooks", "exercises", "solutions"):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [
