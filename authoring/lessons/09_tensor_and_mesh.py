@@ -430,7 +430,7 @@ a processor that is slower than one device, and between GPUs it depends on what 
 
 # %% on-your-gpus
 yours = on_your_gpus("9")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]
