@@ -59,7 +59,6 @@ POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
 real_sleep = time.sleep
 real_clock = time.perf_counter
 plain_lock = threading.Lock
-fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
 
 
 class Table:
@@ -170,10 +169,11 @@ class Lock:
     def __init__(self, file):
         self.file = file.fileno()
         self.threads = plain_lock()
+        self.fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
 
     def __enter__(self):
-        if fuzz_ms:
-            real_sleep(fuzz.uniform(0, fuzz_ms / 1000))
+        if self.fuzz_ms:
+            real_sleep(fuzz.uniform(0, self.fuzz_ms / 1000))
         self.threads.acquire()
         fcntl.lockf(self.file, fcntl.LOCK_EX)
 

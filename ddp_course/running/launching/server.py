@@ -1,9 +1,10 @@
 """A process that has imported torch once, and waits: the server, which forks the agent of every
 launch.
 
-It forgets the course's modules, so that every launch reads them again, and never touches CUDA,
-which would not survive the fork. It is not forked from the caller (a Jupyter kernel), which is full
-of threads. A rank that is not forked begins here too, with its setting on its standard input.
+It also holds what every launch needs of the course, and reads that again once a file has changed,
+so that a launch runs what stands there. It never touches CUDA, which would not survive the fork. It
+is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is not
+forked begins here too, with its setting on its standard input.
 
 The server's standard input brings a byte with the socket of each new launch. When the input ends,
 the caller is gone, and all launches are killed. No process outlives its agent, even if it has left
@@ -32,11 +33,15 @@ from pathlib import Path
 from ddp_course.running import linux
 from ddp_course.running.launching import protocol
 
-for name in [name for name in sys.modules if name.startswith("ddp_course")]:
-    if name != protocol.__name__:  # what a caller and its server say to each other must not change
-        del sys.modules[name]  # every launch reads the package again
-
-AGENT = "ddp_course.running.launching.agent"  # the forked child imports it, from the caller's paths
+AGENT = "ddp_course.running.launching.agent"
+COURSE = [  # Every launch needs these modules, with all that they import.
+    AGENT,
+    "ddp_course.running.launching.rank",
+    "ddp_course.running.links.link",
+    "ddp_course.running.clocks.group",
+    "ddp_course.running.clocks.threads",
+]
+CALLER = os.getppid()
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 # each rank's first optimizer would otherwise import these for dynamo, in more than a second
 LATER = [
@@ -53,18 +58,22 @@ IDLE_SECONDS = float(
 )  # an idle server ends; the next launch starts another
 
 
-def serve(control: socket.socket, later: list) -> None:
-    """Fork an agent for each request until the caller is gone or idle; after the first launch
-    import `later`.
+def serve(control: socket.socket, forks: bool) -> None:
+    """Fork an agent for each request until the caller is gone or idle. Where agents fork their
+    ranks, import for them what each would import otherwise.
     """
+    later = LATER if forks else []
+    read: dict = {}
     launches: dict = {}  # this maps an agent's process id to the launch's socket
-    caller = os.getppid()
     last_use = time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
-    while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
+    while os.getppid() == CALLER and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
-        if ready and not fork_agent(control, launches):
-            break
+        if ready:
+            if forks:
+                read = read_course(read)
+            if not fork_agent(control, launches):
+                break
         if launches:
             last_use = time.monotonic()
             reap(launches)
@@ -84,10 +93,40 @@ def load(names: list) -> None:
     """
     gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
     for name in names:
+        if os.getppid() != CALLER:
+            break  # Many a script is gone after its first launch.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # Ranks that search for garbage would otherwise copy these modules' memory.
     gc.enable()
+
+
+def read_course(read: dict) -> dict:
+    """Import the course's modules, again if a file is not as old as `read` says; return the time of
+    each file.
+    """
+    if read != times_of_course():
+        forget_course()
+        load(COURSE)
+    return times_of_course()
+
+
+def times_of_course() -> dict[str, int]:
+    """Return when each file of the course that is in use was changed, in nanoseconds; 0 if it is
+    gone.
+    """
+    times = {}
+    for name, module in sys.modules.items():
+        if name.startswith("ddp_course") and (file := module.__file__):
+            times[file] = os.stat(file).st_mtime_ns if os.path.exists(file) else 0
+    return times
+
+
+def forget_course() -> None:
+    """Let the next import read the course's files again."""
+    for name in [name for name in sys.modules if name.startswith("ddp_course")]:
+        if name != protocol.__name__:  # what caller and server say to each other must not change
+            del sys.modules[name]
 
 
 def fork_agent(control: socket.socket, launches: dict) -> bool:
@@ -172,8 +211,9 @@ if __name__ == "__main__":
     start, *needed = sys.argv[1:]
     if start != "spawn":  # with spawn only the ranks load torch, not the server
         load(AT_ONCE + needed)
+    forget_course()
     if start != "rank":
-        serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
+        serve(socket.socket(fileno=os.dup(0)), start == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
     setting, number, meeting, files, port = pickle.load(sys.stdin.buffer)
     take_over(setting)
