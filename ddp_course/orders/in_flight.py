@@ -19,7 +19,6 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import CourseError
 from ..running.clocks import group, now, own
 from ..running.clocks.stalls import line_of
 from ..running.clocks.table import FOREVER
@@ -62,7 +61,6 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.draw: random.Random | None = None
         self.flights: dict[Any, Flight] = {}  # This maps works.
         self.doubts: set = set()
-        self.at_fault = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compare an operation's operands with what is on its way, and perform it."""
@@ -86,7 +84,8 @@ class Watch(TorchDispatchMode, ContextDecorator):
         """Write a fault down, and stop: the other ranks go on as far as they can, so that it does
         not matter which of them is the fastest.
         """
-        self.at_fault = True
+        # This flight is never over: a program that catches what the last line raises does not end.
+        self.flights[self] = Flight(text, [], *lines[:1])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
         own().sleep_until(FOREVER, "after a fault")  # type: ignore[union-attr]
 
@@ -113,14 +112,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
                     self.fault(kind, f"{name} {touch} ({line}): {begun}", flight.line, line)
 
     def ended(self) -> None:
-        """The program is over on this rank: everything must have been waited for, and it may have
-        caught the error after a fault.
-        """
+        """The program is over on this rank: everything must have been waited for."""
         for flight in self.flights.values():
             text = f"nobody waits for what was begun ({flight.line}) {flight.what}"
             self.fault("not waited for", text, flight.line)
-        if self.at_fault:
-            raise CourseError("something was at fault")
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
         """Around an operation of a group, remember what it begins. Its first argument is what the
