@@ -23,7 +23,7 @@ TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
 # What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
 # what waits for something else, after so many times those seconds, however busy the machine is.
-PATIENCE = 8.0
+PATIENCE = 20.0
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
