@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..running.files import course_folder, replace_file
 from ..running.learners_copy import RECORD
-from . import as_typed
+from . import as_typed, say_while
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
@@ -83,10 +83,11 @@ def main(args: argparse.Namespace) -> None:
         print(f"Next: {as_typed(f'lab {args.folder}')} opens them in JupyterLab.")
         return
     print(f"Your copies of the course are in {folder}, and what you change there stays.")
-    print("The browser opens at lesson 00; Ctrl-C ends the lab. Next, in a terminal of the lab:")
+    print("The browser opens at lesson 00; Ctrl-C twice ends the lab. Next, in a terminal of the lab:")
     print("ddp-course check says what you have solved.", flush=True)
     prepare_environment(folder)
-    from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
+    with say_while("JupyterLab starts, some seconds"):
+        from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
 
     fixed = [
         # A kernel that has been idle for an hour ends, and frees its memory.
