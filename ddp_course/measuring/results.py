@@ -12,7 +12,7 @@ from ..ladder import Stage
 from . import timeline
 from .recording import Recording
 
-VERSION = 1  # A file with other keys, or other meanings of them, gets another number.
+VERSION = 2  # A file with other keys, or other meanings of them, gets another number.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Accelerators and links as their makers publish them, and how they are slowed down.
+"""Accelerators and links as their makers publish them.
 
 Latencies are those that NCCL assumes for one step of a ring with its protocol for large messages
 (file src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a
@@ -6,9 +6,8 @@ network.
 """
 
 import csv
-import math
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import EmulationError
 from . import units
@@ -73,17 +72,12 @@ def bandwidth(text: str) -> float:
     return LINKS[text].bandwidth if text in LINKS else units.bits_per_second(text)
 
 
-def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: float) -> Any:
-    """Return entry `name` of a table of devices or links; raises EmulationError without it and for
-    factors below 1.
-    """
+def accelerator(name: str) -> Accelerator:
+    """The entry `name` of ACCELERATORS; raises EmulationError for a name that is not in it."""
     name = ALIASES.get(name, name)
-    if name not in table:
-        raise EmulationError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
-    for factor, value in (("slowed", slowed), ("scale", scale)):
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
-            raise EmulationError(f"{factor} is {value!r}; it must be a number, 1 or more")
-    return table[name]
+    if name not in ACCELERATORS:
+        raise EmulationError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
+    return ACCELERATORS[name]
 
 
 def _accelerators():

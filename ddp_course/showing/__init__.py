@@ -18,7 +18,7 @@ _NAMES = {
     "widgets": ("widgets", "predict"),
     "shell": ("command", "progress"),
     "trace_plot": ("trace", "own_trace"),
-    "simulator_plots": ("scaling_figure", "winners_figure"),
+    "simulator_plots": ("scaling_figure",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted([*_HOME, "diff", "source"])

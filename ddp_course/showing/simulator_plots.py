@@ -1,17 +1,11 @@
-"""Figures of the simulator, the theory and the scoreboard: where scaling ends, and which algorithm
-wins.
-"""
+"""The figure of the simulator: where scaling ends. And how all-reduces are drawn and called."""
 
 from typing import Any
 
-import numpy as np
-from matplotlib.colors import ListedColormap
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from ..measuring import theory
 from ..measuring.simulate.step import KNEE, knee
-from .plots import MESSAGE_TICKS, Picture, panels
+from .plots import Picture, panels
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
@@ -22,8 +16,6 @@ ALGORITHM_COLOURS = {
     "hierarchical_ring": "#3B96CC",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
-# They are 2, 3, 4, 6, 8, 12, …, 4096.
-RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])
 
 
 def label(algorithm: str) -> str:
@@ -70,48 +62,4 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
             title=f"{title} (circle: the knee)",
         )
         axes.legend(loc="lower left")
-    return picture
-
-
-def winners_figure(costs: Any) -> Picture:
-    """Which algorithm is fastest where: message size against K, on links with these `Costs`, by
-    closed form.
-    """
-    sizes = 2.0 ** np.arange(6, 31, 0.125)
-    best = []
-    for count in RANKS:
-        row = []
-        for size in sizes:
-            seconds = [theory.seconds(name, size, count, costs) for name in CONTENDERS]
-            row.append(int(np.argmin(seconds)))
-        best.append(row)
-    names = [CONTENDERS[index] for index in np.unique(best)]
-    message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
-    with panels(height=5.4, message=message, kind="derived") as (picture, axes):
-        colours = ListedColormap([ALGORITHM_COLOURS[name] for name in CONTENDERS])
-        edges = np.arange(len(RANKS) + 1) - 0.5
-        axes.pcolormesh(
-            sizes,
-            edges,
-            np.array(best)[:, :-1],
-            cmap=colours,
-            vmin=-0.5,
-            vmax=len(CONTENDERS) - 0.5,
-        )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(MESSAGE_TICKS), MESSAGE_TICKS.values())
-        axes.set_yticks(range(len(RANKS)), [str(count) for count in RANKS])
-        axes.grid(visible=False)
-        latency = costs.alpha * 1e6
-        bandwidth = 8 / costs.beta / 1e9
-        title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
-        axes.set(xlabel="message", ylabel="devices K", title=title)
-        handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
-        axes.legend(
-            handles=handles,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.16),
-            ncols=4,
-            handlelength=1.2,
-        )
     return picture

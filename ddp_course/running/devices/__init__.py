@@ -7,8 +7,8 @@ emulated.
         every rank has such a device
     launch(fn, device=[Device("2GFLOP/s")] * 3 + [Device("1GFLOP/s")])
         rank 3 is a straggler
-    launch(fn, device=Device.like("A100", slowed=1e5), link=Link.like("NVLink A100", slowed=1e5))
-        slow motion
+    Device.like("A100")
+        a known accelerator
 
     with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:
         in this process, without ranks

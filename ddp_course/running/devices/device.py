@@ -24,30 +24,22 @@ class Device:
         self.rate = units.flops_per_second(rate)
         self.memory = None if memory is None else units.bytes_per_second(memory)
         self.name = None
-        self.slowed = 1.0
         self.link = None
 
     @classmethod
-    def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
-        """Return the accelerator `name` of ACCELERATORS in slow motion: every operation takes
-        `slowed` times as long.
-
-        With `scale` it stands for one that trains a model `scale` times larger: rate and memory
-        shrink with the model. Give `Link.like` the same two numbers, and divide measured times by
-        `slowed` for an estimate of the real ones.
+    def like(cls, name: str) -> "Device":
+        """Return the accelerator `name` of the table `presets.ACCELERATORS`; raises EmulationError
+        for a name that is not in it.
         """
-        known = presets.find(presets.ACCELERATORS, "device", name, slowed, scale)
-        device = cls(
-            f"{known.rate / (slowed * scale)}FLOP/s", f"{known.memory / (slowed * scale)}B/s"
-        )
+        known = presets.accelerator(name)
+        device = cls(f"{known.rate}FLOP/s", f"{known.memory}B/s")
         device.name = name
-        device.slowed = slowed
         return device
 
     def __str__(self):
         memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""
         plain = f"{with_unit(self.rate, 'FLOP/s')}{memory}"
-        return f"{self.name} slowed {self.slowed:g} times ({plain})" if self.name else plain
+        return f"{self.name} ({plain})" if self.name else plain
 
     def __repr__(self):
         return f"Device({self})"
@@ -75,14 +67,13 @@ class Device:
         return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), a known device's name
-        and slow motion.
+        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), and a known device's
+        name.
         """
         return {
             "rate": self.rate,
             "memory": self.memory,
             "name": self.name,
-            "slowed": self.slowed,
             "text": str(self),
         }
 

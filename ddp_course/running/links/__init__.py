@@ -4,8 +4,6 @@ in between.
     launch(fn, link=Link("200Mbit"))                     every rank on a host of its own
     Link("200Mbit", latency="5ms", hosts=2)              in blocks on two hosts; inside a host
                                                          nothing is slowed
-    Link.like("NVLink A100", slowed=1e5)                 a known link in slow motion, beside
-                                                         `Device.like`
     links.available()                                    which modes this machine allows, or why not
 
 There are two modes. In "virtual" time is virtual: messages are real, and what they take is booked
@@ -13,8 +11,7 @@ on the clocks of both ranks (docs/VIRTUAL_TIME.md). In "hosts" time is real, and
 unchanged over virtual hosts (Linux only).
 """
 
-from ..presets import LINKS
 from .link import Link
 from .modes import MODES, available
 
-__all__ = ["LINKS", "MODES", "Link", "available"]
+__all__ = ["MODES", "Link", "available"]

@@ -5,7 +5,7 @@ refused.
 from typing import Any
 
 from ...errors import EmulationError
-from .. import presets, units
+from .. import units
 from . import modes
 
 SLOWEST = 1e6  # with fewer bits per second the ranks would need minutes to find each other
@@ -33,26 +33,6 @@ class Link:
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
         self.mode = self.kind.name
-
-    @classmethod
-    def like(
-        cls,
-        name: str,
-        slowed: float = 1.0,
-        scale: float = 1.0,
-        hosts: int | None = None,
-        mode: str | None = "auto",
-    ) -> "Link":
-        """Return the link `name` of LINKS in slow motion: a message takes `slowed` times as long.
-
-        With `scale` it stands for one that carries a model `scale` times larger: its bandwidth
-        shrinks along with the model, its latency does not. `Device.like` takes the same two
-        numbers.
-        """
-        known = presets.find(presets.LINKS, "link", name, slowed, scale)
-        return cls(
-            f"{known.bandwidth / (slowed * scale)}bit", f"{known.latency * slowed}s", hosts, mode
-        )
 
     def __repr__(self):
         return f"Link({self})"

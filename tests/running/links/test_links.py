@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_course import launch, stage3_paramserver, stage4_ring
 from ddp_course.errors import EmulationError
 from ddp_course.running import links, virtual_hosts, wire
-from ddp_course.running.links import LINKS, Link
+from ddp_course.running.links import Link
 
 MODES = [
     pytest.param(
@@ -53,20 +53,6 @@ def test_more_hosts_than_ranks_and_nccl_are_refused():
         launch(dist.get_rank, world_size=3, device="cpu", link=Link(hosts=5))
     with pytest.raises(EmulationError, match=r"NCCL has wires of its own: .*--device cpu"):
         Link().check(2, "nccl")
-
-
-def test_known_links_in_slow_motion():
-    made = Link.like("NVLink A100", slowed=1000, scale=20)
-    assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(
-        3.4e-3
-    )
-    assert all(known.source for known in LINKS.values())
-    with pytest.raises(EmulationError, match=r"unknown link.*NVLink A100"):
-        Link.like("string")
-    with pytest.raises(EmulationError, match="slowed is 0"):
-        Link.like("PCIe 4", slowed=0)
-    with pytest.raises(EmulationError, match="scale is -2"):
-        Link.like("PCIe 4", scale=-2)
 
 
 def test_time_is_virtual_unless_hosts_are_asked_for(monkeypatch):
