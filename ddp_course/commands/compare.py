@@ -1,8 +1,6 @@
 """`ddp-course compare`, and `compare.run`, `table` and `save` for notebooks and scripts."""
 
 import argparse
-import csv
-import io
 import json
 import os
 from dataclasses import dataclass
@@ -178,18 +176,10 @@ def table(results: dict) -> Table:
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:
-    """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their
-    paths.
-    """
+    """Write compare.json and .png into `folder`, each replaced in one go; return their paths."""
     written = writable_folder(folder)
-    columns = ["stage", "name", *(key for key, _ in COLUMNS.values()), "bytes_received_max"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(stage | {"last_loss": stage["loss"][-1]} for stage in results["stages"])
     contents = {
         "compare.json": json.dumps(results, indent=1, allow_nan=False).encode(),
-        "compare.csv": text.getvalue().encode(),
         "compare.png": compare_figure(results).png(dpi=120),
     }
     return [replace_file(written / name, content) for name, content in contents.items()]
