@@ -7,28 +7,29 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-DOT_SECONDS = 2.0
+TICK_SECONDS = 1
 
 
 @contextmanager
 def say_while(text: str) -> Iterator[None]:
-    """While the block runs, show `text` and a growing line of dots; only on a terminal."""
+    """While the block runs, show `text` and count seconds in a line that the next one replaces;
+    only on a terminal.
+    """
     ended = threading.Event()
 
-    def add_dots() -> None:
-        while not ended.wait(DOT_SECONDS):
-            print(".", end="", file=sys.stderr, flush=True)
+    def count_seconds() -> None:
+        seconds = 0
+        while not ended.wait(TICK_SECONDS):
+            seconds += TICK_SECONDS
+            print(f"{seconds} s", end="\r", file=sys.stderr, flush=True)
 
-    if not (sys.stderr and sys.stderr.isatty()):
-        yield
-        return
-    print(f"{text} ", end="", file=sys.stderr, flush=True)
-    threading.Thread(target=add_dots, daemon=True).start()
+    if sys.stderr and sys.stderr.isatty():
+        print(text, file=sys.stderr)
+        threading.Thread(target=count_seconds, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        print(file=sys.stderr)
 
 
 def as_typed(words: str) -> str:

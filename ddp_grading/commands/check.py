@@ -12,6 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ddp_course.checking import SO_FAR
+from ddp_course.commands import say_while
 from ddp_course.errors import GradingError
 from ddp_course.running.learners_copy import find_copy, keep
 from ddp_course.running.units import whole_number
@@ -67,7 +68,8 @@ def main(args: argparse.Namespace) -> int:
     number = exercise_of(submission, exercises)
     if number != args.exercise:
         raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
-    result = grade_one(submission, exercises, Judge(seed), SECONDS, show)
+    with say_while("some seconds"):
+        result = grade_one(submission, exercises, Judge(seed), SECONDS, show)
     if result.message:
         print(result.message)
     again = f"; the same inputs again in a cell: check(…, seed={seed})"

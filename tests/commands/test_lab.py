@@ -114,12 +114,12 @@ def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypa
     assert as_typed("lab") == "ddp-course lab"
 
 
-def test_what_takes_long_is_followed_by_dots_on_a_terminal_only(monkeypatch):
+def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(commands, "DOT_SECONDS", 0.05)
+    monkeypatch.setattr(commands, "TICK_SECONDS", 0.05)
     shown = {}
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stderr", stream)
@@ -127,5 +127,5 @@ def test_what_takes_long_is_followed_by_dots_on_a_terminal_only(monkeypatch):
             time.sleep(0.5)
             raise KeyError
         shown[type(stream)] = stream.getvalue()
-    assert shown[Terminal].startswith("loading ...") and shown[Terminal].endswith(".\n")
+    assert shown[Terminal].startswith("loading\n0.05 s\r0.1 s\r")
     assert shown[io.StringIO] == ""
