@@ -35,6 +35,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_course import ladder
+from ddp_course.measuring.results import Comparison
 from ddp_course.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,12 +378,12 @@ def map_of_files(root):
 
 def caption(root):
     """What the figure of the README shows, from the results that it was drawn from."""
-    results = json.loads((root / "docs" / "figures" / "compare.json").read_text())
-    faster = {stage["stage"]: f"{stage['speed_up']:.1f}" for stage in results["stages"]}
-    devices = results["world_size"]
+    results = Comparison.from_json((root / "docs" / "figures" / "compare.json").read_text())
+    faster = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
+    devices = results.world_size
     return textwrap.fill(
         f"*`make compare` on two CPU cores: {devices} emulated devices of"
-        f" {results['emulated_device']['text']}, joined by {link_text(results)}. All end with the"
+        f" {results.emulated_device['text']}, joined by {link_text(results.link)}. All end with the"
         f" same weights. A server makes {devices} devices {faster['3']} times as fast as one, a"
         f" ring {faster['4']} times, buckets {faster['5']} times.*",
         120,

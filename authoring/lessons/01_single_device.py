@@ -305,7 +305,7 @@ starting of kernels would take most of the time.
 
 # %% on-your-gpus
 yours = on_your_gpus("1")
-assert yours["max_abs_diff"] < 1e-4, "the weights differ"
+assert yours.max_abs_diff < 1e-4, "the weights differ"
 show.compare_figure(yours)
 
 # %% [markdown]

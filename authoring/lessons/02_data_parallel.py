@@ -352,9 +352,9 @@ now the threads do compute at the same time, on any number of cores.
 
 # %% on-devices
 results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
-alone, many = results["stages"]
-lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master copies")  # fmt: skip
+alone, many = results.stages
+lanes = [[timeline.Span(*span) for span in lane] for lane in many.timeline]
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies")  # fmt: skip
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT
@@ -378,7 +378,7 @@ Without GPUs two threads share the processor.
 
 # %% on-your-gpus
 yours = on_your_gpus("2")
-assert yours["max_abs_diff"] < 1e-4, "DataParallel's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "DataParallel's weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

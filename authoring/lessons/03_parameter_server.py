@@ -402,7 +402,7 @@ all other GPUs wait. Without GPUs two processes share the processor.
 
 # %% on-your-gpus
 yours = on_your_gpus("3")
-assert yours["max_abs_diff"] < 1e-4, "the server's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the server's weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

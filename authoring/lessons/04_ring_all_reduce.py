@@ -377,9 +377,9 @@ on GPUs, gloo on the processor. It is written in C++ and needs no Python between
 
 # %% on-your-gpus
 yours = on_your_gpus("3,4")
-assert yours["max_abs_diff"] < 1e-4, "the ring's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the ring's weights are not one device's"
 for name, all_reduce in {"our ring": ring_all_reduce, "the backend's all-reduce": dist.all_reduce}.items():
-    seconds_here = timing.time_collective(all_reduce, yours["gradient_bytes"], yours["world_size"], device="auto")
+    seconds_here = timing.time_collective(all_reduce, yours.gradient_bytes, yours.world_size, device="auto")
     print(f"{name}: {1000 * seconds_here:.1f} ms (measured)")
 show.compare_figure(yours)
 

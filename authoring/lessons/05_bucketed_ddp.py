@@ -361,7 +361,7 @@ pass if it is hidden. On a processor it takes cores from the backward pass, so t
 
 # %% on-your-gpus
 yours = on_your_gpus("4,5,torch")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

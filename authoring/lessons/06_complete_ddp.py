@@ -519,7 +519,7 @@ should be close.
 
 # %% on-your-gpus
 yours = on_your_gpus("6,torch")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

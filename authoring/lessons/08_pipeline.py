@@ -541,7 +541,7 @@ pipeline fills and empties, and for the slowest part.
 
 # %% on-your-gpus
 yours = on_your_gpus("8")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]
