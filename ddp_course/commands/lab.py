@@ -30,7 +30,7 @@ figures and the blocks of show.source are dark too. */
 }
 @media (max-width: 500px) {
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
-  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
+  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
 [data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
