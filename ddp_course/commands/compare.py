@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> None:
     written = save(
         results, args.out
     )  # Files come first: the program that reads the table may close the pipe.
-    print(table(results), key(results), *(f"wrote {path}" for path in written), "", sep="\n")
+    print(table(results), KEY, *(f"wrote {path}" for path in written), "", sep="\n")
     print(
         "How to read it: the loss is everywhere the same, the time of a step is not;"
         f" {written[-1]} shows where it goes."
@@ -138,6 +138,8 @@ class Table:
         return self.html
 
 
+KEY = """weights differ by: the largest difference of a weight from the single device's
+–: nothing is sent, or torch sends it and counts nothing"""
 COLUMNS = {  # Each title has a field of a stage's result and a format.
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
@@ -148,14 +150,6 @@ COLUMNS = {  # Each title has a field of a stage's result and a format.
     "last\nloss": ("last_loss", ".4f"),
     "weights\ndiffer by": ("max_abs_diff_vs_single", ".1e"),
 }
-
-
-def key(results: Comparison) -> str:
-    """What the table's words and dashes mean."""
-    lines = ["weights differ by: the largest difference of a weight from the single device's"]
-    if any(stage.bytes_sent_max is None for stage in results.stages):
-        lines.append("–: nothing is sent, or torch sends it and counts nothing")
-    return "\n".join(lines)
 
 
 def table(results: Comparison) -> Table:

@@ -72,8 +72,10 @@ def main(args: argparse.Namespace) -> int:
         result = grade_one(submission, exercises, Judge(seed), SECONDS, show)
     if result.message:
         print(result.message)
-    again = f"; the same inputs again in a cell: check(…, seed={seed})"
-    print(f"{result.in_words} points{'' if result.passed else again}")
+    again = ""
+    if not result.passed:
+        again = f"; the same inputs again in a cell: check(…, seed={seed})"
+    print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
 
 
