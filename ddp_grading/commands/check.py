@@ -31,8 +31,6 @@ FOLDERS = (
     "../exercises",
 )  # The learner's notebook is looked for here.
 
-SECONDS = 120.0  # A submission may take so long.
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -69,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if number != args.exercise:
         raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
     with say_while("some seconds"):
-        result = grade_one(submission, exercises, Judge(seed), SECONDS, show)
+        result = grade_one(submission, exercises, Judge(seed), 120.0, show)
     if result.message:
         print(result.message)
     again = ""
