@@ -16,6 +16,9 @@ help:  ## this list
 setup: $(VENV)/installed  ## install into .venv what learners need
 tools: $(VENV)/tools  ## and the tools of those who change the course
 
+# On a terminal a growing line of dots, until the shell of this line has ended, be it by Ctrl-C.
+dots = { [ ! -t 2 ] || while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } &
+
 # From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
 define install
 	@echo "Installing $$(grep -c == $(1)) packages into $(VENV): $(2), some minutes (once)."
@@ -29,7 +32,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
 	@test -x $(BIN)/python || echo "Making $(VENV), an environment for the course alone, some seconds."
 	@# Only pip 25.1 and newer show how far an installation is.
-	@test -x $(BIN)/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
+	@test -x $(BIN)/python || { $(dots) $(PYTHON) -m venv --upgrade-deps $(VENV) && echo; }
 	$(call install,requirements.lock,1.5 GB of disk or 6 GB if torch brings CUDA,clinic)
 
 $(VENV)/tools: requirements-dev.lock $(VENV)/installed

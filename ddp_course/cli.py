@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
+from .commands import say_while
 from .errors import CourseError
 
 # Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
@@ -64,9 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int | None:
     """Run the command `name` with its own arguments; who waits for torch is told so."""
-    if sys.stderr and sys.stderr.isatty():
-        print(f"ddp-course {name}: loading, some seconds", file=sys.stderr)
-    module = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
+    with say_while(f"ddp-course {name}: loading, some seconds"):
+        module = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
     if hasattr(module, "add_options"):
         module.add_options(parser)
     args, unknown = parser.parse_known_args(arguments)

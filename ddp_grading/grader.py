@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -69,15 +69,14 @@ class Judge:
         self.right = cache(lambda task: gather([solved(task, task.inputs(seed))])[0])
         self.known = cache(lambda task: gather(known(task, task.inputs(seed))))
 
-    def verdicts(self, answers: dict[str, bytes], folder: str) -> dict[str, Verdict]:
-        """Try the answers that a notebook has handed over, and say of each whether it is right.
+    def verdicts(self, answers: dict[str, bytes], folder: str) -> Iterator[tuple[str, Verdict]]:
+        """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
 
         Those that run on equally many ranks, and in one way, share a launch: where ranks send, it
         is one that decides for every order of their messages. What fails in company is tried again
         alone: an answer before it may have spoilt it.
         """
         limits = partial(enter, folder)
-        judged: dict[str, Verdict] = {}
         companies: dict[tuple, list[Attempt]] = {}
         for number, content in answers.items():
             task = find(number)
@@ -85,12 +84,12 @@ class Judge:
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
         for (_, in_every_order), company in companies.items():
             together = gather_in_every_order if in_every_order else gather
-            judged |= self.compared(company, together(company, limits))
+            judged = self.compared(company, together(company, limits))
             for attempt in company:
                 if judged[attempt.number].message:
                     alone = self.compared([attempt], gather([attempt], limits))
                     judged[attempt.number] = confirmed(alone[attempt.number], attempt, limits)
-        return judged
+                yield attempt.number, judged[attempt.number]
 
     def compared(
         self, attempts: Sequence[Attempt], evidences: Sequence[Evidence]
@@ -107,9 +106,15 @@ class Judge:
 
 
 def grade_one(
-    submission: Submission, exercises: dict[int, Pristine], judge: Judge, seconds: float
+    submission: Submission,
+    exercises: dict[int, Pristine],
+    judge: Judge,
+    seconds: float,
+    progress: Callable = lambda result: None,
 ) -> Result:
-    """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
+    """Grade one submission, whatever it is; an error of the grader itself is reported as such.
+    `progress(result)` is called for each task as soon as it is judged.
+    """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
     result.note = "handed in late" if submission.late else ""
@@ -120,7 +125,7 @@ def grade_one(
         points = pristine.points
         if submission.fault:
             raise GradingError(submission.fault)
-        result.tasks = points_of(pristine, submission, judge, seconds)
+        result.tasks = points_of(pristine, submission, judge, seconds, progress)
     except GradingError as error:
         result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
     except Exception as error:  # One odd submission must not spoil the others' results.
@@ -137,7 +142,7 @@ def grade_one(
 
 
 def points_of(
-    pristine: Pristine, submission: Submission, judge: Judge, seconds: float
+    pristine: Pristine, submission: Submission, judge: Judge, seconds: float, progress: Callable
 ) -> list[TaskResult]:
     """Run a submission's cells and try its answers, each in fresh processes: what each task
     earned.
@@ -152,12 +157,15 @@ def points_of(
             file = Path(folder, "answers", f"{number}.answers")
             if number not in laid.troubles and file.exists():
                 answers[number] = file.read_bytes()
-        judged = judge.verdicts(answers, f"{folder}/work")
+        known = judge.verdicts(answers, f"{folder}/work")
+        judged = {}
         for number, worth in pristine.points.items():
             trouble = laid.troubles.get(number)
             if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
+            while number not in judged:
+                other, judged[other] = next(known)
             result = result_of(number, worth, judged[number])
             source = laid.sources.get(number, "")
             if trouble is None:
@@ -165,6 +173,7 @@ def points_of(
                 result.suspicious = remarks(clean(source), given)
                 name_what_comes_first(result, results, source)
             results.append(result)
+            progress(result)
     return results
 
 

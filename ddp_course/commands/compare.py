@@ -1,11 +1,8 @@
 """`ddp-course compare`, and `compare.run`, `table` and `save` for notebooks and scripts."""
 
 import argparse
-import csv
-import io
 import os
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +116,7 @@ def main(args: argparse.Namespace) -> None:
     written = save(
         results, args.out
     )  # Files come first: the program that reads the table may close the pipe.
-    print(table(results), key(results), *(f"wrote {path}" for path in written), "", sep="\n")
+    print(table(results), KEY, *(f"wrote {path}" for path in written), "", sep="\n")
     print(
         "How to read it: the loss is everywhere the same, the time of a step is not;"
         f" {written[-1]} shows where it goes."
@@ -141,6 +138,8 @@ class Table:
         return self.html
 
 
+KEY = """weights differ by: the largest difference of a weight from the single device's
+–: nothing is sent, or torch sends it and counts nothing"""
 COLUMNS = {  # Each title has a field of a stage's result and a format.
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
@@ -151,14 +150,6 @@ COLUMNS = {  # Each title has a field of a stage's result and a format.
     "last\nloss": ("last_loss", ".4f"),
     "weights\ndiffer by": ("max_abs_diff_vs_single", ".1e"),
 }
-
-
-def key(results: Comparison) -> str:
-    """What the table's words and dashes mean."""
-    lines = ["weights differ by: the largest difference of a weight from the single device's"]
-    if any(stage.bytes_sent_max is None for stage in results.stages):
-        lines.append("–: nothing is sent, or torch sends it and counts nothing")
-    return "\n".join(lines)
 
 
 def table(results: Comparison) -> Table:
@@ -178,18 +169,10 @@ def table(results: Comparison) -> Table:
 
 
 def save(results: Comparison, folder: str | Path) -> list[Path]:
-    """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their
-    paths.
-    """
+    """Write compare.json and .png into `folder`, each replaced in one go; return their paths."""
     written = writable_folder(folder)
-    columns = ["stage", "name", *(name for name, _ in COLUMNS.values()), "bytes_received_max"]
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(columns)
-    writer.writerows(attrgetter(*columns)(stage) for stage in results.stages)
     contents = {
         "compare.json": results.to_json().encode(),
-        "compare.csv": text.getvalue().encode(),
         "compare.png": compare_figure(results).png(dpi=120),
     }
     return [replace_file(written / name, content) for name, content in contents.items()]

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from . import as_typed
+from . import as_typed, say_while
 
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5
@@ -68,11 +68,12 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     """torch, the GPUs, and whether ranks can be launched: the error of a real launch says best what
     forbids it.
     """
-    import torch
-    import torch.distributed as dist
+    with say_while("  loading, some seconds"):
+        import torch
+        import torch.distributed as dist
 
-    from ..running.devices.placement import usable_gpus
-    from ..running.launching.launch import launch
+        from ..running.devices.placement import usable_gpus
+        from ..running.launching.launch import launch
 
     yield "torch", torch.__version__
     with warnings.catch_warnings(record=True) as caught:
@@ -82,7 +83,8 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     if has_nccl:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield "NCCL", nccl
-    used, gpus, where = launch(after_a_sum, world_size=2, timeout=60)[0]
+    with say_while("  launching two ranks, some seconds"):
+        used, gpus, where = launch(after_a_sum, world_size=2, timeout=60)[0]
     yield "two ranks", f"were launched, and their sum on {used} is right"
     yield "ranks meet on", network_in_words(where != own_network())
     names = ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..running.files import course_folder, replace_file
 from ..running.learners_copy import RECORD
-from . import as_typed
+from . import as_typed, say_while
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
@@ -30,7 +30,7 @@ figures and the blocks of show.source are dark too. */
 }
 @media (max-width: 500px) {
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
-  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left; }
+  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
 }
 [data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
@@ -78,15 +78,17 @@ def main(args: argparse.Namespace) -> None:
             f"{path}: kept yours; the course has a newer one, which comes when you rename or delete"
             " yours"
         )
+    print(f"Your copies of the course are in {folder}, and what you change there stays.")
     if args.no_open:
-        print(f"Lessons and exercises are in {args.folder}, and what you change there stays.")
         print(f"Next: {as_typed(f'lab {args.folder}')} opens them in JupyterLab.")
         return
-    print(f"Your copies of the course are in {folder}, and what you change there stays.")
-    print("The browser opens at lesson 00; Ctrl-C ends the lab. Next, in a terminal of the lab:")
+    print(
+        "The browser opens at lesson 00; Ctrl-C twice ends the lab. Next, in a terminal of the lab:"
+    )
     print("ddp-course check says what you have solved.", flush=True)
     prepare_environment(folder)
-    from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
+    with say_while("JupyterLab starts, some seconds"):
+        from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
 
     fixed = [
         # A kernel that has been idle for an hour ends, and frees its memory.
@@ -138,7 +140,7 @@ def bring(folder: Path) -> list[str]:
     changed: they stay.
     """
     record_path = folder / RECORD
-    record = read_record(record_path)
+    record = json.loads(record_path.read_text()) if record_path.exists() else {}
     both_changed = []
     for name, source in course_files():
         content = source.read_bytes()
@@ -156,21 +158,6 @@ def bring(folder: Path) -> list[str]:
             both_changed.append(name)
     replace_file(record_path, json.dumps(record, indent=1).encode())
     return both_changed
-
-
-def read_record(path: Path) -> dict[str, str]:
-    """{file: digest of the course's version that was copied last}; ValueError if it is damaged."""
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{path} is damaged; delete it: files that you have changed will stay as they are"
-        )
-    return record
 
 
 def course_files() -> Iterator[tuple[str, Path]]:

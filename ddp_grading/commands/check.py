@@ -12,15 +12,16 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ddp_course.checking import SO_FAR
+from ddp_course.commands import say_while
 from ddp_course.errors import GradingError
 from ddp_course.running.learners_copy import find_copy, keep
-from ddp_course.running.units import positive_number, whole_number
+from ddp_course.running.units import whole_number
 
 from .. import overview
-from ..grader import grade
+from ..grader import Judge, grade_one
 from ..people import Owner
 from ..results import TaskResult
-from ..submissions import Pristine, load_exercises, read_submission, walk
+from ..submissions import Pristine, exercise_of, load_exercises, read_submission, walk
 
 FOLDERS = (
     ".",
@@ -45,9 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
     )
-    parser.add_argument(
-        "--timeout", type=positive_number, default=120.0, help="seconds it may take (default 120)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -61,25 +59,20 @@ def main(args: argparse.Namespace) -> int:
             f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
         )
     path = args.notebook or own_notebook(args.exercise)
-    if not path.is_file():
-        raise GradingError(f'"{path}" is not there')
     saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
     print(f"{path}, saved {saved}: its cells run first, then its answers", flush=True)
     (item,) = walk(path, (path.name,))
     submission = read_submission(item, Owner("you", path.name))
-    (result,) = grade([submission], exercises, seed, timeout=args.timeout)
-    if result.exercise not in (None, args.exercise):
-        raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
+    number = exercise_of(submission, exercises)
+    if number != args.exercise:
+        raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
+    with say_while("some seconds"):
+        result = grade_one(submission, exercises, Judge(seed), 120.0, show)
     if result.message:
         print(result.message)
-    else:
-        for task in result.tasks:
-            show(task)
-    again = (
-        ""
-        if result.passed or result.message
-        else f"; the same inputs again in a cell: check(…, seed={seed})"
-    )
+    again = ""
+    if not result.passed:
+        again = f"; the same inputs again in a cell: check(…, seed={seed})"
     print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
 
@@ -112,10 +105,12 @@ def own_notebook(exercise: int) -> Path:
 
 def show(task: TaskResult) -> None:
     """Print the result of a task, with the properties that are right if only some are."""
-    holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
-    so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
-    keep("tasks", task.id, task.points == task.possible)
-    print(
-        f"{task.id}  {'correct' if task.points == task.possible else task.message}{so_far}",
-        flush=True,
-    )
+    solved = task.points == task.possible
+    keep("tasks", task.id, solved)
+    holds = [part["name"] for part in task.parts if part["points"]]
+    message = task.message
+    if solved:
+        message = "correct"
+    elif holds:
+        message += f" ({SO_FAR}{', '.join(holds)})"
+    print(f"{task.id}  {message}", flush=True)

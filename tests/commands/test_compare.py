@@ -1,5 +1,4 @@
 import argparse
-import csv
 import errno
 import json
 import os
@@ -82,20 +81,14 @@ def test_times_and_timelines_are_there(results):
     assert results.world_size == 1 or waiting["3"] > 0
 
 
-def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
+def test_results_are_saved_as_json_and_figure(results, tmp_path):
     paths = compare.save(results, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == ["compare.json", "compare.csv", "compare.png"]
+    assert [path.name for path in paths] == ["compare.json", "compare.png"]
     assert Comparison.from_json(paths[0].read_text()) == results
     written = json.loads(paths[0].read_text())
     assert written["version"] == VERSION and written["stages"][0]["step_ms"] > 0
-    rows = list(csv.DictReader(paths[1].open()))
-    assert [row["stage"] for row in rows] == list(ALL)
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in paths[0].parent.iterdir()) == [
-        "compare.csv",
-        "compare.json",
-        "compare.png",
-    ]
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert sorted(paths[0].parent.iterdir()) == paths
     assert all(stage.name in compare.table(results).text for stage in results.stages)
 
 

@@ -1,13 +1,15 @@
 """`ddp-course lab`: the learner's copies are kept, the untouched ones renewed."""
 
+import io
 import json
 import os
 import platform
+import time
 
 import pytest
 
-from ddp_course import cli
-from ddp_course.commands import as_typed, lab
+from ddp_course import cli, commands
+from ddp_course.commands import as_typed, lab, say_while
 
 
 @pytest.fixture
@@ -110,3 +112,20 @@ def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypa
     assert as_typed("lab") == ".venv/bin/ddp-course lab"
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/ddp-course")
     assert as_typed("lab") == "ddp-course lab"
+
+
+def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(commands, "TICK_SECONDS", 0.05)
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        with pytest.raises(KeyError), say_while("loading"):
+            time.sleep(0.5)
+            raise KeyError
+        shown[type(stream)] = stream.getvalue()
+    assert shown[Terminal].startswith("loading\n0.05 s\r0.1 s\r")
+    assert shown[io.StringIO] == ""

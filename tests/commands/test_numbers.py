@@ -19,7 +19,6 @@ COMMANDS = {
         ("--timeout", POSITIVE),
     ],
     "grade": [("--jobs", WHOLE), ("--timeout", POSITIVE)],
-    "check": [("--timeout", POSITIVE)],
     "train": [
         ("--steps", WHOLE),
         ("--every", WHOLE),

@@ -13,8 +13,9 @@ from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course import cli
 from ddp_course.checking.checks import solution
-from ddp_grading import run_cells
-from ddp_grading.submissions import load_exercises
+from ddp_grading import grader, run_cells
+from ddp_grading.people import Owner
+from ddp_grading.submissions import load_exercises, read_submission, walk
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"
@@ -308,6 +309,25 @@ def folder_of(process):
         return ""
 
 
+def test_a_task_is_told_as_soon_as_it_is_judged(tmp_path, monkeypatch):
+    """Right answers do not wait until a wrong one was tried again."""
+    path = hand_in(tmp_path, {"1.3": "def gradient_bytes(model): pass"})
+    (item,) = walk(path, (path.name,))
+    events = []
+
+    def confirmed(verdict, attempt, limits):
+        events.append(f"tried again: {attempt.number}")
+        return verdict
+
+    monkeypatch.setattr(grader, "confirmed", confirmed)
+    submission = read_submission(item, Owner("you", path.name))
+    result = grader.grade_one(
+        submission, EXERCISES, grader.Judge(3), 120.0, lambda task: events.append(task.id)
+    )
+    assert [task.id for task in result.tasks] == ["1.1", "1.2", "1.3"]
+    assert events == ["1.1", "1.2", "tried again: 1.3", "1.3"]
+
+
 def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypatch, capsys):
     hand_in(tmp_path / "work" / "exercises", {"1.3": edited("1.3", (" * p.element_size()", ""))})
     hand_in(tmp_path / "exercises", {"1.3": "def gradient_bytes(model): pass"})
@@ -326,5 +346,5 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
     assert cli.main(["check", "99"]) == 2 and "1 to 15" in capsys.readouterr().err
     assert (
         cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 2
-        and "is not there" in capsys.readouterr().err
+        and "nope.ipynb" in capsys.readouterr().err
     )

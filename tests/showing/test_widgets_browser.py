@@ -216,7 +216,9 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         inverted = "invert" in block.evaluate("block => getComputedStyle(block).filter")
         assert inverted == (theme == "Dark")
         for row in explorer.locator(".widget-inline-hbox:has(.noUi-target)").all():
-            title = row.locator(".widget-label").bounding_box()
+            label = row.locator(".widget-label")
+            assert label.evaluate("label => getComputedStyle(label).textAlign") == "left"
+            title = label.bounding_box()
             track = row.locator(".noUi-target").bounding_box()
             assert title["y"] + title["height"] <= track["y"] + 4 and track["width"] > 150
         assert page.locator(".jp-FileBrowser").is_hidden(), "the list of files leaves no room"

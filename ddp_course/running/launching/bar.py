@@ -1,13 +1,16 @@
 """The progress bar of a launch, which the caller draws from the steps that rank 0 reports."""
 
 import sys
+import time
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
+PATIENCE_SECONDS = 2.0
+
 
 class Bar:
-    """The bar in the caller, which is made at the first step, so that nothing is drawn if nothing
-    trains.
+    """The bar in the caller, which is made at the first step, or when that is long in coming. Its
+    seconds go on also where no step ends.
     """
 
     def __init__(self, progress: Any):
@@ -16,6 +19,15 @@ class Bar:
             progress = ("rank 0", progress)
         self.name, self.total = progress
         self.bar = cast(Any, None)
+        self.due = time.monotonic() + PATIENCE_SECONDS
+
+    def wait(self) -> None:
+        """Draw the bar anew every two seconds, if one is wanted, so that its seconds go on."""
+        if self.total and time.monotonic() > self.due:
+            self.due += PATIENCE_SECONDS
+            if self.bar is None:
+                self.advance_to(0)
+            self.bar.refresh()
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""

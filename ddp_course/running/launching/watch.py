@@ -71,6 +71,7 @@ class Launch:
         self.ending = decide(self.phase, self.events, time.monotonic())
         while self.ending is None:
             self.events += self.ranks.read(TICK_SECONDS)
+            self.bar.wait()
             now = time.monotonic()
             self.ending = decide(self.phase, self.events, now)
             following = next_phase(self.phase, self.events, now)

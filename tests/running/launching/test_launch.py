@@ -26,7 +26,7 @@ from soak.launches import FROM_OUTSIDE, attempt
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError
-from ddp_course.running.launching import inbox, server_handle, setting
+from ddp_course.running.launching import bar, inbox, server_handle, setting
 
 SOAK = Path(__file__).parents[2] / "soak"
 
@@ -446,6 +446,19 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
     printed = capfd.readouterr()
     assert "30/30" in printed.err and printed.err.count("\n") == 1
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
+
+
+def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monkeypatch):
+    def train():
+        time.sleep(1.5)
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+
+    monkeypatch.setattr(bar, "PATIENCE_SECONDS", 0.2)
+    launch(train, world_size=1, progress=1)
+    drawn = capfd.readouterr().err
+    assert drawn.count("0/1") > 3 and "0/1 [00:01<" in drawn and "1/1" in drawn
+    launch(time.sleep, 0.5, world_size=1)
+    assert capfd.readouterr().err == ""
 
 
 def test_random_faults_leave_nothing_behind():
