@@ -112,7 +112,9 @@ class Judge:
 def grade_one(
     submission: Submission, exercises: dict[int, Pristine], judge: Judge, seconds: float
 ) -> Result:
-    """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
+    """Grade one submission, whatever it is; an error of the grader itself is reported as such.
+    Raises nothing.
+    """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
     result.note = "handed in late" if submission.late else ""
@@ -187,7 +189,9 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
 
 
 def run(laid: Laid, folder: str, seconds: float) -> dict[str, str]:
-    """Run a submission's cells in a process of their own; return {id: its error, or ""}."""
+    """Run a submission's cells in a process of their own; return {id: its error, or ""}. Raises
+    RuntimeError if the process ends without an answer.
+    """
     if laid.sources.keys() <= laid.troubles.keys():
         return {}  # Nothing was answered, so nothing runs.
     for name in ("work", "answers", "ipython"):

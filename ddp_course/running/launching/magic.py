@@ -35,7 +35,8 @@ class RanksMagic(Magics):
         """Run the cell on several ranks, with rank, world_size, dist, torch and device at hand.
 
         The names that the cell uses from the notebook are sent along. What the ranks print is shown
-        rank by rank, with the value of each rank's last expression.
+        rank by rank, with the value of each rank's last expression. Raises the errors of `launch`,
+        without the frames in between.
         """
         try:
             self.run(parse_argstring(self.ranks, line), cell)
