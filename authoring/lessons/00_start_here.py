@@ -236,8 +236,8 @@ machine has, in real time. With GPUs there are as many ranks as GPUs, at least t
 Each lesson has such a cell near its end.
 
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,
-140 ms with the server, 119 ms with the ring and 88 ms with buckets. Nothing could become faster there, but what buckets
-hide can be seen: the ring adds 56 ms to the single device's time, buckets add 25.
+145 ms with the server, 139 ms with the ring and 104 ms with buckets. Nothing could become faster there, but what buckets
+hide can be seen: the ring adds 76 ms to the single device's time, buckets add 41.
 """
 
 # %% on-your-gpus

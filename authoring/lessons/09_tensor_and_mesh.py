@@ -207,6 +207,14 @@ same samples, ranks of a column hold the same slices and average their gradients
 
 ![Four ranks in two rows, hosts as boxes: the two ranks of a host add up activations; ranks with the same slice, one below the other, average gradients](../docs/figures/mesh_2x2.svg)
 
+How do the ranks get there? Each rank lays all of them out as a grid, and makes a group of each line along each axis:
+"""
+
+# %% mesh-source
+show.source(stage9_tensor.mesh, click="Write task 9.3 first, then open: the mesh")
+
+# %% [markdown]
+r"""
 The loop is that of the ring but for the mesh: the average goes over one axis of it, the split over the other.
 """
 
@@ -318,8 +326,9 @@ Task 13.6 asks for both limits.
 
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
 by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of
-layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits
-them too.
+layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022; task 9.5)
+splits them too. One activation is larger than all the others: the **logits**, 128,000 or more for each token. They are never
+gathered: with the last layer split by columns, the loss needs three numbers of each token from all ranks (task 9.6).
 
 ## A sequence on all ranks: ring attention (optional)
 

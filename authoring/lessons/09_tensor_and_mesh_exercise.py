@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 9: tensor parallelism and the mesh
 #
-# Four tasks: how to cut a pair of layers, the two functions around them, a mesh with a fault, and a plan
-# for a machine with two kinds of links. The first three need a few lines each; the last is a search with a score.
+# Six tasks: how to cut a pair of layers, the two functions around them, the mesh, a plan for a machine with two kinds of
+# links, layers between which the sequence is split, and a loss of which no rank ever has all logits.
 #
 # Stuck? `hint("9.1")` gives the first of three hints for a task, and
 # `hint("9.1", 2)` the next.
@@ -87,51 +87,35 @@ check("9.2", Enter, Leave)
 
 
 # %% [markdown]
-# ## 9.3 A mesh to mend
+# ## 9.3 The mesh
 #
-# *15 minutes · medium*
+# *20 minutes · medium*
 #
-# Somebody trains on a mesh of three axes. Rank numbers count along `tensor` first, then along `pipeline`, then along `data`, so
-# that the ranks that share a layer are neighbours, inside a host. Activations are added up over the group "tensor", gradients
-# are averaged over the group "data". With `data=2, pipeline=1, tensor=2` there is no error and the loss falls, but not as it
-# does on one device; and at the end ranks 0 and 2, which should hold the same slices, have different weights.
+# `sizes` says how large a mesh is along each axis, such as `{"data": 2, "pipeline": 2, "tensor": 4}`. Rank numbers count along the
+# last axis first, so that the ranks that share a layer are neighbours, inside a host; then along the axis before it, and so on.
+# Two ranks are in one group along an axis if they differ in their place on this axis alone: on this mesh rank 5 belongs to 4, 5, 6, 7
+# along `tensor`, to 1, 5 along `pipeline` and to 5, 13 along `data`.
 #
-#     1  def groups(rank, data, pipeline, tensor):
-#     2      t = rank % tensor
-#     3      p = rank // tensor % pipeline
-#     4      d = rank // (tensor * pipeline)
-#     5      first_of_row = (d * pipeline + p) * tensor
-#     6      return {
-#     7          "tensor": [first_of_row + i for i in range(tensor)],
-#     8          "pipeline": [(d * pipeline + i) * tensor + t for i in range(pipeline)],
-#     9          "data": [(d * pipeline + p) * tensor + i for i in range(data)],
-#     10     }
-#
-# Which line is wrong? Mend it: the ranks of each group in order.
+# `new_group(ranks)` makes a group of these ranks and returns it, as `dist.new_group` does. Its rules are those of torch: *every*
+# rank calls it for *every* group, also for those that it is not in, and all ranks in the same order. If they do not, they wait for
+# ever, or hold groups of which the other members know nothing. Give it the ranks in order. An axis of size 1 has groups, too.
 # %% answer-9-3
-def the_bug():
-    """Return the number of the line that is wrong."""
+def make_mesh(rank, sizes, new_group):
+    """Return {axis: the group along it that `rank` belongs to}."""
     ### BEGIN SOLUTION
-    return 9
+    grid = torch.arange(torch.Size(sizes.values()).numel()).view(*sizes.values())
+    groups = {}
+    for position, (axis, size) in enumerate(sizes.items()):
+        for line in grid.movedim(position, -1).reshape(-1, size).tolist():
+            group = new_group(line)
+            if rank in line:
+                groups[axis] = group
+    return groups
     ### END SOLUTION
 
 
-def mended_groups(rank, data, pipeline, tensor):
-    """Return {"tensor": ranks, "pipeline": ranks, "data": ranks}: those of each axis that `rank` belongs to."""
-    ### BEGIN SOLUTION
-    t = rank % tensor
-    p = rank // tensor % pipeline
-    d = rank // (tensor * pipeline)
-    return {
-        "tensor": [(d * pipeline + p) * tensor + i for i in range(tensor)],
-        "pipeline": [(d * pipeline + i) * tensor + t for i in range(pipeline)],
-        "data": [(i * pipeline + p) * tensor + t for i in range(data)],
-    }
-    ### END SOLUTION
-
-
-# %% check-9-3 points=3
-check("9.3", the_bug, mended_groups)
+# %% check-9-3 points=4
+check("9.3", make_mesh)
 
 
 # %% [markdown]
@@ -228,3 +212,56 @@ class Scatter(torch.autograd.Function):
 
 # %% check-9-5 points=3
 check("9.5", Gather, Scatter)
+
+
+# %% [markdown]
+# ## 9.6 A loss without the logits
+#
+# *30 minutes · hard*
+#
+# A language model's last layer has an output for each word of the vocabulary, 128,000 or more. Split by columns, each rank has the
+# logits of some words, and gathering them would send, and keep, the largest activation of the model. The cross entropy needs less: of a
+# token with logits z and target y it is
+#
+#     log(sum over j of exp(z_j - m)) + m - z_y
+#
+# with any m; if m is the largest logit, no exponential overflows. The gradient of z_j is exp(z_j - m) / sum, and 1 less for j = y.
+#
+# `logits` are this rank's columns, `first` and those after it, of shape (tokens, columns). `targets`, equal on all ranks, are words of the
+# whole vocabulary, or -100 for a token that does not count: no loss, no gradient, not a part of the mean. At least one counts.
+# `all_max(tensor)` and `all_sum(tensor)` return the largest and the sum of the ranks' tensors, element by element; autograd sees neither.
+# The result is torch's `cross_entropy` of the whole logits, on every rank, and the gradient of this rank's columns. Three numbers per token
+# have to travel, however large the vocabulary is.
+# %% answer-9-6
+class SplitLoss(torch.autograd.Function):
+    """The mean cross entropy, from logits of which each rank has some columns."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, first, all_max, all_sum):
+        ### BEGIN SOLUTION
+        highest = all_max(logits.amax(1))
+        weights = (logits - highest[:, None]).exp()
+        total = all_sum(weights.sum(1))
+        columns = targets - first
+        rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+        at_target = torch.zeros_like(highest)
+        at_target[rows] = logits[rows, columns[rows]]
+        losses = total.log() + highest - all_sum(at_target)
+        gradient = weights / total[:, None]
+        gradient[rows, columns[rows]] -= 1
+        counts = targets != -100
+        gradient[~counts] = 0
+        ctx.save_for_backward(gradient / counts.sum())
+        return losses[counts].mean()
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ### BEGIN SOLUTION
+        (of_logits,) = ctx.saved_tensors
+        return gradient * of_logits, None, None, None, None
+        ### END SOLUTION
+
+
+# %% check-9-6 points=5
+check("9.6", SplitLoss)

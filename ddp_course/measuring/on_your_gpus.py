@@ -131,7 +131,7 @@ def profile_step(size: Size, file: str) -> None:
     problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
     model = problem.model()
     third = torch.profiler.schedule(wait=0, warmup=3, active=1, repeat=1)
-    with torch.profiler.profile(schedule=third) as profiler:
+    with torch.profiler.profile(schedule=third, acc_events=True) as profiler:
         model.register_forward_pre_hook(lambda *_: profiler.step())
         ladder.find("6").trainer({})(model, problem.batches(size.global_batch, 4, 0, *share), RATE)
     if share[0] == 0:

@@ -120,52 +120,90 @@ class Leave(torch.autograd.Function):
 # %% 9.2 told: one gradient for two arguments | incorrect number of gradients
 #-         return ctx.all_reduce(gradient.clone()), None
 #+         return ctx.all_reduce(gradient.clone())
-# %% 9.3 right: from a grid
-def the_bug():
-    return 9
-
-
-def mended_groups(rank, data, pipeline, tensor):
-    grid = torch.arange(data * pipeline * tensor).view(data, pipeline, tensor)
-    d, p, t = (int(index) for index in (grid == rank).nonzero()[0])
-    return {"tensor": grid[d, p].tolist(), "pipeline": grid[d, :, t].tolist(), "data": grid[:, p, t].tolist()}
-
-
 # %% 9.3 right: by strides
-def the_bug():
-    line = 9
-    return line
+def make_mesh(rank, sizes, new_group):
+    groups = {}
+    stride = 1
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    for axis, size in reversed(sizes.items()):
+        for first in range(ranks):
+            if first // stride % size == 0:
+                members = range(first, first + size * stride, stride)
+                group = new_group(members)
+                if rank in members:
+                    groups[axis] = group
+        stride *= size
+    return groups
 
 
-def mended_groups(rank, data, pipeline, tensor):
-    def line_of(size, stride):
-        first = rank - rank // stride % size * stride
-        return list(range(first, first + size * stride, stride))
+# %% 9.3 right: by coordinates, each group once
+def make_mesh(rank, sizes, new_group):
+    from itertools import product
 
-    return {"tensor": line_of(tensor, 1), "pipeline": line_of(pipeline, tensor), "data": line_of(data, tensor * pipeline)}
+    places = list(product(*(range(size) for size in sizes.values())))
+    made = {}
+    groups = {}
+    for n, axis in enumerate(sizes):
+        for place in places:
+            members = tuple(r for r, other in enumerate(places) if other[:n] + other[n + 1 :] == place[:n] + place[n + 1 :])
+            if (axis, members) not in made:
+                made[axis, members] = new_group(list(members))
+        for (of, members), group in made.items():
+            if of == axis and rank in members:
+                groups[axis] = group
+    return groups
 
 
-# %% 9.3 wrong: line 8 | line 8 walks along the pipeline and keeps d and t, as it should
-#-     return 9
-#+     return 8
-# %% 9.3 wrong: line 2 | t counts the neighbours of a row, as it should
-#-     return 9
-#+     return 2
-# %% 9.3 wrong: not mended | these are ranks that share a layer: along "data" only d changes, p and t stay
-#- [(i * pipeline + p) * tensor + t for i in range(data)]
-#+ [(d * pipeline + p) * tensor + i for i in range(data)]
-# %% 9.3 wrong: i counts blocks | t is the coordinate that counts single ranks; along "data" it stays
-#- [(i * pipeline + p) * tensor + t for i in range(data)]
-#+ [i * tensor + t for i in range(data)]
-# %% 9.3 wrong: t is forgotten | the other slices' gradients are averaged: t stays this rank's own
-#- [(i * pipeline + p) * tensor + t for i in range(data)]
-#+ [(i * pipeline + p) * tensor for i in range(data)]
-# %% 9.3 wrong: p is forgotten | gradients of another part of the model are averaged: p stays this rank's own
-#- [(i * pipeline + p) * tensor + t for i in range(data)]
-#+ [i * pipeline * tensor + t for i in range(data)]
+# %% 9.3 wrong: only its own groups | each rank makes only the groups that it is in: all ranks must call new_group for every group
+#-             group = new_group(line)
+#-             if rank in line:
+#-                 groups[axis] = group
+#+             if rank in line:
+#+                 groups[axis] = new_group(line)
+# %% 9.3 wrong: its own groups first | each rank makes its own groups before the others': the order must be the same on all ranks
+#- in grid.movedim(position, -1).reshape(-1, size).tolist():
+#+ in sorted(grid.movedim(position, -1).reshape(-1, size).tolist(), key=lambda line: rank not in line):
+# %% 9.3 wrong: the group made last | this is the group that was made last, not the one that the rank is in
+#-             if rank in line:
+#-                 groups[axis] = group
+#+             groups[axis] = group
+# %% 9.3 wrong: the first axis counts single ranks | rank numbers count along the last axis first, here along the first one
+#- .view(*sizes.values())
+#+ .view(*reversed(sizes.values())).permute(*reversed(range(len(sizes))))
+# %% 9.3 wrong: neighbours along every axis | ranks next to each other along every axis: only along the last one they are neighbours
+#- grid.movedim(position, -1).reshape(-1, size)
+#+ grid.reshape(-1, size)
+# %% 9.3 wrong: across all other axes | these are the ranks that differ in other axes: along an axis only the place on it differs
+#- .movedim(position, -1).reshape(-1, size).tolist():
+#+ .movedim(position, 0).reshape(size, -1).tolist():
+# %% 9.3 wrong: a group of all | all ranks are in this group: a mesh has a group for each line of ranks
+#- .movedim(position, -1).reshape(-1, size).tolist():
+#+ .reshape(1, -1).tolist():
+# %% 9.3 wrong: a group for each of its ranks | each rank makes its line anew, and keeps its own of these groups: in it nobody answers; make each group once
+#-         for line in grid.movedim(position, -1).reshape(-1, size).tolist():
+#-             group = new_group(line)
+#-             if rank in line:
+#-                 groups[axis] = group
+#+         lines = grid.movedim(position, -1).reshape(-1, size).tolist()
+#+         for member in range(grid.numel()):
+#+             (line,) = [line for line in lines if member in line]
+#+             group = new_group(line)
+#+             if rank == member:
+#+                 groups[axis] = group
 # %% 9.3 wrong: in the other order | these are the right ranks, but not in order
-#- [(i * pipeline + p) * tensor + t for i in range(data)]
-#+ [(i * pipeline + p) * tensor + t for i in reversed(range(data))]
+#- new_group(line)
+#+ new_group(line[::-1])
+# %% 9.3 told: lists of ranks | what new_group returned was expected
+#-                 groups[axis] = group
+#+                 groups[axis] = line
+# %% 9.3 told: no groups of one rank | also for an axis of size 1
+#-             if rank in line:
+#+             if rank in line and size > 1:
+# %% 9.3 told: groups in a list | a dict with a group for each axis
+#-     return groups
+#+     return list(groups.values())
 # %% 9.4 right: the best of a list
 def plan(job):
     def seconds(shape):
@@ -312,3 +350,134 @@ class Scatter:
 # %% 9.5 wrong: gradients halved | the gradient of x is too small: a reduce-scatter sums, and nothing is to be divided
 #- return ctx.reduce_scatter(gradient), None, None
 #+ return ctx.reduce_scatter(gradient) / 2, None, None
+# %% 9.6 right: sums stacked, a mask in place of indices
+class SplitLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, first, all_max, all_sum):
+        top = all_max(logits.max(dim=-1).values)
+        shifted = logits - top.unsqueeze(-1)
+        own = torch.arange(first, first + logits.shape[-1]) == targets.unsqueeze(-1)
+        exps, of_target = all_sum(torch.stack([shifted.exp().sum(-1), (shifted * own).sum(-1)]))
+        counts = (targets >= 0).to(logits.dtype)
+        ctx.save_for_backward(shifted, exps, own, counts)
+        return ((exps.log() - of_target) * counts).sum() / counts.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        shifted, exps, own, counts = ctx.saved_tensors
+        share = gradient * counts / counts.sum()
+        return (shifted.exp() / exps.unsqueeze(-1) - own.to(shifted.dtype)) * share.unsqueeze(-1), None, None, None, None
+
+
+# %% 9.6 right: the targets' logits in one number
+class SplitLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, first, all_max, all_sum):
+        counts = targets != -100
+        logits, targets = logits[counts], targets[counts]
+        top = all_max(logits.amax(1))
+        exps = torch.exp(logits - top[:, None])
+        total = all_sum(exps.sum(1))
+        of_targets = torch.zeros(1, dtype=logits.dtype)
+        gradient = torch.zeros(len(counts), logits.shape[1], dtype=logits.dtype)
+        own = exps / total[:, None]
+        for row, target in enumerate(targets.tolist()):
+            if first <= target < first + logits.shape[1]:
+                of_targets += logits[row, target - first]
+                own[row, target - first] -= 1
+        gradient[counts] = own / len(targets)
+        ctx.gradient = gradient
+        return (total.log().sum() + top.sum() - all_sum(of_targets)[0]) / len(targets)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.gradient * gradient, None, None, None, None
+
+
+# %% 9.6 told: no maximum | exponentials of large logits overflow
+#-         highest = all_max(logits.amax(1))
+#+         highest = torch.zeros_like(logits[:, 0])
+# %% 9.6 wrong: each rank's own maximum | each rank subtracts its own largest logit: sums of exponentials fit together only if m is the same on all ranks
+#-         highest = all_max(logits.amax(1))
+#+         highest = logits.amax(1)
+# %% 9.6 told: one maximum for all tokens | or those of small ones are all 0, unless each token's own largest logit
+#-         highest = all_max(logits.amax(1))
+#+         highest = all_max(logits.amax().expand(len(logits)))
+# %% 9.6 wrong: the sum is this rank's | the exponentials are summed over this rank's words alone: add the ranks' sums up
+#-         total = all_sum(weights.sum(1))
+#+         total = weights.sum(1)
+# %% 9.6 wrong: the target's logit of this rank | a rank without the target has 0 for its logit: add the ranks' up
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() + highest - at_target
+# %% 9.6 wrong: the target outside its columns | targets of other ranks count too, at this rank's first or last column: only the rank that has the word adds its logit
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#+         rows = torch.arange(len(logits))
+#+         columns = columns.clamp(0, logits.shape[1] - 1)
+# %% 9.6 wrong: the one-hot on every rank | the gradient is 1 less in a column of each rank: only the rank that has the target subtracts it
+#-         gradient[rows, columns[rows]] -= 1
+#+         gradient[torch.arange(len(logits)), columns.clamp(0, logits.shape[1] - 1)] -= 1
+# %% 9.6 wrong: a negative index | a target of another rank counts at one of this rank's columns: an index below 0 counts from the end
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#+         rows = ((columns >= -logits.shape[1]) & (columns < logits.shape[1])).nonzero().flatten()
+# %% 9.6 wrong: m is not added again | m is missing in the loss: what is subtracted from all logits is subtracted from the target's, too
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() - all_sum(at_target)
+# %% 9.6 wrong: m on every rank | m is added up over the ranks: each token has it once
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() - all_sum(at_target - highest)
+# %% 9.6 wrong: no one-hot | the gradient is softmax alone: at the target it is 1 less
+#-         gradient[rows, columns[rows]] -= 1
+# %% 9.6 wrong: softmax of its own words | softmax over this rank's words alone: divide by the sum over all ranks
+#-         gradient = weights / total[:, None]
+#+         gradient = weights / weights.sum(1, keepdim=True)
+# %% 9.6 wrong: a sum | the losses are summed: take their mean over the tokens that count
+#-         ctx.save_for_backward(gradient / counts.sum())
+#-         return losses[counts].mean()
+#+         ctx.save_for_backward(gradient)
+#+         return losses[counts].sum()
+# %% 9.6 wrong: a sum's gradient | that is the gradient of the sum of losses: the mean's is divided by the number of tokens that count
+#-         ctx.save_for_backward(gradient / counts.sum())
+#+         ctx.save_for_backward(gradient)
+# %% 9.6 wrong: a mean over all tokens | the mean is over all tokens: those with target -100 do not count
+#-         ctx.save_for_backward(gradient / counts.sum())
+#-         return losses[counts].mean()
+#+         ctx.save_for_backward(gradient / len(counts))
+#+         return losses[counts].sum() / len(counts)
+# %% 9.6 wrong: divided by all tokens in the gradient | the loss is a mean over the tokens that count, and so is its gradient: divide by their number
+#-         ctx.save_for_backward(gradient / counts.sum())
+#+         ctx.save_for_backward(gradient / len(counts))
+# %% 9.6 wrong: all tokens count | tokens with target -100 are in the mean: they have no loss and no gradient
+#-         counts = targets != -100
+#+         counts = torch.ones_like(targets, dtype=torch.bool)
+# %% 9.6 wrong: gradients of tokens that do not count | the gradient of a token with target -100 is 0
+#-         gradient[~counts] = 0
+# %% 9.6 wrong: a mean over ranks | every rank has the whole loss already: a mean over the ranks is not needed
+#-         return losses[counts].mean()
+#+         ranks = all_sum(torch.ones(1))
+#+         return losses[counts].mean() / ranks[0]
+# %% 9.6 wrong: the gradient over ranks | each rank has the gradient of its own columns, and no other has a part of it: nothing is divided by the number of ranks
+#-         ctx.save_for_backward(gradient / counts.sum())
+#+         ctx.save_for_backward(gradient / counts.sum() / all_sum(torch.ones(1))[0])
+# %% 9.6 wrong: the gradient that comes in | backward ignores the gradient that comes in: multiply by it
+#-         return gradient * of_logits, None, None, None, None
+#+         return of_logits, None, None, None, None
+# %% 9.6 wrong: everything is gathered | that is the whole row of logits, on every rank: three numbers per token are enough
+#-         highest = all_max(logits.amax(1))
+#+         everything = torch.zeros(len(logits), 11, dtype=logits.dtype)
+#+         everything[:, first : first + logits.shape[1]] = logits
+#+         highest = all_sum(everything).amax(1)
+# %% 9.6 wrong: the logits are overwritten | the logits that come in were changed: somebody else may use them too
+#-         weights = (logits - highest[:, None]).exp()
+#+         logits -= highest[:, None]
+#+         weights = logits.exp()
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() - all_sum(at_target)
+# %% 9.6 told: a plain index | a target may be in another rank's columns
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#+         rows = torch.arange(len(logits))
+# %% 9.6 told: only ranks with a target call | also a rank whose columns have no target
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() + highest - (all_sum(at_target) if len(rows) else 0)
+# %% 9.6 told: autograd of the sums alone | incorrect number of gradients
+#-         return gradient * of_logits, None, None, None, None
+#+         return gradient * of_logits

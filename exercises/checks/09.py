@@ -1,12 +1,15 @@
-"""Exercise 9: slices of a gated MLP, the functions around split layers, a mesh to mend, a plan for
-a machine.
+"""Exercise 9: slices of a gated MLP, the functions around split layers, the mesh, a plan for a
+machine, a split sequence, a split vocabulary.
 """
+
+import math
 
 import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
+from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
 
 from .shared import require, several, tensors, worlds
@@ -97,31 +100,90 @@ class EnterAndLeave:
             yield name, f"{name}, backward: the gradient that came in, afterwards", back
 
 
-@task("9.3", ("the_bug", "mended_groups"), {"the line": 1, "mended": 2})
-class MeshToMend:
-    """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
+class MadeGroup:
+    """What `new_group` gives: the place of the call among this rank's, and the ranks."""
+
+    def __init__(self, call, ranks):
+        self.call = call
+        self.ranks = ranks
+
+
+@task("9.3", "make_mesh", {"groups": 2, "order": 2})
+class MakeMesh:
+    """All lines of the grid along each axis become groups, on all ranks in one order."""
 
     def draw(random):
-        sizes = [
-            (2, 1, 2),
-            (4, 1, 1),
-            (1, 3, 2),
-            (3, 2, 4),
-            tuple(random.randrange(1, 5) for _ in range(3)),
+        meshes = [
+            {"data": 2, "tensor": 2},
+            {"data": 3, "pipeline": 2, "tensor": 4},
+            {"pipeline": 1, "tensor": 3},
+            {axis: random.randrange(2, 4) for axis in ("data", "pipeline", "tensor")},
         ]
-        return {"sizes": sizes}
+        return {"meshes": meshes}
 
-    def probe(the_bug, mended_groups, sizes):
-        yield "the line", "the faulty line", the_bug()
-        for data, pipeline, tensor in sizes:
-            for rank in range(data * pipeline * tensor):
-                groups = mended_groups(rank, data, pipeline, tensor)
-                for axis in ("tensor", "pipeline", "data"):
-                    case = (
-                        f"data={data}, pipeline={pipeline}, tensor={tensor}, rank {rank}: the ranks"
-                        f' of "{axis}"'
-                    )
-                    yield "mended", case, [int(member) for member in groups[axis]]
+    def probe(make_mesh, meshes):
+        for sizes in meshes:
+            about = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            calls_by_rank = []
+            groups_by_rank = []
+            for rank in range(math.prod(sizes.values())):
+                calls = []
+
+                def new_group(ranks, calls=calls):
+                    group = MadeGroup(len(calls), [int(rank) for rank in ranks])
+                    calls.append(group)
+                    return group
+
+                groups = make_mesh(rank, dict(sizes), new_group)
+                calls_by_rank.append([group.ranks for group in calls])
+                groups_by_rank.append(groups)
+                for axis in sizes:
+                    case = f'{about}, rank {rank}: the ranks of "{axis}"'
+                    yield "groups", case, ranks_of(groups, axis, case)
+            yield "", f"{about}: how many groups", [len(calls) for calls in calls_by_rank]
+            yield "order", f"{about}: all ranks make the same groups", unequal_calls(calls_by_rank)
+            yield "order", f"{about}: one group for all its ranks", twins(groups_by_rank)
+
+
+def ranks_of(groups, axis, case):
+    """The ranks of a rank's group along an axis."""
+    require(
+        isinstance(groups, dict) and axis in groups,
+        f"{case}: a dict with a group for each axis was expected, also for an axis of size 1",
+    )
+    require(
+        isinstance(groups[axis], MadeGroup),
+        f"{case}: what new_group returned was expected, not {groups[axis]!r:.60}",
+    )
+    return groups[axis].ranks
+
+
+def unequal_calls(calls_by_rank):
+    """In words, the first call of new_group that another rank than rank 0 makes differently."""
+    rule = "every rank makes every group, also those that it is not in, in the same order"
+    for rank, calls in enumerate(calls_by_rank):
+        for number, (first, other) in enumerate(zip(calls_by_rank[0], calls, strict=False)):
+            if first != other:
+                return f"call {number} of rank 0 is for {first}, of rank {rank} for {other}: {rule}"
+        if len(calls) != len(calls_by_rank[0]):
+            return f"rank 0 makes {len(calls_by_rank[0])} groups, rank {rank} {len(calls)}: {rule}"
+    return ""
+
+
+def twins(groups_by_rank):
+    """In words, two ranks whose groups have the same members and come from different calls."""
+    calls = {}
+    for rank, groups in enumerate(groups_by_rank):
+        for axis, group in groups.items():
+            members = axis, *group.ranks
+            first, call = calls.setdefault(members, (rank, group.call))
+            if call != group.call:
+                return (
+                    f'ranks {first} and {rank} have different groups of {group.ranks} as "{axis}",'
+                    f" from the calls {call} and {group.call}: in neither of them does anybody"
+                    " answer; make each group once"
+                )
+    return ""
 
 
 @task("9.4", "plan", {"fits": 1, "seconds": 3})
@@ -232,3 +294,92 @@ class SequenceParallel:
             for name, tensor in (("x", part), ("first", weights[0]), ("second", weights[1])):
                 yield "backward", f"{about}, the gradient of {name}", tensor.grad
             yield "calls", f"{about}, calls in both passes", dict(collectives.calls)
+
+
+class CountedSums:
+    """The largest and the sum over the ranks, and how many numbers went into both."""
+
+    def __init__(self, group, size):
+        self.group = group
+        self.size = size
+        self.numbers = 0
+
+    def all_sum(self, tensor):
+        self.numbers += tensor.numel()
+        total = tensor.detach().clone().contiguous()
+        ring_all_reduce(total, self.group)
+        return total
+
+    def all_max(self, tensor):
+        self.numbers += tensor.numel()
+        rows = torch.zeros(self.size, *tensor.shape, dtype=tensor.dtype)
+        rows[dist.get_rank()] = tensor.detach()
+        ring_all_reduce(rows, self.group)
+        return rows.amax(0)
+
+
+WORDS = 11  # The vocabulary of 9.6.
+
+
+@task(
+    "9.6",
+    "SplitLoss",
+    {"loss": 2, "gradient": 2, "numbers sent": 1},
+    ranks=4,
+    forbidden=COLLECTIVES,
+    hang="does each rank make the same calls, also a rank whose columns have no target?",
+)
+class LossOfSplitVocabulary:
+    """Torch's cross entropy of the whole logits and its gradient, from three numbers per token."""
+
+    def draw(random):
+        (logits,) = tensors(random, 1, 7, WORDS, dtype=torch.float64)
+        # Exponentials of such numbers overflow, or are all 0, unless each token's own largest
+        # logit is subtracted.
+        logits += torch.tensor([2000.0, -2000, 0, 0, 900, -900, 0], dtype=torch.float64)[:, None]
+        # Rank 1 of four has none of these words.
+        targets = [0, WORDS - 1, -100, random.choice((1, 2)), 9, -100, random.choice((0, 10))]
+        return {"logits": logits, "targets": targets, "slope": random.randrange(2, 9)}
+
+    def probe(SplitLoss, logits, targets, slope):
+        targets = torch.tensor(targets)
+        for size, group in worlds(4, 3, 2, 1):
+            sums = CountedSums(group, size)
+            words = torch.arange(WORDS).tensor_split(size)[dist.get_rank()]
+            own = logits[:, words].clone().requires_grad_()
+            inside = own * 1
+            about = f"with {size} ranks" if size > 1 else "on one rank"
+            others = targets.clone(), int(words[0]), sums.all_max, sums.all_sum
+            try:
+                loss = SplitLoss.apply(inside, *others)
+            except IndexError as error:
+                raise Wrong(
+                    f"{about}: {error}: a target may be in another rank's columns"
+                ) from error
+            yield "loss", f"{about}, the loss is a number", overflow(loss)
+            yield "loss", f"{about}, the loss", loss.detach()
+            yield "loss", f"{about}, the logits afterwards", inside.detach()
+            (loss * slope).backward()
+            yield "gradient", f"{about}, the gradient has numbers", overflow(own.grad)
+            yield "gradient", f"{about}, the gradient of this rank's logits", own.grad
+            yield "numbers sent", f"{about}, numbers in both passes", too_many(sums.numbers)
+
+
+def overflow(tensor):
+    """In words, why there are infinite numbers in a tensor, or things that are none."""
+    if tensor.isfinite().all():
+        return ""
+    return (
+        "exponentials of large logits overflow, or those of small ones are all 0, unless each"
+        " token's own largest logit is subtracted, the largest on all ranks"
+    )
+
+
+def too_many(numbers):
+    """In words, that more than three numbers per token were summed, and a few for all of them."""
+    if numbers <= 3 * 7 + 2:
+        return ""
+    return (
+        f"{numbers} numbers of 7 tokens were summed or compared: three per token are enough, the"
+        " largest logit, the sum of exponentials and the target's logit"
+    )
