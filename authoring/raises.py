@@ -1,6 +1,6 @@
 """Which public functions raise an error and do not say so: `python authoring/raises.py` lists them.
 
-A function says so with a form of "raise" or "refuse" in its docstring, or with the name of the error.
+A function says so in its docstring, with a form of "raise" or "refuse" or the name of the error.
 """
 
 import ast

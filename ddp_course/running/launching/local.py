@@ -114,8 +114,14 @@ class Ranks:
         err = self.inbox.pipe(Lines(partial(self.show, rank, "stderr")))
         for end in (own_end, orders, report, out, err):
             self.files.callback(os.close, end)
-        own_files = (self.stacks[rank].fileno(), self.answers[rank].fileno())
-        return RankFiles(orders, report, out, err, *own_files)
+        return RankFiles(
+            orders=orders,
+            report=report,
+            out=out,
+            err=err,
+            stacks=self.stacks[rank].fileno(),
+            answer=self.answers[rank].fileno(),
+        )
 
     def hear_agent(self, message: Any) -> None:
         """Note what the agent, or the server about the agent, says; None is the end of all."""
