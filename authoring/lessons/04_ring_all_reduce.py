@@ -361,7 +361,11 @@ The algorithm is by Patarasuk and Yuan (2009); Horovod (Sergeev and Del Balso, 2
 
 ## What changed
 
-In the training loop: only which sum it calls.
+In the training loop: only which sum it calls. In the iteration: only the box between backward and update.
+
+![As with the server, but the gradients are averaged on a ring: each of three ranks sends chunks to its right neighbour, all at the same time, after the backward pass](../docs/figures/iteration_04.svg)
+
+**Possible because** a sum can be taken in any order, and piece by piece.
 """
 
 # %% diff
