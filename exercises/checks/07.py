@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import load_tasks, task
+from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -83,7 +84,14 @@ class ShardedStep:
             with wire.counting() as traffic:
                 for turn in (1, 2, 3):
                     own = gradients[dist.get_rank()] * turn
-                    sharded_step(weights, list(own.tensor_split(size)), update, group)
+                    chunks = list(own.tensor_split(size))
+                    try:
+                        sharded_step(weights, chunks, update, group)
+                    except IndexError as error:
+                        raise Wrong(
+                            f"with {size} ranks: {error}: are rank, number of ranks and both"
+                            " collectives those of `group`?"
+                        ) from error
                     yield "weights", f"with {size} ranks, after step {turn}", flat.clone()
             sent = torch.tensor([traffic.bytes_sent // 3])
             ring_all_reduce(sent, group)
@@ -249,15 +257,27 @@ class Layer:
 
 
 class CountingThread:
-    """The one thread that sends messages, and how often it was asked to."""
+    """The one thread that sends messages, how often it was asked to, and how often `fetch` has
+    waited for it.
+    """
 
     def __init__(self):
         self.executor = ThreadPoolExecutor(1)
         self.submitted = 0
+        self.fetching = False
+        self.waits = 0
 
     def submit(self, function, *arguments):
         self.submitted += 1
-        return self.executor.submit(function, *arguments)
+        future = self.executor.submit(function, *arguments)
+        result = future.result
+
+        def noted_result(timeout=None):
+            self.waits += self.fetching
+            return result(timeout)
+
+        future.result = noted_result
+        return future
 
     def wait(self):
         """Return when all transfers so far have ended."""
@@ -281,7 +301,9 @@ class HookedModel:
         """Have layer `number` whole, and the next one on its way."""
         for ahead in (number, following):
             if 0 <= ahead < len(self.layers):
+                self.thread.fetching = True
                 future = self.fetch(self.layers[ahead], self.thread)
+                self.thread.fetching = False
                 require(
                     hasattr(future, "result"),
                     f"fetch returned {future!r}; the future of thread.submit was expected",
@@ -346,6 +368,7 @@ class FetchFreeFinish:
             yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
             yield "bytes", f"{case} per layer", thread.submitted // 3
+            yield "bytes", f"{about}, gathers that fetch itself waits for", thread.waits
             left = sum(layer.storage.nbytes() > 0 for layer in model.layers)
             yield "memory", f"{about}, layers that are whole at the same time", model.most_whole
             yield "memory", f"{about}, layers that are still whole after a step", left
