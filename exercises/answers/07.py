@@ -357,7 +357,14 @@ def free(layer):
 # %% 7.5 wrong: the old values travel | the memory holds anything when it comes back: copy `own` into its chunk before the gather
 #-         layer.chunks[layer.index].copy_(layer.own.detach())
 #+         layer.chunks[layer.index].zero_()
-# %% 7.5 wrong: fetch waits | fetch waits for its gather, so nothing computes under it: return the future at once
+# %% 7.5 told: finish does not wait | finish does not wait for the sum
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(reduce_scatter, gradients, layer.group)
+# %% 7.5 told: gathered once only | is `coming` None then
+#-     layer.storage.resize_(0)
+#-     layer.coming = None
+#+     layer.storage.resize_(0)
+# %% 7.5 told: fetch waits | fetch waits for its gather, so nothing computes under it: return the future at once
 #-     return layer.coming
 #+     layer.coming.result()
 #+     return layer.coming

@@ -3,6 +3,7 @@ room, parameters that come and go, and the norm of what no rank has.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -257,15 +258,15 @@ class Layer:
 
 
 class CountingThread:
-    """The one thread that sends messages, how often it was asked to, and how often `fetch` has
-    waited for it.
+    """The one thread that sends messages, how often it was asked to, and for which of its futures
+    a caller has waited.
     """
 
     def __init__(self):
         self.executor = ThreadPoolExecutor(1)
         self.submitted = 0
-        self.fetching = False
-        self.waits = 0
+        self.last = None
+        self.waited_for = set()
 
     def submit(self, function, *arguments):
         self.submitted += 1
@@ -273,10 +274,11 @@ class CountingThread:
         result = future.result
 
         def noted_result(timeout=None):
-            self.waits += self.fetching
+            self.waited_for.add(future)
             return result(timeout)
 
         future.result = noted_result
+        self.last = future
         return future
 
     def wait(self):
@@ -292,24 +294,41 @@ class HookedModel:
         self.thread = thread
         self.layers = [Layer(weight, group) for weight in weights]
         self.most_whole = 0
+        self.fault = ""
         for layer in self.layers:
-            layer.parameter.register_post_accumulate_grad_hook(
-                lambda _, layer=layer: self.finish(layer, thread)
-            )
+            layer.parameter.register_post_accumulate_grad_hook(partial(self.reduce, layer))
+
+    def reduce(self, layer, _):
+        """Hand a layer whose gradient is there to `finish`."""
+        self.finish(layer, self.thread)
+        last = self.thread.last
+        require(
+            last is None or last in self.thread.waited_for or last.done(),
+            "finish does not wait for the sum: it takes its chunk before that is there",
+        )
 
     def compute(self, number, following):
         """Have layer `number` whole, and the next one on its way."""
         for ahead in (number, following):
             if 0 <= ahead < len(self.layers):
-                self.thread.fetching = True
+                before = self.thread.last
                 future = self.fetch(self.layers[ahead], self.thread)
-                self.thread.fetching = False
+                if self.thread.last is not before and self.thread.last in self.thread.waited_for:
+                    self.fault = (
+                        "fetch waits for its gather, so nothing computes under it: return the"
+                        " future at once"
+                    )
                 require(
                     hasattr(future, "result"),
                     f"fetch returned {future!r}; the future of thread.submit was expected",
                 )
                 if ahead == number:
                     future.result()
+                    require(
+                        self.layers[number].storage.nbytes() > 0,
+                        f"layer {number} is about to compute and has no memory: after free, fetch"
+                        " takes it again and gathers; is `coming` None then?",
+                    )
         whole = sum(layer.storage.nbytes() > 0 for layer in self.layers)
         self.most_whole = max(self.most_whole, whole)
 
@@ -368,7 +387,7 @@ class FetchFreeFinish:
             yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
             yield "bytes", f"{case} per layer", thread.submitted // 3
-            yield "bytes", f"{about}, gathers that fetch itself waits for", thread.waits
+            yield "bytes", f"{about}, who waits for a transfer", model.fault
             left = sum(layer.storage.nbytes() > 0 for layer in model.layers)
             yield "memory", f"{about}, layers that are whole at the same time", model.most_whole
             yield "memory", f"{about}, layers that are still whole after a step", left
