@@ -5,6 +5,7 @@
                                                  solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
+    authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
     ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
@@ -29,12 +30,14 @@ import textwrap
 import time
 from pathlib import Path
 
+import drawings
 import elsewhere
 import jupytext
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_course import ladder
+from ddp_course.measuring.results import Comparison
 from ddp_course.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +86,9 @@ def main(arguments=None):
             (args.root / "README.md").write_text(readme(args.root))
         if (args.root / "docs" / "MAP.md").exists():
             (args.root / "docs" / "MAP.md").write_text(map_of_files(args.root))
+        if (args.root / "docs" / "figures").exists():
+            for path, drawn in pictures(args.root).items():
+                path.write_text(drawn, encoding="utf-8")
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -375,14 +381,21 @@ def map_of_files(root):
     return f"{before}<!-- files -->\n\n" + "\n\n".join(tables) + f"\n\n<!-- files -->{after}"
 
 
+def pictures(root):
+    """{path: text} of the drawings of an iteration."""
+    return {
+        root / "docs" / "figures" / name: drawn for name, drawn in drawings.iterations().items()
+    }
+
+
 def caption(root):
     """What the figure of the README shows, from the results that it was drawn from."""
-    results = json.loads((root / "docs" / "figures" / "compare.json").read_text())
-    faster = {stage["stage"]: f"{stage['speed_up']:.1f}" for stage in results["stages"]}
-    devices = results["world_size"]
+    results = Comparison.from_json((root / "docs" / "figures" / "compare.json").read_text())
+    faster = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
+    devices = results.world_size
     return textwrap.fill(
         f"*`make compare` on two CPU cores: {devices} emulated devices of"
-        f" {results['emulated_device']['text']}, joined by {link_text(results)}. All end with the"
+        f" {results.emulated_device['text']}, joined by {link_text(results.link)}. All end with the"
         f" same weights. A server makes {devices} devices {faster['3']} times as fast as one, a"
         f" ring {faster['4']} times, buckets {faster['5']} times.*",
         120,
@@ -403,6 +416,11 @@ def report_differences(root, built, complete):
         page = root / "docs" / "MAP.md"
         if page.exists() and map_of_files(root) != page.read_text():
             wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
+        wrong += [
+            f"docs/figures/{path.name} differs from authoring/drawings.py"
+            for path, drawn in pictures(root).items()
+            if path.exists() and path.read_text(encoding="utf-8") != drawn
+        ]
         for folder in ("notebooks", "exercises", "solutions"):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [

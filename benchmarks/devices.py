@@ -81,11 +81,13 @@ def steps(args: argparse.Namespace) -> Part:
     rows, promises = [], []
     for world_size, allowed in OFF_IDEAL.items():
         results = comparison.run("digits", world_size, STEPS, link_mode=args.link_mode)
-        for stage in results["stages"]:
+        for stage in results.stages:
+            assert stage.ideal_ms is not None, "on emulated devices every stage has an ideal"
             shown = {
-                name: stage[name] for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")
+                name: getattr(stage, name)
+                for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")
             }
-            rows.append({"K": world_size, **shown, "off": stage["step_ms"] / stage["ideal_ms"] - 1})
+            rows.append({"K": world_size, **shown, "off": stage.step_ms / stage.ideal_ms - 1})
         worst = max(abs(row["off"]) for row in rows if row["K"] == world_size)
         promises.append(Promise(f"{world_size} ranks, furthest from the ideal", worst, allowed))
     at_four = {row["stage"]: row["speed_up"] for row in rows if row["K"] == 4}

@@ -380,10 +380,10 @@ def compared(args: argparse.Namespace) -> Part:
     )
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
     rows = [
-        {"world_size": ranks, **{name: stage[name] for name in columns}}
-        for stage in results["stages"]
+        {"world_size": ranks, **{name: getattr(stage, name) for name in columns}}
+        for stage in results.stages
     ]
-    far = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
+    far = results.max_abs_diff
     return Part(rows, [Promise("distance to one device's weights in float32, largest", far, 1e-4)])
 
 
@@ -447,16 +447,19 @@ def lessons(args: argparse.Namespace) -> Part:
     """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
     results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
     rows = [
-        {name: stage[name] for name in ("stage", "name", "step_ms", "max_abs_diff_vs_single")}
-        for stage in results["stages"]
+        {
+            name: getattr(stage, name)
+            for name in ("stage", "name", "step_ms", "max_abs_diff_vs_single")
+        }
+        for stage in results.stages
     ]
-    also = {"measured_on": results["measured_on"], "message": results["message"]}
+    also = {"measured_on": results.measured_on, "message": results.message}
     if importlib.util.find_spec("matplotlib") is not None:
         from ddp_course.showing.plots import compare_figure
 
         path = writable_folder(args.out) / "gpu_lessons.png"
         replace_file(path, compare_figure(results).png(dpi=120))
-    promise = Promise("distance to one device's weights, largest", results["max_abs_diff"], 1e-4)
+    promise = Promise("distance to one device's weights, largest", results.max_abs_diff, 1e-4)
     return Part(rows, [promise], also=also)
 
 

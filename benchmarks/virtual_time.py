@@ -25,6 +25,7 @@ from tqdm import tqdm
 from ddp_course import Device, Link, launch
 from ddp_course.measuring import comparison
 from ddp_course.measuring.job import Job, make_job
+from ddp_course.measuring.results import Comparison
 from ddp_course.running import wire
 from ddp_course.running.launching.server_handle import use_server
 
@@ -74,10 +75,11 @@ def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
     for stage in stages:
         problem = problem_for(stage, world_size)
         results = comparison.run(problem, world_size, STEPS, stage, device=DEVICE, link=LINK)
-        [entry] = results["stages"]
+        [entry] = results.stages
+        assert entry.ideal_ms is not None, "on an emulated device every stage has an ideal"
         row = {"stage": stage, "world_size": world_size, "problem": problem}
-        row |= {"step_ms": entry["step_ms"], "closed_form_ms": entry["ideal_ms"]}
-        row["step/closed form - 1"] = entry["step_ms"] / entry["ideal_ms"] - 1
+        row |= {"step_ms": entry.step_ms, "closed_form_ms": entry.ideal_ms}
+        row["step/closed form - 1"] = entry.step_ms / entry.ideal_ms - 1
         row["bound"] = bound_of(stage, make_job(problem, world_size, STEPS))
         rows.append(row)
     return rows
@@ -128,13 +130,13 @@ def hash_under(way: str) -> str:
     return digest(results)
 
 
-def digest(results: dict) -> str:
+def digest(results: Comparison) -> str:
     """The SHA-256 of all in a comparison that virtual time decides."""
-    same = {key: results[key] for key in ("world_size", "emulated_device", "link")}
+    same: dict = {key: getattr(results, key) for key in ("world_size", "emulated_device", "link")}
     keys = ("stage", "step_ms", "communication_ms", "bytes_sent_max", "timeline")
     same["stages"] = []
-    for stage in results["stages"]:
-        same["stages"].append({key: stage[key] for key in keys})
+    for stage in results.stages:
+        same["stages"].append({key: getattr(stage, key) for key in keys})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
 
 
@@ -250,7 +252,7 @@ def beside_hosts(setting: str, problem: str, steps: int, **options: Any) -> list
     step_ms = {}
     for mode in ("virtual", "hosts"):
         results = comparison.run(problem, 4, steps, AGAINST_REALITY, link_mode=mode, **options)
-        step_ms[mode] = {stage["stage"]: stage["step_ms"] for stage in results["stages"]}
+        step_ms[mode] = {stage.stage: stage.step_ms for stage in results.stages}
     rows = []
     for stage, virtual_ms in step_ms["virtual"].items():
         hosts_ms = step_ms["hosts"][stage]

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from ddp_course import errors
+from ddp_course.measuring.results import Comparison
 from ddp_course.showing.plots import comparison_message
 
 ROOT = Path(__file__).parents[1]
@@ -57,10 +58,10 @@ def test_every_exception_of_the_course_is_in_errors_py():
 
 
 def test_the_readmes_figure_and_its_caption_are_of_one_run():
-    results = json.loads((ROOT / "docs" / "figures" / "compare.json").read_text())
+    results = Comparison.from_json((ROOT / "docs" / "figures" / "compare.json").read_text())
     drawn = Image.open(ROOT / "docs" / "figures" / "compare.png").text["Description"]
     assert drawn == comparison_message(results)
-    [server] = [stage["speed_up"] for stage in results["stages"] if stage["stage"] == "3"]
+    [server] = [stage.speed_up for stage in results.stages if stage.stage == "3"]
     assert (
         f"A server makes 4 devices {server:.1f} times as fast as one" in README
         and f"{server:.1f} (server)" in drawn

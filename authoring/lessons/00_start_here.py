@@ -28,23 +28,23 @@ K = 4  # how many ranks to train on; 2 works as well
 r"""
 ## A map of the course
 
-| lesson | what you build | the idea |
-|---|---|---|
-| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? |
-| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients |
-| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages |
-| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time |
-| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute |
-| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why |
-| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only |
-| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data |
-| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways |
-| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning |
-| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were |
-| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm |
-| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured |
-| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost |
-| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured |
+| lesson | what you build | the idea | possible because |
+|---|---|---|---|
+| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? | the chain rule goes from layer to layer: one walk back from the loss finds all gradients |
+| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients | the gradient of a mean is the mean of the gradients |
+| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages | an update depends on weights and gradients alone: ranks that agree on both stay equal |
+| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time | a sum can be taken in any order, and piece by piece |
+| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute | backward finishes one layer after the other, and the sum of a bucket needs no other bucket |
+| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why | zeros change no sum, and gradients of micro-batches add up before anybody sends them |
+| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only | the optimizer's step is elementwise, and a layer's weights are needed only while it computes |
+| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data | layers compose: a layer needs nothing but what the layer before it gives |
+| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways | a matrix product splits by columns and by rows |
+| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning | |
+| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were | |
+| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm | |
+| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured | |
+| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost | |
+| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured | |
 
 Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
 The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how to read on:
@@ -173,12 +173,12 @@ answers the others. A bar is the time from one step of a rank to its next.
 show.compare_figure(results)
 
 # %% reveal
-speed_up = {stage["stage"]: stage["speed_up"] for stage in results["stages"]}
+speed_up = {stage.stage: stage.speed_up for stage in results.stages}
 best = max(speed_up.values())
 guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kind="virtual time")
 
 # %% what-you-will-build
-names = {stage["stage"]: stage["name"] for stage in results["stages"]}
+names = {stage.stage: stage.name for stage in results.stages}
 show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.items()}, "times as fast as one device",
           f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
           kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
@@ -212,18 +212,17 @@ more in float64, which has nine more digits, and a bound to match:
 # %% in-float64
 exact = compare.run("digits", world_size=K, steps=3, dtype="float64", device_speed="none", link=None, progress=True)
 for name, comparison in (("float32, all steps", results), ("float64, three steps", exact)):
-    worst = max(stage["max_abs_diff_vs_single"] for stage in comparison["stages"])
-    print(f"{name}: no weight is further than {worst:.0e} from the single device's (measured)")
+    print(f"{name}: no weight is further than {comparison.max_abs_diff:.0e} from the single device's (measured)")
 
 # %% check-same-training
 # NBVAL_CHECK_OUTPUT
-assert worst < 1e-12, f"some strategy ended {worst} away from the single device"
+assert exact.max_abs_diff < 1e-12, f"some strategy ended {exact.max_abs_diff} away from the single device"
 print("every strategy trained the same weights")
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
-sent = {stage["stage"]: stage["bytes_sent_max"] for stage in results["stages"]}
-p = results["gradient_bytes"]
+sent = {stage.stage: stage.bytes_sent_max for stage in results.stages}
+p = results.gradient_bytes
 assert sent["3"] == (K - 1) * p and abs(sent["4"] - 2 * (K - 1) / K * p) <= 4 * 2 * (K - 1)
 print("the bytes counted are the bytes of the formulas")
 
@@ -243,7 +242,7 @@ hide can be seen: the ring adds 76 ms to the single device's time, buckets add 4
 
 # %% on-your-gpus
 yours = on_your_gpus("3,4,5,torch")
-assert yours["max_abs_diff"] < 1e-4, "some strategy's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "some strategy's weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

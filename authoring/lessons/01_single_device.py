@@ -30,6 +30,8 @@ entire, is a loop of such steps over `batches`, which is anything that yields pa
 write a step: the first task of [exercise 1](../exercises/01_single_device.ipynb) stands below the picture, too. Write it there and
 run the cell; as long as you have not, the lesson runs all the same.
 
+**Possible because** the chain rule goes from layer to layer: one walk back from the loss finds all gradients.
+
 ![A batch goes forward through the model to a loss; backward makes a gradient for each parameter, the last layer's first; the update changes the weights, and the next batch meets new weights](../docs/figures/training_step.svg)
 """
 
@@ -305,7 +307,7 @@ starting of kernels would take most of the time.
 
 # %% on-your-gpus
 yours = on_your_gpus("1")
-assert yours["max_abs_diff"] < 1e-4, "the weights differ"
+assert yours.max_abs_diff < 1e-4, "the weights differ"
 show.compare_figure(yours)
 
 # %% [markdown]

@@ -43,6 +43,8 @@ $$\underbrace{\frac1B \sum_{i=1}^{B} \nabla\ell_i}_{\text{the batch}}
 The gradient of the batch *is* the mean of the shards' gradients. Not an approximation. Two things are needed: the
 loss is a mean, and the shards are equally large.
 
+**Possible because** the gradient of a mean is the mean of the gradients.
+
 ## Predict
 
 Now with shards of 1, 7 and 16 samples.
@@ -141,12 +143,12 @@ claims.decide(
 r"""
 ## One step, drawn
 
-`DataParallel` does this with every batch, here on four devices. Follow the arrows from left to right: the master's row is
-the fullest.
+`DataParallel` does this with every batch, here on three devices. Only forward and backward run on all of them: the master's row is
+the fullest. Such a picture stands in every lesson up to 09, with thick outlines around what is new in it.
 
-![The master cuts the batch into four shards and sends three of them, with a copy of the model each; every device goes forward; the master gathers all outputs and computes the loss; every device goes backward, and the master adds up the four gradients](../docs/figures/data_parallel_step.svg)
+![The master, device 0, gives each other device a shard of the batch and a copy of the model. Every device goes forward. The master gathers all outputs, computes the loss and sends its gradient out. Every device goes backward. The master adds up the three gradients and makes the update alone; the copies are thrown away](../docs/figures/iteration_02.svg)
 
-And in code, where each arrow is a function. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
+And in code, where each purple box is one or two functions. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
 you to write two of them, which is worth more before you look. Here is the first. Sizes differ by one at most, the longer shards
 come first, and a device without samples gets no shard.
 """
@@ -352,9 +354,9 @@ now the threads do compute at the same time, on any number of cores.
 
 # %% on-devices
 results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
-alone, many = results["stages"]
-lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master copies")  # fmt: skip
+alone, many = results.stages
+lanes = [[timeline.Span(*span) for span in lane] for lane in many.timeline]
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies")  # fmt: skip
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT
@@ -378,7 +380,7 @@ Without GPUs two threads share the processor.
 
 # %% on-your-gpus
 yours = on_your_gpus("2")
-assert yours["max_abs_diff"] < 1e-4, "DataParallel's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "DataParallel's weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

@@ -337,7 +337,11 @@ one.
 ## What changed
 
 From stage 2's loop to stage 3's: the wrapper is gone, equal weights at the start and one line before the update
-have come. `batches` now yields this rank's share only.
+have come. `batches` now yields this rank's share only. In the iteration nobody hands anything out any more, and every rank updates.
+
+![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Then ranks 1 and 2 send their gradients to rank 0, which sends the average back. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_03.svg)
+
+**Possible because** an update depends on weights and gradients alone: ranks that agree on both stay equal.
 """
 
 # %% diff
@@ -402,7 +406,7 @@ all other GPUs wait. Without GPUs two processes share the processor.
 
 # %% on-your-gpus
 yours = on_your_gpus("3")
-assert yours["max_abs_diff"] < 1e-4, "the server's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the server's weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

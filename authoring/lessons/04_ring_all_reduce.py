@@ -361,7 +361,11 @@ The algorithm is by Patarasuk and Yuan (2009); Horovod (Sergeev and Del Balso, 2
 
 ## What changed
 
-In the training loop: only which sum it calls.
+In the training loop: only which sum it calls. In the iteration: only the box between backward and update.
+
+![As with the server, but the gradients are averaged on a ring: each of three ranks sends chunks to its right neighbour, all at the same time, after the backward pass](../docs/figures/iteration_04.svg)
+
+**Possible because** a sum can be taken in any order, and piece by piece.
 """
 
 # %% diff
@@ -377,9 +381,9 @@ on GPUs, gloo on the processor. It is written in C++ and needs no Python between
 
 # %% on-your-gpus
 yours = on_your_gpus("3,4")
-assert yours["max_abs_diff"] < 1e-4, "the ring's weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the ring's weights are not one device's"
 for name, all_reduce in {"our ring": ring_all_reduce, "the backend's all-reduce": dist.all_reduce}.items():
-    seconds_here = timing.time_collective(all_reduce, yours["gradient_bytes"], yours["world_size"], device="auto")
+    seconds_here = timing.time_collective(all_reduce, yours.gradient_bytes, yours.world_size, device="auto")
     print(f"{name}: {1000 * seconds_here:.1f} ms (measured)")
 show.compare_figure(yours)
 

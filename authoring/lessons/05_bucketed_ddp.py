@@ -90,9 +90,11 @@ guess
 r"""
 ## The code
 
-One iteration of data parallel training on three devices, with what is new in this lesson below:
+In the iteration of lesson 04 the ring began after backward. Now it runs below it, bucket by bucket:
 
-![Each of three ranks takes a third of the batch and runs forward and backward with equal weights; an all-reduce sums the gradients around a ring and divides by three, beginning with the first full bucket while backward still computes; every rank makes the same update, so the weights stay equal](../docs/figures/ddp_iteration.svg)
+![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Backward begins with layer 3. As soon as its gradient is there, bucket 1 travels around the ring while backward computes layer 2; the last bucket travels when backward is over. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_05.svg)
+
+**Possible because** backward finishes one layer after the other, and the sum of a bucket needs no other bucket.
 
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
 communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
@@ -361,7 +363,7 @@ pass if it is hidden. On a processor it takes cores from the backward pass, so t
 
 # %% on-your-gpus
 yours = on_your_gpus("4,5,torch")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

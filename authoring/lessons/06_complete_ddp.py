@@ -60,8 +60,14 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 
 # %% [markdown]
 r"""
-The loop is the same. All that is new sits behind `backward()`, one file per feature, in `ddp_course/stage6_ddp/`: more than
-a thousand lines. What matters most fits into 60 lines, which you see now in three steps.
+The loop is the same. All that is new sits behind the wrapper, one file per feature, in `ddp_course/stage6_ddp/`: more than
+a thousand lines. In the iteration it stands before backward and after it:
+
+![Before forward, rank 0's buffers go to all ranks. After forward each rank looks for parameters that were not used. Buckets travel under the backward pass, as in lesson 05. Then the ranks add up a bitmap of who was used, and update. A rank without data joins in with zeros](../docs/figures/iteration_06.svg)
+
+**Possible because** zeros change no sum, and gradients of micro-batches add up before anybody sends them.
+
+What matters most fits into 60 lines, which you see now in three steps.
 
 ## The core, first step: hooks and buckets
 
@@ -519,7 +525,7 @@ should be close.
 
 # %% on-your-gpus
 yours = on_your_gpus("6,torch")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

@@ -135,7 +135,11 @@ r"""
 **Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a
 layer before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its
 storage size 0. Autograd keeps a view of this storage for the backward pass. The view is valid again once the layer has
-been gathered a second time. A single thread sends all messages in order.
+been gathered a second time. A single thread sends all messages in order. This is what an iteration becomes:
+
+![Each rank keeps a third of every layer. Before a layer computes, its weights are gathered from all ranks, while the layer before it computes, and freed after use; for the backward pass they are gathered again. Each layer's gradients are summed up at their owners, which update their own third](../docs/figures/iteration_07.svg)
+
+**Possible because** the optimizer's step is elementwise, and a layer's weights are needed only while it computes.
 """
 
 
@@ -660,7 +664,7 @@ memory.
 
 # %% on-your-gpus
 yours = on_your_gpus("6,7")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

@@ -70,6 +70,12 @@ are not: for the result it makes no difference.
 
 ## Build: one step on messages
 
+In the iteration nobody averages gradients any more. What travels are activations, and their gradients back:
+
+![Rank 0 has layer 1, rank 1 layer 2, rank 2 layer 3. The whole batch is cut into three micro-batches. Their activations go down from rank to rank, then the gradients of the activations go up. At the beginning, in the middle and at the end ranks idle. Each rank updates its own layer; no gradient of a weight is sent](../docs/figures/iteration_08.svg)
+
+**Possible because** layers compose: a layer needs nothing but what the layer before it gives.
+
 A rank's part of a step: receive activations from the left, compute, send to the right; and the other way round for
 gradients. Each message carries a number, its *tag*, made of micro-batch, sender and receiver, so that a receive gets the
 message that it is for. `isend` does not wait until the other side receives. `send` would: if two ranks each send first,
@@ -541,7 +547,7 @@ pipeline fills and empties, and for the slowest part.
 
 # %% on-your-gpus
 yours = on_your_gpus("8")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

@@ -126,6 +126,8 @@ all-reduce adds up. PyTorch stores W as (outputs, inputs); "column" and "row" re
 other they fit together: the first leaves y split in just the way in which the second needs its x. Between them stands
 an activation, such as ReLU, that works on each element alone.
 
+**Possible because** a matrix product splits by columns and by rows.
+
 Backward it is the mirror image: each term gets the same gradient, that of y, and the gradient of x is the sum of the
 gradients that all ranks compute for it. So each pass needs one all-reduce: forward behind the second layer, backward before
 the first. That takes two autograd functions, `Enter` and `Leave` (Megatron-LM's *f* and *g*):
@@ -191,7 +193,11 @@ print("split over all ranks, outputs and gradients are those of the whole; witho
 r"""
 Attention splits the same way. Its unit is the *head*: a rank has the queries, keys and values of some heads
 (column-split), and the matrix after them is row-split. So a transformer block has two such pairs, and **four all-reduces per
-step**: two forward, two backward. `stage9_tensor` finds the pairs in a model and puts its slices in their places. What ours
+step**: two forward, two backward. Here is an iteration with one block:
+
+![All ranks work on the whole batch, each with a third of the attention heads and of the MLP's units. In the forward pass their outputs are added up after the attention and after the MLP; in the backward pass the gradients of the inputs, before each of them. Each rank updates its own slices; no gradient of a weight is sent](../docs/figures/iteration_09.svg)
+
+`stage9_tensor` finds the pairs in a model and puts its slices in their places. What ours
 adds to the cells above: biases, any number of ranks and heads, making the model whole again, clipping by the norm of all
 slices, the same dropout on all ranks of a layer. Its row-split layer, for example:
 """
@@ -449,7 +455,7 @@ a processor that is slower than one device, and between GPUs it depends on what 
 
 # %% on-your-gpus
 yours = on_your_gpus("9")
-assert yours["max_abs_diff"] < 1e-4, "the weights are not one device's"
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
 show.compare_figure(yours)
 
 # %% [markdown]

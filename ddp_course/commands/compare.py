@@ -3,9 +3,9 @@
 import argparse
 import csv
 import io
-import json
 import os
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from .. import ladder
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..measuring.on_your_gpus import large_problem, name_devices
+from ..measuring.results import Comparison
 from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
 from ..running.parent import JOB
 from ..running.units import positive_number, whole_number
-from ..showing.plots import compare_figure, stage_label
+from ..showing.plots import compare_figure
 from . import as_typed
 
 
@@ -107,10 +108,10 @@ def main(args: argparse.Namespace) -> None:
     if "problem" not in options and emulated.on_gpus(options["device"]):
         options = large_problem(options["device"], options["world_size"]) | options
     results = run(**options, progress=rank == 0)
-    if results["device"] == "cuda" and JOB not in os.environ:
+    if results.device == "cuda" and JOB not in os.environ:
         gpus = dict.fromkeys(placement(args.device, args.world_size)[1])
         names = [torch.cuda.get_device_name(gpu) for gpu in gpus]
-        results["measured_on"] = name_devices(names, args.world_size)
+        results.measured_on = name_devices(names, args.world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank:
@@ -140,7 +141,7 @@ class Table:
         return self.html
 
 
-COLUMNS = {  # Each title has a key of a stage's entry and a format.
+COLUMNS = {  # Each title has a field of a stage's result and a format.
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "speed-up": ("speed_up", ".2f"),
@@ -152,22 +153,21 @@ COLUMNS = {  # Each title has a key of a stage's entry and a format.
 }
 
 
-def key(results: dict) -> str:
+def key(results: Comparison) -> str:
     """What the table's words and dashes mean."""
     lines = ["weights differ by: the largest difference of a weight from the single device's"]
-    if any(stage["bytes_sent_max"] is None for stage in results["stages"]):
+    if any(stage.bytes_sent_max is None for stage in results.stages):
         lines.append("–: nothing is sent, or torch sends it and counts nothing")
     return "\n".join(lines)
 
 
-def table(results: dict) -> Table:
+def table(results: Comparison) -> Table:
     """The results as text, a line per stage."""
     rows = []
-    for stage in results["stages"]:
-        stage = stage | {"last_loss": stage["loss"][-1]}
-        values = [(stage.get(key), form) for key, form in COLUMNS.values()]
-        row = [stage_label(stage["stage"], stage["name"])]
-        for value, form in values:
+    for stage in results.stages:
+        row = [stage.label]
+        for name, form in COLUMNS.values():
+            value = getattr(stage, name)
             row.append("–" if value is None else format(value, form))
         rows.append(row)
     titles = ["stage", *COLUMNS]
@@ -177,18 +177,18 @@ def table(results: dict) -> Table:
     return Table(text, tabulate(unbroken, titles, "html", **layout))
 
 
-def save(results: dict, folder: str | Path) -> list[Path]:
+def save(results: Comparison, folder: str | Path) -> list[Path]:
     """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their
     paths.
     """
     written = writable_folder(folder)
-    columns = ["stage", "name", *(key for key, _ in COLUMNS.values()), "bytes_received_max"]
+    columns = ["stage", "name", *(name for name, _ in COLUMNS.values()), "bytes_received_max"]
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(stage | {"last_loss": stage["loss"][-1]} for stage in results["stages"])
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    writer.writerows(attrgetter(*columns)(stage) for stage in results.stages)
     contents = {
-        "compare.json": json.dumps(results, indent=1, allow_nan=False).encode(),
+        "compare.json": results.to_json().encode(),
         "compare.csv": text.getvalue().encode(),
         "compare.png": compare_figure(results).png(dpi=120),
     }

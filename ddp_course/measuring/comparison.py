@@ -1,6 +1,6 @@
 """The main job: every stage trains on the same batches, and each is measured against the others.
 
-`run` trains and returns the results as plain data, ready for JSON; `results` says what each key is.
+`run` trains and returns a `Comparison`; `results` says what each of its fields is.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def run(
     link_mode: str = "auto",
     progress: bool = False,
     **options: Any,
-) -> dict:
-    """Train with every stage on the same global batches and return the results, ready for JSON.
+) -> Comparison:
+    """Train with every stage on the same global batches and return the results.
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
@@ -62,7 +62,7 @@ def run(
         placement(device, world_size)  # This call refuses a device that this machine lacks.
     device, link = device_and_link(job, device, device_speed, link, latency, link_mode)
     backend, devices = placement("cpu" if isinstance(device, Device) else device, world_size)
-    comparison = Comparison(
+    return Comparison(
         problem=problem,
         world_size=world_size,
         steps=job.steps,
@@ -77,7 +77,6 @@ def run(
         link=link.describe() if link else None,
         stages=measure_stages(wanted, job, device, link),
     )
-    return asdict(comparison)
 
 
 def measure_stages(

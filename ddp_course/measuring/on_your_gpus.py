@@ -17,6 +17,7 @@ from ..running.devices import rank_device
 from ..running.devices.placement import usable_gpus
 from ..running.launching.launch import launch
 from .comparison import run
+from .results import Comparison, StageResult
 from .timing import stopwatch
 
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
@@ -34,14 +35,13 @@ class Size(NamedTuple):
     global_batch: int
 
 
-def on_your_gpus(stages: str) -> dict[str, Any]:
+def on_your_gpus(stages: str) -> Comparison:
     """Train with `stages`, such as "3,4", and with one device, all on this machine's GPUs.
 
     There are as many ranks as GPUs, and at least 2; without GPUs they share the processor. One
     device needs at least 50 ms for a step, as a probe finds a model and a batch that are large
     enough; on the processor both are small. Returns the results of `comparison.run`, with
-    `measured_on` and `message` in words, and `max_abs_diff`, the largest distance of any weight
-    from the single device's.
+    `measured_on` and `message` in words.
     """
     world_size = 1 if stages == "1" else max(2, usable_gpus())
     if usable_gpus():
@@ -60,9 +60,8 @@ def on_your_gpus(stages: str) -> dict[str, Any]:
         progress=True,
         **(problem_options(size) | {"steps": steps}),
     )
-    results["measured_on"] = name_devices(names[:world_size], world_size)
-    results["message"] = message(results, len(names))
-    results["max_abs_diff"] = max(each["max_abs_diff_vs_single"] for each in results["stages"])
+    results.measured_on = name_devices(names[:world_size], world_size)
+    results.message = message(results, len(names))
     return results
 
 
@@ -157,21 +156,21 @@ def name_devices(names: list[str], ranks: int) -> str:
     return gpus if ranks == len(names) else f"{gpus}, shared by {ranks} ranks"
 
 
-def message(results: dict[str, Any], gpus: int) -> str:
+def message(results: Comparison, gpus: int) -> str:
     """What the numbers say of one device and of the stages, computed from them: of each stage, or
     of the fastest and the slowest of many.
     """
-    alone, *others = results["stages"]
-    ranks = results["world_size"]
-    size = f"{results['parameters']:,} parameters and {results['global_batch']} samples"
-    parts = [f"One device needs {alone['step_ms']:.0f} ms for a step of {size}"]
+    alone, *others = results.stages
+    ranks = results.world_size
+    size = f"{results.parameters:,} parameters and {results.global_batch} samples"
+    parts = [f"One device needs {alone.step_ms:.0f} ms for a step of {size}"]
     if len(others) > MANY:
-        others = sorted(others, key=lambda stage: stage["step_ms"])[:: len(others) - 1]
+        others = sorted(others, key=lambda stage: stage.step_ms)[:: len(others) - 1]
     explained = ""
     for stage in others:
-        devices, reason = devices_and_reason(stage, alone["step_ms"], ranks, gpus)
-        ratio = stage["step_ms"] / alone["step_ms"]
-        taken = f"with {stage['name']} {devices} take {ratio:.1f} times the time of one"
+        devices, reason = devices_and_reason(stage, alone.step_ms, ranks, gpus)
+        ratio = stage.step_ms / alone.step_ms
+        taken = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
             taken += f": they are {1 / ratio:.1f} times as fast"
         elif reason != explained:  # The same reason is given once.
@@ -182,17 +181,17 @@ def message(results: dict[str, Any], gpus: int) -> str:
 
 
 def devices_and_reason(
-    stage: dict[str, Any], alone_ms: float, ranks: int, gpus: int
+    stage: StageResult, alone_ms: float, ranks: int, gpus: int
 ) -> tuple[str, str]:
     """What a stage runs on, and why it would not be faster than one device there."""
     if gpus < ranks:
         if gpus:
             return f"{ranks} ranks", "they share what one could use alone"
-        noun = "threads" if stage["stage"] == "2" else "processes"
+        noun = "threads" if stage.stage == "2" else "processes"
         return f"{ranks} {noun}", "they share the cores of one processor"
     reason = "this model is too small for them"
-    if ladder.find(stage["stage"]).splits_batch:
-        times = samples_needed(alone_ms, stage["step_ms"], ranks)
+    if ladder.find(stage.stage).splits_batch:
+        times = samples_needed(alone_ms, stage.step_ms, ranks)
         fast = f"{FAST_ENOUGH * ranks:.2g} times as fast"
         reason += f"; with {times} times as many samples they would be {fast}"
     return f"{ranks} GPUs", reason

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from .. import ladder
 from ..ladder import Stage
 from . import timeline
 from .recording import Recording
@@ -49,6 +51,21 @@ class StageResult:
     device: str = ""
     speed_up: float = 1.0  # over one device
 
+    @property
+    def label(self) -> str:
+        """How the stage is called in figures and tables: "3 parameter server", "torch's DDP"."""
+        return self.name if self.stage == "torch" else f"{self.stage} {self.name}"
+
+    @property
+    def colour(self) -> str:
+        """The colour of the stage in every figure."""
+        return ladder.STAGES[self.stage].colour
+
+    @property
+    def last_loss(self) -> float:
+        """The loss after the last step."""
+        return self.loss[-1]
+
 
 @dataclass
 class Comparison:
@@ -67,7 +84,25 @@ class Comparison:
     emulated_device: dict[str, Any] | None
     link: dict[str, Any] | None
     stages: list[StageResult]
+    measured_on: str | None = None  # real devices in words: "4 × NVIDIA H100"
+    message: str | None = None  # what the numbers say of these devices
     version: int = VERSION
+
+    @property
+    def max_abs_diff(self) -> float:
+        """The largest distance of any weight of any stage from the single device's."""
+        return max(stage.max_abs_diff_vs_single for stage in self.stages)
+
+    def to_json(self) -> str:
+        """The text of compare.json. Raises ValueError for a number that JSON cannot hold."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        """The comparison of which `to_json` made this text."""
+        comparison = cls(**json.loads(text))
+        comparison.stages = [StageResult(**stage) for stage in json.loads(text)["stages"]]
+        return comparison
 
 
 def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:

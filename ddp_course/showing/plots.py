@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..ladder import STAGES
+from ..measuring.results import Comparison, StageResult
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
 SPAN_COLOURS = {
@@ -125,25 +126,13 @@ def panels(
         yield picture, axes
 
 
-def stage_label(stage: str, name: str) -> str:
-    """How a stage is called in figures: "3 parameter server", "torch's DDP"."""
-    return name if stage == "torch" else f"{stage} {name}"
-
-
-def compare_figure(results: dict[str, Any]) -> Picture:
+def compare_figure(results: Comparison) -> Picture:
     """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent,
     timeline.
     """
-    stages = [
-        {
-            **stage,
-            "label": stage_label(stage["stage"], stage["name"]),
-            "colour": STAGES[stage["stage"]].colour,
-        }
-        for stage in results["stages"]
-    ]
-    message = results.get("message") or comparison_message(results)
-    lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
+    stages = results.stages
+    message = results.message or comparison_message(results)
+    lanes = sum(len(stage.timeline) for stage in stages)
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
     with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (
@@ -157,80 +146,80 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         draw_step_times(axes[0, 1], stages, kind)
         draw_traffic(axes[1, 0], stages)
         draw_stage_timelines(axes[1, 1], stages, kind)
-        emulated = results.get("emulated_device")
-        device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
-        where = (
-            f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
-        )
-        if "measured_on" in results:
-            where = f"measured on {results['measured_on']}"
+        emulated = results.emulated_device
+        device = f"emulated devices of {emulated['text']}" if emulated else results.device
+        ranks = f"{results.world_size} ranks"
+        where = f"{results.problem}, {ranks}, {device}, {link_text(results.link)}"
+        if results.measured_on:
+            where = f"measured on {results.measured_on}"
         picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
     return picture
 
 
-def comparison_message(results: dict[str, Any]) -> str:
+def comparison_message(results: Comparison) -> str:
     """One line on what the comparison shows, computed from its numbers."""
-    spread = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
-    stages = {stage["stage"]: stage for stage in results["stages"]}
-    short = {
-        name: stages[key]
-        for key, name in {"3": "server", "4": "ring", "5": "buckets"}.items()
-        if key in stages
-    }
-    same = f"all end within {spread:.0e} of one device"
-    gains = ", ".join(f"{stage['speed_up']:.1f} ({name})" for name, stage in short.items())
+    names = {"3": "server", "4": "ring", "5": "buckets"}
+    gains = []
+    for stage in results.stages:
+        if stage.stage in names:
+            gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
+    same = f"all end within {results.max_abs_diff:.0e} of one device"
     if not gains:
         return same
-    noun = "devices" if results.get("emulated_device") else "ranks"
-    return f"{results['world_size']} {noun} are {gains} times as fast as one device; {same}"
+    noun = "devices" if results.emulated_device else "ranks"
+    return f"{results.world_size} {noun} are {', '.join(gains)} times as fast as one device; {same}"
 
 
-def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
+def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
     """All loss curves on one another: the first is drawn widest, so that those above leave it
     visible.
     """
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
-        look = {"color": stage["colour"], "linewidth": width, "label": stage["label"]}
-        axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], **look)
+        look: Any = {"color": stage.colour, "linewidth": width, "label": stage.label}
+        axes.plot(range(1, len(stage.loss) + 1), stage.loss, **look)
     axes.set(
         xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another"
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
+    axes.set_ylim(0, 1.08 * max(max(stage.loss) for stage in stages))
     axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.
 
 
-def kind_of_time(results: dict[str, Any]) -> str:
+def kind_of_time(results: Comparison) -> str:
     """Where the times of a comparison come from: virtual time, unless real devices or virtual
     hosts were measured.
     """
-    link = results["link"] or {}
-    if link.get("mode") == "virtual" or (not link and results["emulated_device"]):
+    link = results.link or {}
+    if link.get("mode") == "virtual" or (not link and results.emulated_device):
         return "virtual time"
     return "measured"
 
 
-def draw_step_times(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:
+def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
     """A bar per stage: compute, then communication that was not hidden; a mark across it is the
     prediction.
     """
-    longest = max(stage["step_ms"] for stage in stages)
+    longest = max(stage.step_ms for stage in stages)
     for position, stage in enumerate(stages):
-        waiting = stage["communication_ms"] or 0.0
-        computing = max(0.0, stage["step_ms"] - waiting)
-        axes.barh(position, computing, color=stage["colour"], height=0.62)
-        hatched: Any = {"facecolor": "white", "edgecolor": stage["colour"], "hatch": "////"}
+        waiting = stage.communication_ms or 0.0
+        computing = max(0.0, stage.step_ms - waiting)
+        axes.barh(position, computing, color=stage.colour, height=0.62)
+        hatched: Any = {
+            "facecolor": "white",
+            "edgecolor": stage.colour,
+            "hatch": "////",
+        }
         axes.barh(position, waiting, left=computing, height=0.62, **hatched)
-        ideal = stage.get("ideal_ms")
+        ideal = stage.ideal_ms
         if ideal:
             name = "predicted: compute, then the formula" if position == 0 else ""
             axes.plot(
                 [ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name
             )
-        place = max(stage["step_ms"], ideal or 0.0) + longest * 0.01
+        place = max(stage.step_ms, ideal or 0.0) + longest * 0.01
         axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
-    name_rows(axes, [stage["label"] for stage in stages])
+    name_rows(axes, [stage.label for stage in stages])
     axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
     axes.set_title(f"Step time ({kind}): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
@@ -238,21 +227,26 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
-def step_text(stage: dict[str, Any], waiting: Any) -> str:
+def step_text(stage: StageResult, waiting: Any) -> str:
     """The text beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
     parts = {
-        f"{stage['step_ms']:.1f} ms": True,
-        f"{stage['speed_up']:.1f} times as fast": stage["stage"] != "1",
+        f"{stage.step_ms:.1f} ms": True,
+        f"{stage.speed_up:.1f} times as fast": stage.stage != "1",
         f"{waiting:.0f} waiting": waiting >= 0.05,
     }
     return ", ".join(part for part, applies in parts.items() if applies)
 
 
-def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
+def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    counted = [
-        stage for stage in stages if None not in (stage["bytes_sent_max"], stage["bytes_formula"])
-    ]
+    counted = []
+    heights = []
+    theory = []
+    for stage in stages:
+        if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
+            counted.append(stage)
+            heights.append(stage.bytes_sent_max / 1e6)
+            theory.append(stage.bytes_formula / 1e6)
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if not counted:
         axes.text(
@@ -264,10 +258,8 @@ def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
         )
         return
     places = np.arange(len(counted))
-    heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
-    drawn = axes.bar(places, heights, width=0.6, color=[stage["colour"] for stage in counted])
+    drawn = axes.bar(places, heights, width=0.6, color=[stage.colour for stage in counted])
     axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
-    theory = [stage["bytes_formula"] / 1e6 for stage in counted]
     axes.hlines(
         theory,
         places - 0.4,
@@ -276,7 +268,7 @@ def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
         linewidth=1.8,
         label="formula",
     )
-    axes.set_xticks(places, [textwrap.fill(stage["label"], 10) for stage in counted])
+    axes.set_xticks(places, [textwrap.fill(stage.label, 10) for stage in counted])
     axes.set(
         ylim=(0, max([*heights, *theory]) * 1.22 or 1),
         xlim=(-0.6, len(counted) - 0.4),
@@ -286,19 +278,18 @@ def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.legend(loc="upper right")
 
 
-def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]], kind: str) -> None:
+def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> None:
     """One step of every stage, a lane per rank; the lower half of a lane is its communication
     thread.
     """
     row = 0.0
     ticks = []
     for stage in stages:
-        lanes = stage.get("timeline") or [[]]
-        ticks.append(row + (len(lanes) - 1) / 2)
-        for rank, spans in enumerate(lanes):
+        ticks.append(row + (len(stage.timeline) - 1) / 2)
+        for rank, spans in enumerate(stage.timeline):
             draw_lane(axes, row + rank, spans)
-        row += len(lanes) + 0.7
-    axes.set_yticks(ticks, [stage["label"] for stage in stages])
+        row += len(stage.timeline) + 0.7
+    axes.set_yticks(ticks, [stage.label for stage in stages])
     axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
     axes.set_title(f"One step of every stage, a lane per rank ({kind})")
@@ -526,10 +517,9 @@ def logarithmic(axes: Axes, axis: str) -> None:
     ticks.set_minor_formatter(NullFormatter())
 
 
-def link_text(results: dict[str, Any]) -> str:
-    """The emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
-    link = results.get("link")
-    if not link or not link.get("bandwidth_bits_s"):
+def link_text(link: dict[str, Any] | None) -> str:
+    """An emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
+    if not link:
         return "links as they are"
-    mode = {"hosts": " (virtual hosts)", "virtual": " (virtual time)"}.get(link.get("mode"), "")
+    mode = {"hosts": " (virtual hosts)", "virtual": " (virtual time)"}[link["mode"]]
     return f"links of {EngFormatter('bit/s')(link['bandwidth_bits_s'])}{mode}"

@@ -3,6 +3,7 @@ import csv
 import errno
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from ddp_course import Link, compare, ladder, stage3_paramserver
 from ddp_course.errors import NotFiniteError
+from ddp_course.measuring.results import VERSION, Comparison
 from ddp_course.running import files
 
 ALL = tuple(ladder.STAGES)
@@ -31,18 +33,18 @@ def results(request):
 
 
 def test_all_stages_compute_the_same(results):
-    assert [stage["stage"] for stage in results["stages"]] == list(ALL)
-    single = results["stages"][0]["loss"]
+    assert [stage.stage for stage in results.stages] == list(ALL)
+    single = results.stages[0].loss
     assert len(single) == 3 and len(set(single)) == 3
-    for stage in results["stages"]:
-        assert stage["max_abs_diff_vs_single"] < 1e-12
-        assert stage["loss"] == pytest.approx(single, abs=1e-12)
+    for stage in results.stages:
+        assert stage.max_abs_diff_vs_single < 1e-12
+        assert stage.loss == pytest.approx(single, abs=1e-12)
 
 
 def test_bytes_are_exactly_the_formula(results):
-    K, payload = results["world_size"], results["gradient_bytes"]
-    assert payload == 8 * results["parameters"] == 8 * 88_092
-    stages = {stage["stage"]: stage for stage in results["stages"]}
+    K, payload = results.world_size, results.gradient_bytes
+    assert payload == 8 * results.parameters == 8 * 88_092
+    stages = {stage.stage: stage for stage in results.stages}
     ring = 2 * (K - 1) * payload // K
     wanted = {
         "3": (K - 1) * payload,
@@ -56,36 +58,36 @@ def test_bytes_are_exactly_the_formula(results):
             0.001 if key == "7" else 0
         )  # shards of equal size: some elements that no tensor has
         formula = (
-            None
-            if key in NOT_COUNTED
-            else pytest.approx(stage["bytes_formula"], rel=padding, abs=0)
+            None if key in NOT_COUNTED else pytest.approx(stage.bytes_formula, rel=padding, abs=0)
         )
-        assert stage["bytes_sent_max"] == formula, key
-        assert key not in wanted or stage["bytes_formula"] == wanted[key], key
-    assert (stages["8"]["bytes_sent_max"] > 0) == (K > 1)
-    assert stages["6"]["bytes_formula"] == stages["torch"]["bytes_formula"] == ring
-    assert stages["3"]["messages_max"] == 2 * (K - 1) and stages["4"]["messages_max"] == 4 * (K - 1)
-    assert all(stages[key]["messages_max"] is None for key in NOT_COUNTED)
+        assert stage.bytes_sent_max == formula, key
+        assert key not in wanted or stage.bytes_formula == wanted[key], key
+    assert (stages["8"].bytes_sent_max > 0) == (K > 1)
+    assert stages["6"].bytes_formula == stages["torch"].bytes_formula == ring
+    assert stages["3"].messages_max == 2 * (K - 1) and stages["4"].messages_max == 4 * (K - 1)
+    assert all(stages[key].messages_max is None for key in NOT_COUNTED)
 
 
 def test_times_and_timelines_are_there(results):
-    for stage in results["stages"]:
-        assert stage["step_ms"] > 0
-        ranks = 1 if stage["stage"] in ("1", "2") else results["world_size"]
-        assert len(stage["timeline"]) == ranks
-        for lane in stage["timeline"]:
+    for stage in results.stages:
+        assert stage.step_ms > 0
+        ranks = 1 if stage.stage in ("1", "2") else results.world_size
+        assert len(stage.timeline) == ranks
+        for lane in stage.timeline:
             names = {name for name, *_ in lane}
             assert {"forward", "backward", "update"} <= names
-            assert ("communication" in names) == (stage["stage"] not in ("1", "2"))
-    waiting = {stage["stage"]: stage["communication_ms"] for stage in results["stages"]}
+            assert ("communication" in names) == (stage.stage not in ("1", "2"))
+    waiting = {stage.stage: stage.communication_ms for stage in results.stages}
     assert waiting["1"] == 0 and waiting["2"] is None  # the copies of threads are not timed
-    assert results["world_size"] == 1 or waiting["3"] > 0
+    assert results.world_size == 1 or waiting["3"] > 0
 
 
 def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
     paths = compare.save(results, tmp_path / "new" / "folder")
     assert [path.name for path in paths] == ["compare.json", "compare.csv", "compare.png"]
-    assert json.loads(paths[0].read_text()) == json.loads(json.dumps(results))
+    assert Comparison.from_json(paths[0].read_text()) == results
+    written = json.loads(paths[0].read_text())
+    assert written["version"] == VERSION and written["stages"][0]["step_ms"] > 0
     rows = list(csv.DictReader(paths[1].open()))
     assert [row["stage"] for row in rows] == list(ALL)
     assert paths[2].read_bytes().startswith(b"\x89PNG")
@@ -94,7 +96,7 @@ def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
         "compare.json",
         "compare.png",
     ]
-    assert all(stage["name"] in compare.table(results).text for stage in results["stages"])
+    assert all(stage.name in compare.table(results).text for stage in results.stages)
 
 
 def without_division(model, batches, lr):
@@ -126,7 +128,7 @@ def imaginary(train):
 def test_wrong_weights_show_as_a_difference(monkeypatch):
     monkeypatch.setitem(ladder.STAGES, "9", imaginary(without_division))
     results = compare.run("synthetic", 2, 3, "3,9", **RAW)
-    right, wrong = (stage["max_abs_diff_vs_single"] for stage in results["stages"])
+    right, wrong = (stage.max_abs_diff_vs_single for stage in results.stages)
     assert right < 1e-12 and wrong > 1e-6
 
 
@@ -201,22 +203,20 @@ def compared(stages=ALL, link="100Mbit"):
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
-    p, b, single = on_devices["gradient_bytes"], 100e6 / 8, on_devices["stages"][0]["ideal_ms"]
-    assert single == pytest.approx(1000 * on_devices["emulated_device"]["rate"] ** -1 * 783_834_624)
-    ideal = {stage["stage"]: stage["ideal_ms"] for stage in on_devices["stages"]}
+    p, b, single = on_devices.gradient_bytes, 100e6 / 8, on_devices.stages[0].ideal_ms
+    assert single == pytest.approx(1000 * on_devices.emulated_device["rate"] ** -1 * 783_834_624)
+    ideal = {stage.stage: stage.ideal_ms for stage in on_devices.stages}
     assert ideal["3"] == pytest.approx(single / 2 + 2000 * p / b)
     copied = 4 * 96 * (64 + 2 * 10)  # a shard's inputs, outputs, and gradients of the outputs
     assert ideal["2"] == pytest.approx(ideal["3"] + 1000 * copied / b)
     assert ideal["4"] == ideal["7o"] == ideal["4w"] == pytest.approx(single / 2 + 1000 * p / b)
     assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
-    for stage in on_devices["stages"]:
-        assert stage["device"] == "3 GFLOP/s"
-        assert stage["speed_up"] == pytest.approx(
-            on_devices["stages"][0]["step_ms"] / stage["step_ms"]
-        )
-        bound = 5e-4 if stage["stage"] in NEARLY else 1e-9
-        assert stage["step_ms"] == pytest.approx(stage["ideal_ms"], rel=bound), stage["name"]
-        assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
+    for stage in on_devices.stages:
+        assert stage.device == "3 GFLOP/s"
+        assert stage.speed_up == pytest.approx(on_devices.stages[0].step_ms / stage.step_ms)
+        bound = 5e-4 if stage.stage in NEARLY else 1e-9
+        assert stage.step_ms == pytest.approx(stage.ideal_ms, rel=bound), stage.name
+        assert len(stage.loss) == 6 and stage.max_abs_diff_vs_single < 1e-4
 
 
 class NotSlowed(Link):
@@ -230,8 +230,8 @@ class NotSlowed(Link):
 
 def test_a_link_that_is_not_slowed_is_found_out():
     """The negative control of `step_ms == ideal_ms`."""
-    ring = compared("1,4", NotSlowed("100Mbit"))["stages"][1]
-    assert ring["step_ms"] < 0.95 * ring["ideal_ms"]
+    ring = compared("1,4", NotSlowed("100Mbit")).stages[1]
+    assert ring.step_ms < 0.95 * ring.ideal_ms
 
 
 def drawn(lane, *names):
@@ -246,22 +246,17 @@ def test_what_is_drawn_is_what_the_bars_say(on_devices):
 
 
 def test_the_complete_class_hides_as_much_as_torchs(on_devices):
-    exposed = {stage["stage"]: stage["communication_ms"] for stage in on_devices["stages"]}
+    exposed = {stage.stage: stage.communication_ms for stage in on_devices.stages}
     assert exposed["6"] == pytest.approx(exposed["torch"]) and exposed["6"] > 0.1
 
 
 def test_a_span_that_is_missing_shows(on_devices):
     """The negative control."""
-    stages = [
-        {
-            **stage,
-            "timeline": [
-                sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage["timeline"]
-            ],
-        }
-        for stage in on_devices["stages"]
-    ]
-    assert len(differing({"stages": stages})) == len(stages)
+    stages = []
+    for stage in on_devices.stages:
+        lanes = [sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage.timeline]
+        stages.append(replace(stage, timeline=lanes))
+    assert len(differing(replace(on_devices, stages=stages))) == len(stages)
 
 
 def differing(results):
@@ -269,9 +264,9 @@ def differing(results):
     something else.
     """
     keys = []
-    for stage in results["stages"]:
-        lanes = stage["timeline"]
-        assert len(lanes) == (1 if stage["stage"] == "1" else 2)
+    for stage in results.stages:
+        lanes = stage.timeline
+        assert len(lanes) == (1 if stage.stage == "1" else 2)
         blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
         busiest = max(
             drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes
@@ -283,9 +278,9 @@ def differing(results):
         apart = all(
             end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane)
         )
-        same = blocking == pytest.approx(stage["communication_ms"], rel=0.05, abs=0.01)
-        if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
-            keys.append(stage["stage"])
+        same = blocking == pytest.approx(stage.communication_ms, rel=0.05, abs=0.01)
+        if not (apart and same and busiest == pytest.approx(stage.step_ms, rel=0.05)):
+            keys.append(stage.stage)
     return keys
 
 

@@ -1,5 +1,7 @@
 """The cells "On your GPUs": their sizes fit all stages, and they say what they measured."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ddp_course import on_your_gpus as measured
@@ -21,17 +23,17 @@ def test_every_size_has_layers_and_heads_for_all_ranks(world_size):
 def test_without_gpus_it_runs_on_the_processor_and_says_so(capsys):
     results = measured("3,torch")
     assert "No GPU" in capsys.readouterr().out
-    assert [stage["stage"] for stage in results["stages"]] == ["1", "3", "torch"]
-    assert results["max_abs_diff"] < 1e-5 and results["emulated_device"] is None
+    assert [stage.stage for stage in results.stages] == ["1", "3", "torch"]
+    assert results.max_abs_diff < 1e-5 and results.emulated_device is None
     figure = show.compare_figure(results)
     assert "measured on this machine's processor: 2 processes" in figure.get_suptitle()
-    assert results["message"] in figure.alt
+    assert results.message in figure.alt
 
 
 STAGES = [
-    {"stage": "1", "name": "single device", "step_ms": 60.0},
-    {"stage": "3", "name": "parameter server", "step_ms": 78.0},
-    {"stage": "5", "name": "bucketed DDP", "step_ms": 20.0},
+    SimpleNamespace(stage="1", name="single device", step_ms=60.0),
+    SimpleNamespace(stage="3", name="parameter server", step_ms=78.0),
+    SimpleNamespace(stage="5", name="bucketed DDP", step_ms=20.0),
 ]
 
 
@@ -48,7 +50,7 @@ STAGES = [
     ],
 )
 def test_the_sentence_says_what_the_numbers_say(gpus, slow):
-    results = {"parameters": 1000, "global_batch": 8, "world_size": 4, "stages": STAGES}
+    results = SimpleNamespace(parameters=1000, global_batch=8, world_size=4, stages=STAGES)
     said = on_your_gpus.message(results, gpus)
     assert said.startswith("One device needs 60 ms for a step of 1,000 parameters and 8 samples")
     assert f"with parameter server {slow}" in said

@@ -20,6 +20,7 @@ from PIL import Image
 
 from ddp_course import show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
 from ddp_course.commands.lab import STYLE
+from ddp_course.measuring.results import Comparison, StageResult
 from ddp_course.orders.verdict import Event, judge
 from ddp_course.showing import order_plot, plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
@@ -44,30 +45,41 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
         ["update", 0.01, 0.011, "compute"],
     ]
     p = 337_000
-    return {
-        "world_size": world_size,
-        "device": "cpu",
-        "problem": "digits",
-        "parameters": p // 4,
-        "gradient_bytes": p,
-        "link": {"bandwidth_bits_s": 2e8, "mode": "hosts"},
-        "stages": [
-            {
-                "stage": stage,
-                "name": names[stage],
-                "step_ms": 10.0 + 7 * place,
-                "communication_ms": 3.0 * place,
-                "bytes_sent_max": None if stage in "12torch" else p * (1 + place),
-                "messages_max": 6,
-                "speed_up": 1.0 + place,
-                "bytes_formula": None if stage in "12" else p,
-                "loss": [2.3 / (1 + step) for step in range(12)],
-                "max_abs_diff_vs_single": 1e-7 * place,
-                "timeline": [spans] * (1 if stage in "12" else world_size),
-            }
-            for place, stage in enumerate(stages)
-        ],
-    }
+    results = []
+    for place, stage in enumerate(stages):
+        sent = None if stage in "12torch" else p * (1 + place)
+        results.append(
+            StageResult(
+                stage=stage,
+                name=names[stage],
+                step_ms=10.0 + 7 * place,
+                communication_ms=3.0 * place,
+                bytes_sent_max=sent,
+                bytes_received_max=sent,
+                messages_max=6,
+                speed_up=1.0 + place,
+                bytes_formula=None if stage in "12" else p,
+                loss=[2.3 / (1 + step) for step in range(12)],
+                max_abs_diff_vs_single=1e-7 * place,
+                evaluation=None,
+                timeline=[spans] * (1 if stage in "12" else world_size),
+            )
+        )
+    return Comparison(
+        world_size=world_size,
+        steps=12,
+        dtype="float32",
+        global_batch=192,
+        torch="2",
+        device="cpu",
+        backend="gloo",
+        problem="digits",
+        parameters=p // 4,
+        gradient_bytes=p,
+        emulated_device=None,
+        link={"bandwidth_bits_s": 2e8, "mode": "hosts"},
+        stages=results,
+    )
 
 
 def bucket_explorer(measured):
@@ -341,11 +353,9 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
         for label in figure.axes[0].get_xticklabels()
     ]
     heights = dict(zip(names, [bar.get_height() for bar in figure.axes[0].patches], strict=False))
-    single, *others = results["stages"]
+    single, *others = results.stages
     for stage in others:
-        assert heights[stage["name"]] == pytest.approx(
-            single["ideal_ms"] / stage["ideal_ms"], rel=0.05
-        )
+        assert heights[stage.name] == pytest.approx(single.ideal_ms / stage.ideal_ms, rel=0.05)
     slow, fast = (
         widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5)
     )

@@ -32,9 +32,10 @@ CELLS = {
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
     "source": "show.source(stage4_ring.ring_all_reduce)",
     "table": (
-        "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8,"
-        " speed_up=1.36, busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6,"
-        " loss=[.0968], max_abs_diff_vs_single=9.9e-7)\ncompare.table({'stages': [stage]})"
+        "from types import SimpleNamespace as some\nstage = some(label='3 parameter server',"
+        " step_ms=239.04, ideal_ms=250.8, speed_up=1.36, communication_ms=154.9,"
+        " bytes_sent_max=1057104, messages_max=6, last_loss=.0968, max_abs_diff_vs_single=9.9e-7)"
+        "\ncompare.table(some(stages=[stage]))"
     ),
     "keep": "%%ranks 2 --keep\nkept = rank + 40",
     "kept": "%%ranks\nprint(kept + 2)",
