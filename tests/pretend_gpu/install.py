@@ -18,7 +18,7 @@ def install():
     import torch.profiler
     import torch.utils._foreach_utils as foreach
 
-    from . import cuda, nccl, profiler, streams, tensors
+    from . import cuda, memory, nccl, profiler, streams, tensors
 
     streams.start()
     cuda.install()
@@ -27,6 +27,7 @@ def install():
     for module in (optimizer, foreach):
         if tensors.PretendTensor not in module._foreach_supported_types:
             module._foreach_supported_types.append(tensors.PretendTensor)
+    torch.UntypedStorage.resize_ = memory.resizing(torch.UntypedStorage.resize_)
     torch.serialization.add_safe_globals([tensors.rebuild])
     torch.load = tensors.load_by(torch.load)
     library = torch.library.Library("aten", "IMPL")

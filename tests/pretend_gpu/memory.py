@@ -53,13 +53,17 @@ class Block:
     def __init__(self, index, storage):
         self.size = 0
         self.storage = storage  # Its address is not given out again before this block is gone.
-        self.place = place()
         self.uses = []
-        self.recorded = set()
         self.messages = []
+        self.take(index)
+
+    def take(self, index):
+        """Take memory for all bytes of the storage."""
+        self.place = place()
+        self.recorded = set()
         self.key = current(open_context(index))
-        start = storage.data_ptr()
-        nbytes = storage.nbytes()
+        start = self.storage.data_ptr()
+        nbytes = self.storage.nbytes()
         size = -(-nbytes // 512) * 512
         with LOCK:
             if used[index] + size > SIZE:
@@ -73,9 +77,20 @@ class Block:
             if used[index] > 1.25 * noted[index]:  # ranks end without farewell: note it as it grows
                 noted[index] = used[index]
                 note("peak", f"{physical(index)}\t{used[index]}")
-            self.reuse()
+            if size:
+                self.reuse()
             count = clocks[self.key].get(self.key, 0)
             self.uses.append(Use(self.key, count, True, start, start + nbytes, self.place))
+
+    def give(self):
+        """Give the memory back to the pool that it came from."""
+        with LOCK:
+            used[self.key[0]] -= self.size
+            uses = [u for u in self.uses if u.key != self.key and u.key not in self.recorded]
+            if uses:
+                freed[self.key].append(Freed(self.size, uses, self.place))
+            self.size = 0
+            self.uses = []
 
     def reuse(self):
         """Take memory of the pool: a race if another stream may still use it."""
@@ -92,11 +107,7 @@ class Block:
                 freed[self.key].remove(old)
 
     def __del__(self):
-        with LOCK:
-            used[self.key[0]] -= self.size
-            uses = [u for u in self.uses if u.key != self.key and u.key not in self.recorded]
-            if uses:
-                freed[self.key].append(Freed(self.size, uses, self.place))
+        self.give()
 
     def use(self, new, clock):
         """Note a use, and each other use that nothing orders before it."""
@@ -117,3 +128,20 @@ class Block:
             if not replaced:
                 kept.append(old)
         self.uses = [*kept[-MOST_USES:], new]
+
+
+def resizing(original):
+    """`resize_` of a storage, which frees the memory of a tensor that lives on, and takes some
+    again.
+    """
+
+    def resize_(storage, size):
+        block = blocks.get(storage._cdata)
+        if block is not None:
+            block.give()
+        original(storage, size)
+        if block is not None:
+            block.take(block.key[0])
+        return storage
+
+    return resize_

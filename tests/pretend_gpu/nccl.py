@@ -151,7 +151,7 @@ class Communicator:
             raise dist.DistBackendError(
                 f"ncclInvalidUsage: Duplicate GPU detected: ranks are on GPUs {self.gpus}"
             )
-        patience = timedelta(seconds=PATIENCE)
+        patience = timedelta(seconds=2 * PATIENCE)  # Who waits says first which call did not end.
         gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", self.store), rank, self.size, timeout=patience
         )

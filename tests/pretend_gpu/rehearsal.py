@@ -29,6 +29,32 @@ OTHER_WAITS = 20  # so often may the ranks of one GPU wait anywhere else
 PATIENCE = 900  # seconds of a cell: eight ranks may share two cores with other programs
 TABLE = ROOT / "results" / "gpu_rehearsal.csv"
 NAMES = ("notebook", "GPUs", "NCCL", "waits", "MiB", "figures", "races", "seconds", "verdict")
+# What runs before the first cell. Sizes and steps are chosen for the speed of a GPU: where eight
+# pretended ones share two cores, half of the steps, the smallest model and a quarter of its batch
+# are enough, and to be slow is no fault.
+BEFORE = """
+import ddp_course.measuring.on_your_gpus as probe
+from ddp_course import launch
+from ddp_course.showing import shell
+
+for function in (launch, shell.command):
+    function.__kwdefaults__["timeout"] = PATIENCE
+
+
+def find_size(world_size, probe=probe):
+    size = next(probe.sizes(world_size))
+    size = size._replace(global_batch=max(4, size.global_batch // 4))
+    probe.step_seconds(size)
+    return size, [probe.torch.cuda.get_device_name(gpu) for gpu in range(probe.usable_gpus())]
+
+
+def run(run=probe.run, **options):
+    return run(**options | {"steps": 5, "timeout": PATIENCE})
+
+
+probe.find_size = find_size
+probe.run = run
+""".replace("PATIENCE", str(PATIENCE))
 COLUMNS = "{:<50}{:>5}{:>6}{:>6}  {:<40}{:>8}{:>6}{:>8}  {}"
 
 
@@ -37,6 +63,7 @@ def run(path, gpus, log):
     number of figures that it has made.
     """
     notebook = nbformat.read(path, 4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BEFORE))
     folder = str(Path(path).resolve().parent)
     client = nbclient.NotebookClient(
         notebook, timeout=PATIENCE, allow_errors=True, resources={"metadata": {"path": folder}}
@@ -45,10 +72,10 @@ def run(path, gpus, log):
     errors = []
     figures = 0
     try:
-        client.execute(env=environment(gpus, log))
+        client.execute(env=environment(gpus, log, PATIENCE))
     except Exception as error:  # the kernel died, or a cell took too long
         errors.append(f"stopped: {type(error).__name__}: {str(error)[:300]}")
-    for number, cell in enumerate(notebook.cells):
+    for number, cell in enumerate(notebook.cells, -1):
         for output in cell.get("outputs", []):
             figures += "image/png" in output.get("data", {})
             tags = cell.metadata.get("tags", [])

@@ -64,6 +64,15 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "return message if communication.is_queued(message.device) else None", "return None",
         "race",
     ),
+    "a block's memory is taken when the thread gets there": (
+        "7", "stage7_sharded/fsdp.py",
+        "block.make_room()\n            block.gathering = self.start("
+        '"gather", block, block.gather)',
+        'late = lambda: (__import__("time").sleep(0.02), block.make_room())\n'
+        "            block.gathering = self.start("
+        '"gather", block, lambda group: late() and block.gather(group))',
+        "race",
+    ),
     "the plan of the buckets is read number by number": (
         "6", "stage6_ddp/reducer.py", "numbers = plan.tolist()",
         "numbers = [number.item() for number in plan]", "waits",
@@ -116,6 +125,44 @@ def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_
     assert findings.communicators >= 2 and set(findings.peaks) == {0, 1}
     plans = [count for place, count in findings.syncs.items() if "(rebuild)" in place]
     assert sum(plans) == 6, "stage 6's plan is read once for each of 2 ranks and 3 wrappers"
+
+
+SHARDED = """
+import torch
+from ddp_course import launch
+from ddp_course.running.devices import rank_device
+from ddp_course.stage7_sharded import FullyShardedDataParallel
+
+WIDTH = 256
+
+
+def peak_in_blocks():
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)]
+    parallel = FullyShardedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        parallel.zero_grad()
+        parallel(torch.ones(1, WIDTH, device=rank_device())).sum().backward()
+    return torch.cuda.max_memory_allocated() / (4 * WIDTH**2)
+
+
+if __name__ == "__main__":
+    print(max(launch(peak_in_blocks, world_size=2)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line, instead", [("", ""), ("len(self.reducing) > 1", "False")])
+def test_a_sharded_model_has_few_blocks_and_gradients_whole_at_a_time(line, instead, tmp_path):
+    """Of 12 blocks a rank keeps half, and half of the gradients; the control keeps all of them."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    shutil.copytree(ROOT / "ddp_course", tmp_path / "ddp_course")
+    path = tmp_path / "ddp_course" / "stage7_sharded" / "fsdp.py"
+    path.write_text(path.read_text().replace(line, instead) if line else path.read_text())
+    done, findings = run(script, log=tmp_path / "log", course=tmp_path)
+    assert done.returncode == 0 and not findings.races, (done.stderr[-2000:], findings.races)
+    assert (float(done.stdout) < 23) == (not line), done.stdout
 
 
 @pytest.mark.slow
