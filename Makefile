@@ -88,7 +88,7 @@ notebooks: tools  ## build and run the notebooks from authoring/lessons
 site: tools  ## the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
 
-lint: tools  ## style, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again
+lint: tools  ## style, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again, errors that docstrings name
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -97,6 +97,7 @@ lint: tools  ## style, types, imports, notebooks in step with their sources, wei
 	$(BIN)/python authoring/weights.py
 	$(BIN)/python authoring/plainness.py
 	$(BIN)/python authoring/rebound.py
+	$(BIN)/python authoring/raises.py
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -35,12 +35,13 @@ ALGORITHMS = {
 FORMULA = {"gloo": "ring"}
 WORLD_SIZES = {"hosts": "2,3,4", "virtual": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
-CALIBRATION_SECONDS, ROUNDS = (
-    0.1,
-    10,
-)  # A calibration's longest message takes this long, and is sent this often.
+CALIBRATION_SECONDS = 0.1  # A calibration's longest message takes this long,
+ROUNDS = 10  # and is sent this often.
 PAUSE_SECONDS = 0.01  # The links rest this long before each message.
-JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
+JUDGED_BYTES = 4 << 20  # What is promised holds for messages of this size and more.
+LOWEST = 0.97  # times the formula
+HIGHEST = 1.12  # times the formula
+SLOWER_THAN_GLOO = 1.05  # times the seconds of gloo
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,8 @@ def compare(args: argparse.Namespace) -> Part:
         for bandwidth in args.bandwidths.split(",")
         for world_size in map(int, (args.world_sizes or WORLD_SIZES[mode]).split(","))
     ]
-    sizes, rows = [int(size) << 20 for size in args.sizes.split(",")], []
+    sizes = [int(size) << 20 for size in args.sizes.split(",")]
+    rows = []
     for link, world_size in tqdm(settings, unit="setting", disable=None):
         rows += measure(link, world_size, sizes, args.repeats)
     if args.add:
@@ -132,13 +134,17 @@ def ping_pong(sizes: list[int]) -> list[float]:
     """Send messages of these sizes (bytes) to and fro between two ranks; returns the fewest seconds
     one way.
     """
-    rank, times = dist.get_rank(), {size: [] for size in sizes}
+    rank = dist.get_rank()
+    times: dict[int, list[float]] = {size: [] for size in sizes}
     for size in sizes * ROUNDS:
         message = torch.zeros(size, dtype=torch.uint8)
         time.sleep(PAUSE_SECONDS)
         start = time.perf_counter()
         for turn in (0, 1):
-            (wire.send if rank == turn else wire.recv)(message, 1 - rank)
+            if rank == turn:
+                wire.send(message, 1 - rank)
+            else:
+                wire.recv(message, 1 - rank)
         times[size].append((time.perf_counter() - start) / 2)
     return [min(taken) for taken in times.values()]
 
@@ -175,7 +181,8 @@ def promised(rows: list[Row]) -> list[Promise]:
     over_gloo = {describe(row): row["measured_s"] / gloo[setting(row)] for row in rings}
     promises = []
     if ratios:
-        low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        low = min(ratios, key=ratios.__getitem__)
+        high = max(ratios, key=ratios.__getitem__)
         promises.append(
             Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST)
         )

@@ -372,7 +372,7 @@ class Step(nn.Module):
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
     """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12
-    width² of them.
+    width² of them. Raises ValueError outside of 20 thousand to 200 million parameters.
     """
     if not 20_000 <= parameters <= 200_000_000:
         raise ValueError(

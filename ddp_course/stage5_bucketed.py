@@ -56,7 +56,7 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
     `bucket_cap_mb` MiB.
 
     With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start
-    early.
+    early. Raises ValueError for a cap that is not positive.
     """
     if not bucket_cap_mb > 0:
         raise ValueError(

@@ -166,7 +166,9 @@ class SplitLinear(nn.Module):
             return self.outputs(x)
 
     def make_whole(self):
-        """Return the layer as it was before it was split, with the weights of now."""
+        """Return the layer as it was before it was split, with the weights of now. Raises
+        RuntimeError if a slice was exchanged for another tensor.
+        """
         for name in self.split_along:
             parameter = getattr(self, name)
             if isinstance(parameter, Slice):

@@ -57,7 +57,9 @@ def with_comments(results: Sequence[Result], comments: Sequence[dict[str, str]])
 
 
 def comment_on_task(result: Result, comment: dict[str, str]) -> None:
-    """Add a comment, and perhaps points, to a task."""
+    """Add a comment, and perhaps points, to a task. Raises GradingError for a task that there is
+    not.
+    """
     task = next((task for task in result.tasks if task.id == comment["task"]), None)
     if task is None:
         raise GradingError(f"a comment is about task {comment['task']}: there is no such task")

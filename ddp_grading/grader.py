@@ -116,7 +116,7 @@ def grade_one(
     progress: Callable = lambda result: None,
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such.
-    `progress(result)` is called for each task as soon as it is judged.
+    `progress(result)` is called for each task as soon as it is judged. Raises nothing.
     """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
@@ -196,7 +196,9 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
 
 
 def run(laid: Laid, folder: str, seconds: float) -> dict[str, str]:
-    """Run a submission's cells in a process of their own; return {id: its error, or ""}."""
+    """Run a submission's cells in a process of their own; return {id: its error, or ""}. Raises
+    RuntimeError if the process ends without an answer.
+    """
     if laid.sources.keys() <= laid.troubles.keys():
         return {}  # Nothing was answered, so nothing runs.
     for name in ("work", "answers", "ipython"):

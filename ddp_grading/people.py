@@ -46,7 +46,7 @@ class Owner:
 
 
 def lines_of(path: str | Path, what: str) -> list[str]:
-    """The lines of a teacher's file."""
+    """The lines of a teacher's file. Raises GradingError for a file that cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -55,7 +55,8 @@ def lines_of(path: str | Path, what: str) -> list[str]:
 
 def read_roster(path: str | Path) -> Roster:
     """A roster from a file: one learner per line, or CSV with titles, such as Canvas' export of its
-    gradebook, Moodle's grading worksheet, or any table with a column `learner`.
+    gradebook, Moodle's grading worksheet, or any table with a column `learner`. Raises GradingError
+    for a roster without learners.
     """
     rows = list(csv.reader(lines_of(path, "roster")))
     titles = [cell.strip() for cell in rows[0]] if rows else []

@@ -33,7 +33,8 @@ def remarks(source: str, given: str = "") -> list[str]:
     odd = set(LEADS_OUT) - {token.string for token in tokens(given)}
     lines: dict[str, None] = {}
     for token in tokens(source):
-        word, line = token.string, token.line.strip()
+        word = token.string
+        line = token.line.strip()
         if word in odd or (word == "ddp_course" and line not in given):
             lines[f"line {token.start[0]} has {word}: {line[:80]}"] = None
     return list(lines)[:MOST_REMARKS]
@@ -50,7 +51,8 @@ def shape(source: str) -> list[str]:
     use.
     """
     numbers: dict[str, str] = {}
-    words, before = [], ""
+    words = []
+    before = ""
     for token in tokens(source):
         word = token.string
         if token.type == tokenize.NAME and not keyword.iskeyword(word) and before != ".":
@@ -71,7 +73,8 @@ def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
     """Groups of learners with alike `answers`, {learner: source}, but for short ones and those like
     the lesson's.
     """
-    known, shapes = shape(lesson), {learner: shape(source) for learner, source in answers.items()}
+    known = shape(lesson)
+    shapes = {learner: shape(source) for learner, source in answers.items()}
     groups: dict[str, list[str]] = {}
     for learner, words in shapes.items():
         if len(words) >= LEAST_TOKENS and not alike(words, known):

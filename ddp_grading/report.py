@@ -86,8 +86,9 @@ def by_task(results: Sequence[Result]) -> dict[str, list[TaskResult]]:
     """{task: everyone's result of it}, in the order of exercises."""
     tasks: dict[str, list[TaskResult]] = {}
     for result in sorted(results, key=lambda result: result.exercise or 0):
-        for task in result.tasks if result.exercise else ():
-            tasks.setdefault(task.id, []).append(task)
+        if result.exercise:
+            for task in result.tasks:
+                tasks.setdefault(task.id, []).append(task)
     return tasks
 
 

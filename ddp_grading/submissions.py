@@ -146,8 +146,9 @@ def find_submissions(
             owners = owners_of(item.parts, repositories, submitters)
             works += [read_submission(item, owner) for owner in owners]
     handed_in = [work for work in works if work.file and not is_given_out(work, works)]
-    for work in works if roster else ():
-        work.learner = in_roster(work, work.parts, roster or {})
+    if roster:
+        for work in works:
+            work.learner = in_roster(work, work.parts, roster)
     check_owners(handed_in)
     learners = {work.learner for work in handed_in}
     beside = {holder_of(work) for work in handed_in}
@@ -191,7 +192,7 @@ def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
 
 
 def read_file(path: Path | zipfile.Path) -> bytes:
-    """What is in a file, if it is one and not too large."""
+    """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")
     with path.open("rb") as file:
@@ -215,7 +216,7 @@ def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
-    """Read a notebook; what is wrong with it becomes the submission's fault."""
+    """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
     work = Submission(**vars(owner), parts=item.parts, fault=NO_NOTEBOOK)
     if not item.parts[-1]:
         return work
@@ -333,7 +334,9 @@ def as_cell(cell: Any) -> Cell:
 
 
 def exercise_of(work: Submission, exercises: dict[int, Pristine]) -> int:
-    """Which exercise a notebook answers: what most of its answer cells say, or else its name."""
+    """Which exercise a notebook answers: what most of its answer cells say, or else its name.
+    Raises GradingError if neither says one of this course.
+    """
     numbered = NUMBERED.match(work.name)
     numbers = [exercise_in(cell) for cell in work.cells if TASK.fullmatch(cell.task)]
     if numbered and not numbers:

@@ -15,14 +15,14 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
     """Predicted over measured, a point per row of the scoreboard, by table; hollow where the fit
     saw the row.
     """
-    tables = list(dict.fromkeys(row["table"] for row in rows if row["measured"] is not None))
-    known = {
-        name: [row for row in rows if row["table"] == name and row["measured"] is not None]
-        for name in tables
-    }
-    height, kind = 0.9 + 0.5 * len(tables), "published; derived"
+    known: dict[str, list] = {}
+    for row in rows:
+        if row["measured"] is not None:
+            known.setdefault(row["table"], []).append(row)
+    height = 0.9 + 0.5 * len(known)
+    kind = "published; derived"
     with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
-        for place, name in enumerate(tables):
+        for place, name in enumerate(known):
             colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
             count = len(known[name])
             for index, row in enumerate(known[name]):
@@ -43,8 +43,12 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
         axes.minorticks_off()
         label = f"predicted / measured (hollow: the fit saw this row; arrow: more than {EDGE:g})"
         axes.set(xlim=(0.45, 1.05 * EDGE), xlabel=label)
-        name_rows(axes, [f"{name}\n{_errors_text(known[name])}" for name in tables])
-        new = [abs(row["error"]) for name in tables for row in known[name] if not row["calibrated"]]
+        name_rows(axes, [f"{name}\n{_errors_text(known[name])}" for name in known])
+        new = [
+            abs(row["error"])
+            for row in rows
+            if row["measured"] is not None and not row["calibrated"]
+        ]
         picture.message = (
             f"median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst"
             f" {max(new):.0%}"

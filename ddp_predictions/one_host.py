@@ -43,10 +43,8 @@ def all_reduce_us(row: Row, values: Sequence[float]) -> float:
     MiB).
     """
     start, step, wire, once = values
-    gpus, mib = int(row["K"]), row["message_mib"]
+    gpus = int(row["K"])
+    mib = row["message_mib"]
     moved = 2 * (gpus - 1) / gpus * mib * wire
-    return (
-        start
-        + 2 * (gpus - 1) * step
-        + (moved / rings(gpus) if row["gpu"] == "V100" else moved + mib * once)
-    )
+    moving = moved / rings(gpus) if row["gpu"] == "V100" else moved + mib * once
+    return start + 2 * (gpus - 1) * step + moving

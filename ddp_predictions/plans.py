@@ -63,7 +63,8 @@ class Decision:
 
 def complexity(run: Run) -> int:
     """0 for DDP, 1 for a wrapper, 2 for one that knows hosts; tensor ways and stages add 2."""
-    return SIMPLE[run.way] + 2 * (run.tensor > 1) + 2 * (run.pipeline > 1)
+    split = [ways for ways in (run.tensor, run.pipeline) if ways > 1]
+    return SIMPLE[run.way] + 2 * len(split)
 
 
 def settings(run: Run, batch: int) -> Iterator[Run]:
@@ -96,7 +97,8 @@ def settings(run: Run, batch: int) -> Iterator[Run]:
 def decide(batch: Any = None, **fields: Any) -> Decision:
     """Choose the way for a model, GPUs and `batch` sequences per step; without it each GPU has 4.
 
-    `fields` are columns as `runs` reads them; what is DECIDED is not read from them.
+    `fields` are columns as `runs` reads them; what is DECIDED is not read from them. Raises
+    ValueError for a batch that the GPUs cannot share.
     """
     run, assumed = read_run(fields | DECIDED)
     given = 4 * run.gpus if batch is None else batch

@@ -99,7 +99,7 @@ class Reader:
         return value
 
     def whole(self, name: str, default: int | None = None, words: str = "") -> int:
-        """A whole number from 1 on."""
+        """A whole number from 1 on. Raises ValueError, which names the field, for other text."""
         if name not in self.fields and default is not None:
             return self.assume(name, default, words)
         text = str(self.fields.get(name, "missing"))
@@ -108,14 +108,16 @@ class Reader:
         return int(float(text))
 
     def choice(self, name: str, choices: Any, default: str) -> str:
-        """One of some words."""
+        """One of some words. Raises ValueError, which names the field, for other text."""
         text = str(self.fields.get(name) or self.assume(name, default)).strip()
         if text not in choices:
             raise self.wrong(name, f"choose one of {', '.join(choices)}")
         return text
 
     def rate(self, name: str) -> float:
-        """Bits per second of a link: a number of Gbit/s, a text like "25Gbit", or a known link."""
+        """Bits per second of a link: a number of Gbit/s, a text like "25Gbit", or a known link.
+        Raises ValueError, which names the field, for other text.
+        """
         value = self.fields.get(name)
         if value is None:
             return 0.0
@@ -132,7 +134,9 @@ class Reader:
 
 
 def read_run(row: Row) -> tuple[Run, list[str]]:
-    """(the run of a row, what is assumed, in words); ValueError names a field that cannot be."""
+    """(the run of a row, what is assumed, in words); ValueError names a field that cannot be.
+    Raises it for a GPU that is not known.
+    """
     reader = Reader(row)
     fields = reader.fields
     if "# GPUs" in row:
@@ -178,7 +182,9 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
 
 
 def read_shape(reader: Reader) -> Row:
-    """The architecture's fields: from the row, else from the model of that name."""
+    """The architecture's fields: from the row, else from the model of that name. Raises ValueError,
+    which names the field, for a shape that cannot be or is not foretold.
+    """
     fields = reader.fields
     name = str(fields.get("model", "")).split(" ")[0].lower()
     known = models().get(name, {})
@@ -213,7 +219,9 @@ def read_shape(reader: Reader) -> Row:
 
 
 def read_recompute(reader: Reader) -> float:
-    """The part of the forward pass that is run again, from words like "full" or "selective (…)"."""
+    """The part of the forward pass that is run again, from words like "full" or "selective (…)".
+    Raises ValueError, which names the field, for other words.
+    """
     given = reader.fields.get("recompute")
     word = str(given or reader.assume("recompute", "none", "nothing recomputed")).split(" ")[0]
     if word not in RECOMPUTE:
@@ -222,7 +230,9 @@ def read_recompute(reader: Reader) -> float:
 
 
 def read_accumulate(reader: Reader, run: Run) -> int:
-    """Micro-batches per copy and step, from `accumulate` or from the sequences of a whole step."""
+    """Micro-batches per copy and step, from `accumulate` or from the sequences of a whole step.
+    Raises ValueError, which names the field, for a batch that does not come out even.
+    """
     if "batch" not in reader.fields:
         return reader.whole("accumulate", 1, "1 micro-batch per step")
     batch = reader.whole("batch")

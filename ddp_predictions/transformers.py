@@ -107,8 +107,8 @@ class Run:
     def weights(self) -> float:
         """Weights of a layer."""
         attention = 2 + 2 * self.kv_heads / self.heads
-        mlp = (3 if self.gated else 2) * self.ff / self.hidden
-        return self.hidden**2 * (attention + mlp)
+        matrices = 3 if self.gated else 2
+        return self.hidden**2 * (attention + matrices * self.ff / self.hidden)
 
     @property
     def parameters(self) -> float:

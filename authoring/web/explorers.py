@@ -36,7 +36,8 @@ def drawn(recipe: dict, most: int) -> str:
     whole = {name: every[name] for name in movable_ends(explorer)}
     others = {name: pairs for name, pairs in every.items() if name not in whole}
     kept = every | thinned(others, first, max(1, most // math.prod(map(len, whole.values()))))
-    lines, labels = {}, {name: [] for name in kept}
+    lines = {}
+    labels = {name: [] for name in kept}
     tree = branch(explorer, kept, list(kept), lines, labels)
     sliders = [
         {
@@ -85,7 +86,8 @@ def thinned(every, first, most):
         name = max(kept, key=lambda control: len(kept[control]))
         others = [pair for pair in kept[name] if pair[1] != first[name]]
         inner = [pair for pair in others if pair not in (kept[name][0], kept[name][-1])]
-        kept[name].remove((inner or others)[len(inner or others) // 2])
+        removable = inner or others
+        kept[name].remove(removable[len(removable) // 2])
     return kept
 
 
@@ -100,7 +102,8 @@ def branch(explorer, kept, names, lines, labels):
         rows = [lines.setdefault(line, len(lines)) for line in svg(picture).splitlines()]
         return [picture.message, picture.alt, rows]
     name, *rest = names
-    control, branches = explorer.controls[name], []
+    control = explorer.controls[name]
+    branches = []
     pairs = positions(control) if name in movable_ends(explorer) else kept[name]
     labels[name] = max(labels[name], [label for label, _ in pairs], key=len)
     for _, value in pairs:

@@ -96,7 +96,7 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
 
 def after_a_sum() -> tuple[str, list[str], str]:
     """On each rank: sum a tensor over the ranks; return device and backend in words, the names of
-    the GPUs, and the network.
+    the GPUs, and the network. Raises RuntimeError for a sum that is wrong.
     """
     import torch
     import torch.distributed as dist

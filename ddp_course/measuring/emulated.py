@@ -24,8 +24,8 @@ SHARE = 0.085
 def device_and_link(
     job: Job, device: Device | str, speed: str, link: Link | str | None, latency: str, mode: str
 ) -> tuple[Device | str, Link | None]:
-    """The (device, link) that a comparison runs on, from what was asked for; see
-    `comparison.run`.
+    """The (device, link) that a comparison runs on, from what was asked for; see `comparison.run`.
+    Raises EmulationError where a speed is asked for of GPUs, which have one of their own.
     """
     real = isinstance(device, str) and on_gpus(device)
     if speed not in ("auto", "none"):

@@ -45,7 +45,8 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
 
 def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
     """Run the program once for each seed; return what its ranks wrote down, and the results of all
-    ranks for each seed. LaunchTimeout if that takes longer than `timeout` seconds.
+    ranks for each seed. LaunchTimeout if that takes longer than `timeout` seconds. Raises the error
+    of the program, unless the events have a fault that explains it.
     """
     results: list = []
     failure = None

@@ -34,7 +34,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     blocks fail too.
 
     The other ranks may then be in another collective, and would take this rank's next message for a
-    part of that one.
+    part of that one. Raises RuntimeError in a block that comes after such an exception.
     """
     group = group or dist.group.WORLD
     if group in _failures:

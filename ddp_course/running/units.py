@@ -43,14 +43,18 @@ def bytes_per_second(text: str | int) -> float:
 
 
 def whole_number(text: str, least: int = 1) -> int:
-    """Parse a whole number, for an option of a command, which names the option."""
+    """Parse a whole number, for an option of a command, which names the option. Raises
+    ArgumentTypeError for other text.
+    """
     if not re.fullmatch(r"\s*\+?[0-9]{1,12}\s*", text) or int(text) < least:
         raise ArgumentTypeError(f'"{text}" must be a whole number, {least} to 999999999999')
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """Parse a positive number such as 0.25, for an option of a command, which names the option."""
+    """Parse a positive number such as 0.25, for an option of a command, which names the option.
+    Raises ArgumentTypeError for other text.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -165,7 +165,8 @@ def naming_absent(group: Group = None) -> Iterator[None]:
     have not come.
 
     A rank whose collective fails says so in the job's store. One that came late fails with the
-    first that gives up, because that one closes its connections.
+    first that gives up, because that one closes its connections. Raises RuntimeError with their
+    names in place of the backend's error.
     """
     try:
         yield
@@ -206,7 +207,8 @@ class Transfer:
 
     def wait(self) -> None:
         """Block until the message has left (send) or arrived (receive). An empty tensor sends
-        nothing.
+        nothing. Raises RuntimeError, with the peer's name, if the connection is lost or the time is
+        up.
         """
         if self.work is None:
             return

@@ -152,7 +152,7 @@ class Prediction(ipywidgets.VBox):
 
     def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
         """Show the guess beside the `result` (text) and its kind; `answer` is the right one among
-        the answers.
+        the answers. Raises ValueError for an answer that was not to be chosen.
         """
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")

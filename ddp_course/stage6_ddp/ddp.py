@@ -233,7 +233,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
         `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first
-        backward pass.
+        backward pass. Raises TypeError for what cannot be called, RuntimeError for a second hook.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")

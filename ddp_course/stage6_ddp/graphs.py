@@ -113,7 +113,7 @@ class StaticGraph(Reducer):
 
     def completed_by(self, index):
         """Nothing in the first pass; later the parameter, when this was the last part of its
-        gradient.
+        gradient. Raises RuntimeError if the graph has changed since the first pass.
         """
         if not self.counted:
             self.current.ready[index] = True

@@ -163,7 +163,9 @@ class Reducer:
         return [index]
 
     def mark_ready(self, index):
-        """Put a gradient into its bucket, and send off every bucket whose turn it is."""
+        """Put a gradient into its bucket, and send off every bucket whose turn it is. Raises
+        RuntimeError for a gradient that was ready before in this pass.
+        """
         if index in self.current.ready:
             raise RuntimeError(ready_twice(self.names[index]))
         self.current.ready[index] = True

@@ -119,7 +119,7 @@ def default_blocks(module):
 
 def assign_blocks(module, blocks):
     """Return (block, its parameters) pairs; parameters of no block, of several, or of other layers
-    too go to `module` as a whole.
+    too go to `module` as a whole. Raises ValueError for a block that is no part of the model.
     """
     members = {module: []}  # A module that runs twice is one block.
     for block in blocks:

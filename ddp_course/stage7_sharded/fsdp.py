@@ -130,7 +130,10 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Wait for messages on their way, and drop the gradients and whole blocks of a pass that
         failed.
         """
-        reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
+        reducing = self.reducing
+        self.reducing = []
+        self.backward_pass = None
+        self.latest = None
         for wait in reducing:
             with suppress(
                 Exception
@@ -196,7 +199,10 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def before_backward(self, block, version):
-        """Gather the block again, as it was in forward, and make room for its gradients."""
+        """Gather the block again, as it was in forward, and make room for its gradients. Raises
+        RuntimeError for create_graph=True, for a backward pass inside another or after one that
+        failed, and if the weights have changed since the forward pass.
+        """
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True would need the whole parameters after backward; stage 6 keeps"
@@ -227,7 +233,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def gradient_ready(self, block, parameter):
         """The hook: once the last gradient of the block is complete, average them while backward
-        goes on.
+        goes on. Raises RuntimeError if the gradient came without its block's outputs.
         """
         if block.places is None:
             raise RuntimeError(
@@ -329,6 +335,8 @@ class FullyShardedDataParallel(torch.nn.Module):
 
 
 def refuse_parts(module, prefix, keep_vars):
-    """The hook: a state dict of this model alone would have this rank's shards in it."""
+    """The hook: a state dict of this model alone would have this rank's shards in it. Raises
+    RuntimeError, unless the tensors themselves are wanted (`keep_vars`).
+    """
     if not keep_vars:
         raise RuntimeError("the model is sharded; call state_dict() of its wrapper, on all ranks")

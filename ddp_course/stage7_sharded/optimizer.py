@@ -64,7 +64,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average(self):
-        """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
+        """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards. Raises
+        RuntimeError for a parameter that lies in other memory than before, and for new gradients
+        after clipping.
+        """
         if any(
             p.data_ptr() != view.data_ptr()
             for flat in self.flats
@@ -117,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Average the gradients and scale them so that their norm is at most `max_norm`; return the
-        norm.
+        norm. Raises RuntimeError for gradients of a split model, whose norm no rank knows.
         """
         if any(isinstance(parameter, Part) for parameter in self.parameters):
             raise RuntimeError(

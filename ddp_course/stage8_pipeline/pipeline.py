@@ -109,7 +109,9 @@ class Pipeline:
         self.transfers.finish()
 
     def forward(self, instruction):
-        """Compute a stage's outputs, and send them on; the last stage computes the loss."""
+        """Compute a stage's outputs, and send them on; the last stage computes the loss. Raises
+        ValueError for a loss of several numbers.
+        """
         microbatch = instruction.microbatch
         stage = instruction.stage
         start = None

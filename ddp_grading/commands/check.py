@@ -49,7 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all points were earned, 1 if not."""
+    """The command itself: 0 if all points were earned, 1 if not. Raises GradingError for an
+    exercise or a notebook that is not there, or is another.
+    """
     exercises = load_exercises()
     if args.exercise is None:
         return where_am_i(exercises, args.html)
@@ -78,7 +80,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def where_am_i(exercises: dict[int, Pristine], html: Path | None) -> int:
-    """Print a line for each exercise, and what is known of guesses; write the page."""
+    """Print a line for each exercise, and what is known of guesses; write the page. Raises
+    GradingError where there is no copy of the course.
+    """
     copy = find_copy()
     if copy is None:
         raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
@@ -95,7 +99,9 @@ def where_am_i(exercises: dict[int, Pristine], html: Path | None) -> int:
 
 
 def own_notebook(exercise: int) -> Path:
-    """The learner's notebook of an exercise: here, in work/, or in exercises/."""
+    """The learner's notebook of an exercise: here, in work/, or in exercises/. Raises GradingError
+    if it is in none of these.
+    """
     for folder in map(Path, FOLDERS):
         notebooks = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
         if notebooks and folder.resolve().name not in ("notebooks", "solutions"):

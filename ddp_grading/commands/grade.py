@@ -136,7 +136,9 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def earlier_results(file: str) -> list[Result]:
-    """The results that a report holds; none if it is not there yet."""
+    """The results that a report holds; none if it is not there yet. Raises GradingError for a file
+    that is no report.
+    """
     if not Path(file).exists():
         return []
     try:
@@ -175,7 +177,8 @@ def grade_and_write(
     with suppress(KeyboardInterrupt):
         grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)
     best = with_comments(merged(earlier, done), comments)
-    missing = [learner for learner in roster if learner not in {result.learner for result in best}]
+    handed_in = {result.learner for result in best}
+    missing = [learner for learner in roster if learner not in handed_in]
     grades = gradebooks.grade_files(args.format, args.grades, best, roster) if args.format else {}
     report.write_files(best, args, missing, grades)
     print(report.table(best, missing))

@@ -45,7 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Answer for one run or a table; without either show the scoreboard."""
+    """Answer for one run or a table; without either show the scoreboard. Raises ValueError for a
+    table and a run together.
+    """
     names = [name.replace("-", "_") for name in (*TEXTS, "batch")]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.file:
@@ -59,7 +61,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def one(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Print the answer for the run of the options, and write its picture where asked."""
+    """Print the answer for the run of the options, and write its picture where asked. Raises
+    ValueError for a config.json that cannot be read.
+    """
     fields = given
     if args.config:
         try:
@@ -127,7 +131,9 @@ def fill(source: Path, target: str | None) -> None:
 
 
 def measured_error(row: dict[str, Any], result: Answer) -> float | None:
-    """Predicted over measured, minus 1, of seconds or of tokens; None without a measurement."""
+    """Predicted over measured, minus 1, of seconds or of tokens; None without a measurement. Raises
+    ValueError for a measurement that is no positive number.
+    """
     for column, unit in MEASURED.items():
         if row.get(column):
             try:

@@ -29,12 +29,14 @@ def main(*script):
     if not Path(SPY).exists():
         sys.exit('py-spy is not installed; run: pip install "ddp-course[clinic]"')
     job = subprocess.Popen([*TORCHRUN, *script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    before, places, end = {}, {}, time.monotonic() + PATIENCE
+    places = {}
+    end = time.monotonic() + PATIENCE
     try:
         still = False
         while not still and time.monotonic() < end and job.poll() is None:
             time.sleep(4)
-            before, places = places, {rank: innermost(pid) for rank, pid in ranks_below(job.pid)}
+            before = places
+            places = {rank: innermost(pid) for rank, pid in ranks_below(job.pid)}
             still = bool(places) and places == before and all(places.values())
     finally:
         job.terminate()

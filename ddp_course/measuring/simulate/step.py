@@ -98,7 +98,7 @@ def simulate(
 
 def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
     """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets
-    the options.
+    the options. Raises ValueError for an algorithm of which no messages are known.
     """
     theory.check_sizes(nbytes, world_size)
     if not callable(algorithm) and algorithm not in PROGRAMS:

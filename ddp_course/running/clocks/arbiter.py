@@ -206,7 +206,9 @@ def tell_receiver_of_any(table: Table, receiver: int, moment: int) -> None:
 
 
 def find(table: Table, key: int) -> int:
-    """Return the row with this key; a new one, in state 0, if there is none yet."""
+    """Return the row with this key; a new one, in state 0, if there is none yet. Raises
+    RuntimeError if the table is full.
+    """
     for row in table.dropped:
         forget_reader(table, row)
     table.dropped.clear()

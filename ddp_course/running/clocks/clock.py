@@ -150,7 +150,7 @@ def advance(seconds: float) -> None:
 
 def new_clock(parent: Clock, needed: bool) -> Clock:
     """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed`
-    ones may all wait.
+    ones may all wait. Raises RuntimeError if the rank has as many threads as it may have.
     """
     table = parent.table
     with table.lock:

@@ -252,7 +252,7 @@ class SimpleQueue(queue._PySimpleQueue):
 
 
 def sleep(seconds: float) -> None:
-    """Let time pass, as `time.sleep` does."""
+    """Let time pass, as `time.sleep` does. Raises ValueError for a negative time."""
     own_clock = own()
     if own_clock is None:
         real_sleep(seconds)

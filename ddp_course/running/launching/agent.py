@@ -60,7 +60,8 @@ def prepare_network(setting: Setting, link: EmulatedLink | None) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
     return whether no other user can reach that network.
 
-    All this precedes any thread or socket, as it may enter new namespaces.
+    All this precedes any thread or socket, as it may enter new namespaces. Raises LaunchError where
+    the machine's loopback is down.
     """
     closed = link is not None and link.mode == "hosts"  # virtual hosts are a network of their own
     if not closed:
@@ -132,7 +133,7 @@ def start_ranks(
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
     This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
-    stays locked for ever).
+    stays locked for ever). Raises what says why no process could be started.
     """
     if setting.start == "fork":
         for name in ("ddp_course.running.launching.rank", *setting.modules):

@@ -37,7 +37,6 @@ from .protocol import (
     AgentExited,
     AgentStarted,
     Answered,
-    Call,
     LaunchFiles,
     Leave,
     RankExited,
@@ -81,7 +80,7 @@ class Ranks:
         self.recorder.truncate(flight_recorder.size(setting.world_size))
         self.stacks = {rank: self.open_file() for rank in range(setting.world_size)}
         self.answers = {rank: self.open_file() for rank in range(setting.world_size)}
-        self.orders: list[int] = []  # over these pipes ranks get their orders
+        self.orders: list[int] = []  # over these pipes ranks are told to leave
         self.last_words = ""  # this is the text of the log, once the log is closed
 
     def open_file(self, content: bytes = b"") -> IO[bytes]:
@@ -115,8 +114,14 @@ class Ranks:
         err = self.inbox.pipe(Lines(partial(self.show, rank, "stderr")))
         for end in (own_end, orders, report, out, err):
             self.files.callback(os.close, end)
-        own_files = (self.stacks[rank].fileno(), self.answers[rank].fileno())
-        return RankFiles(orders, report, out, err, *own_files)
+        return RankFiles(
+            orders=orders,
+            report=report,
+            out=out,
+            err=err,
+            stacks=self.stacks[rank].fileno(),
+            answer=self.answers[rank].fileno(),
+        )
 
     def hear_agent(self, message: Any) -> None:
         """Note what the agent, or the server about the agent, says; None is the end of all."""
@@ -161,11 +166,11 @@ class Ranks:
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(max(0.0, deadline - time.monotonic()))
 
-    def order(self, order: Call | Leave) -> None:
-        """Tell all ranks that there is another call, or that they may leave."""
-        self.told_to_end = isinstance(order, Leave)
+    def let_go(self) -> None:
+        """Tell all ranks that they may end, as all have answered."""
+        self.told_to_end = True
         for pipe in self.orders:
-            send(pipe, order)
+            send(pipe, Leave())
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
         """Return what the ranks do, by rank: states of processes, stacks, last collectives."""

@@ -86,7 +86,7 @@ def use_server(server: Server | None) -> None:
 
 def ask_for_agent(launch: socket.socket) -> Server:
     """Have the server fork an agent, which talks over this socket; start a server if none is
-    usable.
+    usable. Raises LaunchError where no process can be started.
     """
     with _lock:
         if not (servers and servers[0].usable()):

@@ -24,7 +24,7 @@ SPARE_FILES = 64
 
 def start_method() -> str:
     """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
-    new, by "spawn".
+    new, by "spawn". Raises ValueError if DDP_COURSE_START names another way.
     """
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
