@@ -12,13 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddp_course.checking.any_order import confirmed, events_of
-from ddp_course.checking.attempt import Attempt
+from ddp_course.checking.any_order import confirmed, gather_in_every_order
+from ddp_course.checking.attempt import Attempt, Evidence
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
 from ddp_course.checking.evidence import gather, known, solved
 from ddp_course.errors import GradingError
-from ddp_course.orders.verdict import faults_in
 
 from .guard import enter
 from .remarks import remarks
@@ -73,33 +72,31 @@ class Judge:
     def verdicts(self, answers: dict[str, bytes], folder: str) -> Iterator[tuple[str, Verdict]]:
         """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
 
-        Those that run on equally many ranks share a launch, and the right ones a second, which
-        tries every order of their messages. What fails in company is tried again alone: an answer
-        before it may have spoilt it.
+        Those that run on equally many ranks, and in one way, share a launch: where ranks send, it
+        is one that decides for every order of their messages. What fails in company is tried again
+        alone: an answer before it may have spoilt it.
         """
         limits = partial(enter, folder)
-        for ranks in {find(number).ranks for number in answers}:
-            company = []
-            for number, content in answers.items():
-                task = find(number)
-                if task.ranks == ranks:
-                    company.append(Attempt(number, task.inputs(self.seed), content))
-            judged = self.tried(company, limits)
-            passed = [each for each in company if not judged[each.number].message]
-            ordered = [each for each in passed if find(each.number).every_order]
-            events = events_of(ordered, limits) if ordered else []
-            if events is None or faults_in(events):
-                passed = []
+        companies: dict[tuple, list[Attempt]] = {}
+        for number, content in answers.items():
+            task = find(number)
+            attempt = Attempt(number, task.inputs(self.seed), content)
+            companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
+        for (_, in_every_order), company in companies.items():
+            together = gather_in_every_order if in_every_order else gather
+            judged = self.compared(company, together(company, limits))
             for attempt in company:
-                if attempt not in passed:
-                    alone = self.tried([attempt], limits)[attempt.number]
-                    judged[attempt.number] = confirmed(alone, attempt, limits)
+                if judged[attempt.number].message:
+                    alone = self.compared([attempt], gather([attempt], limits))
+                    judged[attempt.number] = confirmed(alone[attempt.number], attempt, limits)
                 yield attempt.number, judged[attempt.number]
 
-    def tried(self, attempts: Sequence[Attempt], limits: Callable) -> dict[str, Verdict]:
-        """The verdicts on attempts that share a launch."""
+    def compared(
+        self, attempts: Sequence[Attempt], evidences: Sequence[Evidence]
+    ) -> dict[str, Verdict]:
+        """The verdicts on attempts with this evidence."""
         judged = {}
-        for attempt, evidence in zip(attempts, gather(attempts, limits), strict=True):
+        for attempt, evidence in zip(attempts, evidences, strict=True):
             task = find(attempt.number)
             with self.lock:
                 judged[task.number] = verdict(

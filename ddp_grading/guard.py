@@ -20,9 +20,6 @@ from ddp_course.running.files import course_folder
 
 from .landlock import fence
 
-HAND_OVER = (
-    "DDP_COURSE_HAND_OVER"  # This environment variable names a folder for a kernel's answers.
-)
 MEMORY_BYTES = 3 << 30
 STARTS = 64
 THREADS_BYTES = 4 << 30  # Threads reserve this much address space, and use little of it.

@@ -6,16 +6,22 @@ send: the message is lost with the object that nobody keeps.
 """
 
 import re
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
 
 from ..errors import CourseError
 from ..orders import every
+from ..orders.in_flight import Watch, watching
 from ..orders.verdict import judge
-from .attempt import Attempt, load, prepare, probed
+from .attempt import Attempt, Evidence, make_attempts
 from .checks import find
 from .diagnosis import Verdict, nothing
-from .evidence import STILL_RUNNING, TOO_LATE
+from .evidence import STILL_RUNNING, TOO_LATE, gather
 
 SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {
@@ -30,14 +36,13 @@ LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
 def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None) -> Verdict:
     """The verdict on an attempt; if it was right, its task's part `every_order` is wrong where an
-    order breaks it. If it hung, the verdict says why. `enter()` sets a submission's limits.
+    order breaks it. If it hung, the verdict says why. `enter` sets a submission's limits.
     """
     task = find(attempt.number)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    events = events_of([attempt], enter)
-    outcome = judge(events or [], [], 1, "")
+    outcome = judge(events_of(attempt, enter), [], 1, "")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)
@@ -48,21 +53,24 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
 
 
-def events_of(attempts: Sequence[Attempt], enter: Callable | None) -> list | None:
-    """What ranks write down that make attempts one after the other; None if they come to no end."""
-    ranks = find(attempts[0].number).ranks
-    try:
-        return every.run([None], ranks, probe_each, (attempts, enter), {}, timeout=SECONDS)[0]
-    except CourseError:
-        return None
+def gather_in_every_order(attempts: Sequence[Attempt], enter: Callable) -> list[Evidence]:
+    """The evidence of attempts in a run that decides for every order of their messages, with a
+    failure where an order breaks one.
+    """
+    return gather(attempts, enter, make_watched, every.SLOW)
 
 
-def probe_each(attempts: Sequence[Attempt], enter: Callable | None) -> None:
-    """On each rank: put answers to their tasks' probes. The evidence is known already."""
-    find(attempts[0].number)  # Once the limits are entered, the file of these tasks is hidden.
-    prepare()
-    if enter:
-        enter()
-    for number, inputs, answers in attempts:
-        task = find(number)
-        probed(task, load(task, answers), inputs)
+def make_watched(attempts: Sequence[Attempt], folder: str, enter: Callable) -> None:
+    """On each rank: make attempts that are watched. What is at fault never writes evidence."""
+    with Path(folder, f"events-{dist.get_rank()}").open("wb", buffering=0) as log:
+        watch = Watch(log)
+        with watching(watch):
+            make_attempts(attempts, folder, enter, watch.ended)
+
+
+def events_of(attempt: Attempt, enter: Callable | None) -> list:
+    """What ranks write down that make an attempt; nothing if it comes to no end."""
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
+        program = (make_attempts, ([attempt], folder, enter), {})
+        return every.run([None], find(attempt.number).ranks, *program, timeout=SECONDS)[0]
+    return []

@@ -63,9 +63,12 @@ class Evidence(NamedTuple):
     failure: str = ""
 
 
-def make_attempts(attempts: Sequence[Attempt], folder: str, enter: Callable | None) -> None:
-    """On each rank: make every attempt and write its evidence into a file named by the attempt's
-    place and the rank. `enter(folder)` sets a submission's limits before anything of it runs.
+def make_attempts(
+    attempts: Sequence[Attempt], folder: str, enter: Callable | None, ended: Callable = lambda: None
+) -> None:
+    """On each rank: make every attempt, call `ended()`, and write its evidence into a file named by
+    the attempt's place and the rank. `enter(folder)` sets a submission's limits before anything of
+    it runs.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -78,7 +81,9 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, enter: Callable | No
         if ranks > 1:
             dist.barrier()  # No rank waits in an answer for one that is still loading.
         limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
-        Path(folder, f"{place}-{rank}").write_bytes(pack(probed(task, answers, attempt.inputs)))
+        evidence = pack(probed(task, answers, attempt.inputs))
+        ended()
+        Path(folder, f"{place}-{rank}").write_bytes(evidence)
 
 
 def prepare() -> None:
@@ -205,7 +210,8 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
     changed = []
     for name in forbidden:
         with suppress(ImportError, AttributeError):  # This version of torch may lack the function.
-            function = resolve_name(name)
+            # The colon says where the module ends, which takes a hundred searches of the disk less.
+            function = resolve_name(":".join(name.rsplit(".", 1)))
             depth = 1
             while hasattr(function, "__wrapped__"):
                 function = function.__wrapped__

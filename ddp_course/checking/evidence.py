@@ -18,11 +18,12 @@ from ..running.links import Link
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
+ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
 # What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
 # what waits for something else, after so many times those seconds, however busy the machine is.
-PATIENCE = 8.0
+PATIENCE = 20.0
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
@@ -40,15 +41,20 @@ NOT_OURS = re.compile(
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
-def gather(attempts: Sequence[Attempt], enter: Callable | None = None) -> list[Evidence]:
-    """The evidence of each attempt. Where ranks `enter` a submission's limits, before anything of
-    it runs, they keep to them.
+def gather(
+    attempts: Sequence[Attempt],
+    enter: Callable | None = None,
+    on_rank: Callable = make_attempts,
+    link: Link = ONE_HOST,
+) -> list[Evidence]:
+    """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
+    before anything of it runs, they keep to them.
     """
     warm_up()
     results: list[Evidence] = []
     waiting = list(attempts)
     while waiting:
-        done, failure = launched(waiting, enter)
+        done, failure = launched(waiting, enter, on_rank, link)
         results += [
             assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
         ]
@@ -84,7 +90,7 @@ def warm_up() -> None:
 
 
 def launched(
-    attempts: Sequence[Attempt], enter: Callable | None
+    attempts: Sequence[Attempt], enter: Callable | None, on_rank: Callable, link: Link
 ) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
     it.
@@ -95,13 +101,13 @@ def launched(
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         try:
             launch(
-                make_attempts,
+                on_rank,
                 list(attempts),
                 folder,
                 enter,
                 world_size=ranks,
                 device="cpu",
-                link=Link(hosts=1),
+                link=link,
                 timeout=timeout,
             )
         except CourseError as error:

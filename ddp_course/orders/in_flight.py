@@ -84,6 +84,8 @@ class Watch(TorchDispatchMode, ContextDecorator):
         """Write a fault down, and stop: the other ranks go on as far as they can, so that it does
         not matter which of them is the fastest.
         """
+        # This flight is never over: a program that catches what the last line raises does not end.
+        self.flights[self] = Flight(text, [], *lines[:1])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
         own().sleep_until(FOREVER, "after a fault")  # type: ignore[union-attr]
 

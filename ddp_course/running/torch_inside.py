@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -150,10 +150,8 @@ def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
     try:
         with catch_warnings():  # torch warns of an operator that has other code than before.
             simplefilter("ignore")
-            for operator in torch._C._dispatch_get_all_op_names():
-                space, _, name = operator.partition("::")
-                if space == "c10d" and is_collective(name):
-                    library.impl(name, lambda *_, name=name: function(name), "CPU")
+            for name in collective_operators():
+                library.impl(name, lambda *_, name=name: function(name), "CPU")
         for name in methods:
             setattr(backend, name, lambda *_, name=name, **__: function(name))
         yield
@@ -161,6 +159,13 @@ def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
         library._destroy()
         for name, method in methods.items():
             setattr(backend, name, method)
+
+
+@cache
+def collective_operators() -> list[str]:
+    """The names of torch's collectives among its thousands of operators."""
+    operators = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    return [name for space, name in operators if space == "c10d" and is_collective(name)]
 
 
 def is_collective(name: str) -> bool:

@@ -62,7 +62,7 @@ def train_step(model, optimizer, inputs, targets):
     return loss.item()
 
 
-# %% 1.1 told: rounded | it is rounded to 3 digits
+# %% 1.1 told: rounded | was expected
 #- loss.item()
 #+ round(loss.item(), 3)
 # %% 1.1 told: rounded, as text | a plain float was expected
