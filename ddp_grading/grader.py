@@ -113,8 +113,7 @@ def grade_one(
     progress: Callable = lambda result: None,
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such.
-    `progress(result)` is called for each task as soon as it is judged.
-    Raises nothing.
+    `progress(result)` is called for each task as soon as it is judged. Raises nothing.
     """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)

@@ -17,7 +17,7 @@ def say_while(text: str) -> Iterator[None]:
     """
     ended = threading.Event()
 
-    def count_seconds() -> None:
+    def count_seconds():
         seconds = 0
         while not ended.wait(TICK_SECONDS):
             seconds += TICK_SECONDS
@@ -25,7 +25,7 @@ def say_while(text: str) -> Iterator[None]:
 
     if sys.stderr and sys.stderr.isatty():
         print(text, file=sys.stderr)
-        threading.Thread(target=count_seconds, daemon=True).start()
+        threading.Thread(target=count_seconds).start()
     try:
         yield
     finally:

@@ -84,8 +84,9 @@ def main(args: argparse.Namespace) -> None:
         return
     print(
         "The browser opens at lesson 00; Ctrl-C twice ends the lab. Next, in a terminal of the lab:"
+        "\nddp-course check says what you have solved.",
+        flush=True,
     )
-    print("ddp-course check says what you have solved.", flush=True)
     prepare_environment(folder)
     with say_while("JupyterLab starts, some seconds"):
         from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
