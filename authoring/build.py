@@ -6,6 +6,7 @@
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
     authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
+    figures stored in notebooks/             ->  docs/figures/lesson_NN_*.png, for README.md
     ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
@@ -20,6 +21,7 @@ check.
 
 import argparse
 import ast
+import base64
 import hashlib
 import json
 import os
@@ -52,6 +54,7 @@ LANGUAGE = {
 MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
 NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b", re.IGNORECASE)
 TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
+README_FIGURES = (("04", "half-way"), ("07", "prefetch"), ("08", "four"))  # lesson and cell
 LOCAL_NAMES = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
 
 
@@ -89,6 +92,8 @@ def main(arguments=None):
         if (args.root / "docs" / "figures").exists():
             for path, drawn in pictures(args.root).items():
                 path.write_text(drawn, encoding="utf-8")
+            for path, png in stored_figures(args.root).items():
+                path.write_bytes(png)
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -386,6 +391,20 @@ def pictures(root):
     return {
         root / "docs" / "figures" / name: drawn for name, drawn in drawings.iterations().items()
     }
+
+
+def stored_figures(root):
+    """{path: PNG} of the README's figures, as they are stored in lessons."""
+    figures = {}
+    for number, name in README_FIGURES:
+        [lesson] = (root / "notebooks").glob(f"{number}_*.ipynb")
+        cells = {cell.id: cell for cell in nbformat.read(lesson, as_version=4).cells}
+        for output in cells[name].outputs:
+            png = output.get("data", {}).get("image/png")
+            if png:
+                path = root / "docs" / "figures" / f"lesson_{number}_{name}.png"
+                figures[path] = base64.b64decode(png)
+    return figures
 
 
 def caption(root):

@@ -26,6 +26,7 @@ FAILS = {  # exit code, and what is printed
     8: (1, "Duplicate GPU detected : rank 1 and rank 0"),
     9: (1, "EADDRINUSE"),
     10: (0, "weights"),
+    11: (1, "Expected to mark a variable ready only once"),
 }
 
 

@@ -68,6 +68,14 @@ def test_the_readmes_figure_and_its_caption_are_of_one_run():
     )
 
 
+def test_the_readmes_figures_are_those_stored_in_lessons():
+    figures = build.stored_figures(ROOT)
+    assert len(figures) == 3
+    for path, png in figures.items():
+        assert f"(docs/figures/{path.name})" in README
+        assert path.read_bytes() == png, f"{path.name}: run `python authoring/build.py`"
+
+
 def test_the_table_of_stages_is_the_ladder():
     assert build.readme(ROOT) == README and "| 4 | `stage4_ring` |" in README
 

@@ -441,7 +441,7 @@ makes it certain instead of likely.
 
 1. Equal weights at the start (a broadcast) and equal gradients in every step keep K replicas one model.
 2. A server's one link carries 2(K-1) p, so its time grows with the number of ranks, as derived.
-3. Averaging is waiting, moving and adding up; the adding is the smallest part.
+3. Averaging is waiting, moving and adding up; without a slow rank, moving takes nearly all of the time.
 
 **Exercise:** [3](../exercises/03_parameter_server.ipynb), `exercises/03_parameter_server.ipynb`. **Next:**
 [4, ring all-reduce](04_ring_all_reduce.ipynb): no server.

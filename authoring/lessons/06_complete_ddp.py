@@ -203,7 +203,11 @@ print("the same gradients as torch's DDP; that of the right branch is None only 
 
 # %% [markdown]
 r"""
-It is not free, and it does not save traffic either. If the graph never changes, `static_graph=True` searches once only.
+Beside activation checkpointing the search can do harm. With `use_reentrant=True` the walk cannot look into a checkpoint: it takes the
+parameters in there for unused, hence ready, and when their gradients come after all they are ready a second time. torch and ours
+stop: "Expected to mark a variable ready only once". `use_reentrant=False` mends it. (Patient 11 of the clinic in lesson 11 has this.)
+
+The search is not free, and it does not save traffic either. If the graph never changes, `static_graph=True` searches once only.
 Count it, with and without an unused branch: all-reduces of the bitmap, and bytes of gradients, in a step.
 """
 
@@ -382,7 +386,8 @@ and 11. What comes out?
 """
 
 
-# %% batchnorm folded=true
+# %% claim-15 folded=true
+# NBVAL_CHECK_OUTPUT
 def normalise(convert):
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
     norm = SyncBatchNorm.convert_sync_batchnorm(norm) if convert else norm
@@ -392,9 +397,6 @@ def normalise(convert):
 plain, synced = (torch.cat(launch(normalise, convert, world_size=2)) for convert in (False, True))
 whole = torch.nn.BatchNorm1d(1)(torch.tensor([[0.0], [1.0], [10.0], [11.0]])).detach()
 print(*([f"{number:.2f}" for number in outputs.flatten()] for outputs in (plain, synced, whole)), sep="\n")
-
-# %% claim-15 folded=true
-# NBVAL_CHECK_OUTPUT
 alike = {"it is the ordinary BatchNorm": plain, "it is SyncBatchNorm": synced}
 claims.decide(
     15, "BatchNorm sees the global batch.", "measured",
@@ -426,7 +428,6 @@ def uneven(join):
     return steps
 
 
-# %% broken-uneven folded=true
 try:
     launch(uneven, False, world_size=2, timeout=4)
 except errors.CourseError as error:
@@ -554,14 +555,86 @@ events; memory that another stream still uses must not be freed, which is what `
 overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) it holds 8
 of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward also needs.
 
-**Under `torch.compile`** a model becomes one graph, or a few. A hook fires only when the backward pass of a whole graph is done, so with
-one graph nothing could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends: six layers
-of 1 MiB each make six graphs with `bucket_cap_mb=1`, four with 2 (the first bucket holds at most 1 MiB), two with 25, and a single one with
-`torch._dynamo.config.optimize_ddp = False` (all counted with torch 2.13, by a backend that notes the graphs which it is given). Three things
-to know. Write `DistributedDataParallel(torch.compile(model))`: the other way round, the compiler stumbles over DDP's own `forward`, and
-then compiles the `forward` of *your* module apart; of a bare `torch.nn.Sequential`, which is torch's own code, it compiles nothing at
-all. Caps below 1 MiB end in an `AssertionError` about the first bucket. And it knows torch's class only: under ours a model stays one
-graph, so what the compiler wins is paid for with overlap.
+## Under `torch.compile`
+
+The compiler makes one graph of a model, or a few. A hook fires only when the backward pass of a whole graph is done: with one graph
+nothing could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends. Here are
+six blocks of 1 MiB on two ranks, wrapped in seven ways. `note` stands in the compiler's place: it notes how many blocks are in each graph
+that it gets, and compiles nothing. (The two classes have a `forward` of their own, since torch leaves its own layers, and a bare
+`torch.nn.Sequential`, to Python.) Before you look: how many graphs with buckets of 2 MiB, and how many under stage 6?
+"""
+
+
+# %% blocks
+class Block(torch.nn.Linear):
+    def forward(self, inputs):
+        return torch.relu(super().forward(inputs))
+
+
+class Blocks(torch.nn.Sequential):
+    def forward(self, inputs):
+        for block in self:
+            inputs = block(inputs)
+        return inputs
+
+
+def under_ddp(cap, cut=True, wrapper=torch.nn.parallel.DistributedDataParallel):
+    def wrap(model, note):
+        torch._dynamo.config.optimize_ddp = cut
+        return wrapper(torch.compile(model, backend=note), bucket_cap_mb=cap)
+
+    return wrap
+
+
+def fully_sharded(model, note):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        block.compile(backend=note)
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+
+
+# %% graphs folded=true
+def graphs_and_loss(wrap):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks_in = []
+
+    def note(graph, inputs):
+        blocks_in.append(sum(node.name.startswith("linear") for node in graph.graph.nodes))
+        return graph.forward
+
+    model = wrap(Blocks(*[Block(512, 512) for _ in range(6)]), note)
+    loss = model(torch.ones(4, 512)).square().mean()
+    loss.backward()
+    return blocks_in, loss.item()
+
+
+# %% compiled folded=true
+# NBVAL_CHECK_OUTPUT
+wrapped_in = {
+    "nothing": lambda model, note: torch.compile(model, backend=note),
+    "DDP, buckets of 1 MiB": under_ddp(1), "DDP, buckets of 2 MiB": under_ddp(2), "DDP, buckets of 25 MiB": under_ddp(25),
+    "DDP, optimize_ddp = False": under_ddp(2, cut=False), "stage 6, buckets of 2 MiB": under_ddp(2, wrapper=DistributedDataParallel),
+    "fully_shard, each block compiled": fully_sharded,
+}  # fmt: skip
+counted_graphs = launch(lambda: [graphs_and_loss(wrap) for wrap in wrapped_in.values()], world_size=2)[0]
+print("how many blocks are in each graph (counted)")
+for name, (blocks_in, _) in zip(wrapped_in, counted_graphs):
+    print(f"{name + ':':34}{blocks_in}")
+assert [len(blocks_in) for blocks_in, _ in counted_graphs[:6]] == [1, 6, 4, 2, 1, 1], counted_graphs
+assert len({loss for _, loss in counted_graphs}) == 1, counted_graphs
+print("the loss is the same everywhere")
+
+# %% [markdown]
+r"""
+The first bucket holds at most 1 MiB, so 2 MiB make four graphs, not three. Under `fully_shard` each block is compiled
+by itself, and gather and free run between the graphs: six blocks that are alike share two graphs (the first block's input needs no
+gradient). Three things to know about DDP. Caps below 1 MiB end in an `AssertionError` about the first bucket. Write `DistributedDataParallel(torch.compile(model))`: the other way round, the compiler
+stumbles over DDP's own `forward`. And it knows torch's class only: under ours a model stays one graph, so what the compiler wins
+is paid for with overlap.
+
+## How fast is it?
 
 Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
 `gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients

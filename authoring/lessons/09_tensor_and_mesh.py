@@ -197,9 +197,8 @@ step**: two forward, two backward. Here is an iteration with one block:
 
 ![All ranks work on the whole batch, each with a third of the attention heads and of the MLP's units. In the forward pass their outputs are added up after the attention and after the MLP; in the backward pass the gradients of the inputs, before each of them. Each rank updates its own slices; no gradient of a weight is sent](../docs/figures/iteration_09.svg)
 
-`stage9_tensor` finds the pairs in a model and puts its slices in their places. What ours
-adds to the cells above: biases, any number of ranks and heads, making the model whole again, clipping by the norm of all
-slices, the same dropout on all ranks of a layer. Its row-split layer, for example:
+`stage9_tensor` finds the pairs in a model and puts its slices in their places. It also handles biases, numbers of heads that T does
+not divide, dropout (equal on all ranks of a layer) and clipping, and it can put the whole model together again. Its row-split layer, for example:
 """
 
 # %% source

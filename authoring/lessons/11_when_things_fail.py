@@ -194,7 +194,7 @@ for row in facts.rows("nccl_log"):
 # %% [markdown]
 r"""
 Most timeouts that the watchdog reports are caused by Python code on one rank: a branch, a loader, an exception that was
-caught. So begin with the stacks. Ten such scripts, and a table from symptoms to usual causes, are in
+caught. So begin with the stacks. Eleven faulty scripts, and a table from symptoms to usual causes, are in
 [exercises/clinic](../exercises/clinic/README.md); exercise 11 takes your diagnoses.
 
 ## Ranks that disagree

@@ -174,9 +174,9 @@ check("11.4", the_bug, mended_run)
 #
 # *30 minutes · hard*
 #
-# In `exercises/clinic/` lie ten training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
+# In `exercises/clinic/` lie eleven training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
 # say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight recorder, the order of
-# the log. Which rank is it, which line of the file, and what kind of fault? `diagnoses` is graded. `mended` is for yourself: mend
+# the log. Which rank is it (`None` if every rank has the fault), which line of the file, and what kind of fault? `diagnoses` is graded. `mended` is for yourself: mend
 # each script and run it again.
 #
 # | kind | what it means |
@@ -191,6 +191,7 @@ check("11.4", the_bug, mended_run)
 # | `"same GPU"` | a rank takes a GPU that another one has |
 # | `"port"` | one rank takes a port that is in use |
 # | `"loads alone"` | one rank alone loads a checkpoint |
+# | `"ready twice"` | a parameter is ready twice in one backward pass |
 # %% answer-11-5
 def diagnoses():
     """Return {number of the patient: (rank, line, kind)}, as far as you know them."""
@@ -206,6 +207,7 @@ def diagnoses():
         8: (1, 20, "same GPU"),
         9: (0, 22, "port"),
         10: (0, 25, "loads alone"),
+        11: (None, 22, "ready twice"),
     }
     ### END SOLUTION
 
@@ -224,6 +226,7 @@ def mended():
         ("rank // 2", "rank"),
         ('("", 29561)', '("", 0)'),
         ("if rank == 0 and os.path", "if os.path"),
+        ("use_reentrant=True", "use_reentrant=False"),
     ]
     return dict(enumerate(pairs, start=1))
     ### END SOLUTION

@@ -50,7 +50,7 @@ r"""
 A step of bucketed DDP is a timetable: backward fills buckets, buckets travel one after another, the update follows. All
 ranks do the same at the same time, so the simulator plays one of them, and computes the time of each bucket by the formulas of
 lesson 04. Two numbers are not on any datasheet: what a V100's link really carries, and how much a running all-reduce slows
-computing down. They are fitted to published steps of four networks on 1 and 2 GPUs; all else follows.
+computing down. They are fitted to published steps of four networks on 1 and 2 GPUs. Everything else is computed from these two.
 """
 
 # %% calibrate
@@ -120,7 +120,7 @@ and nothing here tests it. To test a model we need tables in which something hap
 
 NCCL's ring on 8 A100s of one host, from 32 KiB to 8 GiB. Latency and rate alone, α + βp, fail in the middle, because
 NCCL has three **protocols**: *LL* sends a flag with every 4 bytes, so that nobody waits for a signal, and carries half
-as much; *LL128* sends one with every 120; *Simple* sends none, and signals. Each has a latency and a rate, and the fastest
+as much; *LL128* sends one flag with every 120 bytes; *Simple* sends no flags, and signals when a whole block is there. Each has a latency and a rate, and the fastest
 is used.
 """
 
@@ -142,8 +142,8 @@ print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
 r"""
-One point lies a fifth below all lines: 8 MiB. The model cannot explain it. So it may be as far off at sizes near this one, of
-which no times are known.
+One point lies a fifth below all lines: 8 MiB. The model cannot explain it. Near 8 MiB, then,
+expect errors of a fifth.
 
 ## A transformer's step, term by term
 

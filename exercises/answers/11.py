@@ -299,6 +299,15 @@ def culprit(lines):
 # %% 11.5 told: the victim is blamed | patient 1, the rank
 #- 1: (2, 33,
 #+ 1: (0, 33,
+# %% 11.5 right: the option that hides the parameters
+#- 11: (None, 22, "ready twice"),
+#+ 11: (None, 31, "ready twice"),
+# %% 11.5 told: one rank is blamed for a fault of all | patient 11, the rank: "not rank 0"
+#- 11: (None,
+#+ 11: (0,
+# %% 11.5 told: all ranks are blamed for one | not all of them
+#- 3: (2,
+#+ 3: (None,
 # %% 11.5 told: another line | not line 28: optimizer.zero_grad()
 #- 1: (2, 33,
 #+ 1: (2, 28,
@@ -309,7 +318,7 @@ def culprit(lines):
 #- 33, "skips"
 #+ 33, "hangs"
 # %% 11.5 told: some are missing | nothing is said
-#-         10: (0, 25, "loads alone"),
+#-         11: (None, 22, "ready twice"),
 # %% 11.5 told: the kind alone | a row of three was expected
 #- (2, 33, "skips")
 #+ "skips"

@@ -332,8 +332,9 @@ KINDS = (
     "same GPU",
     "port",
     "loads alone",
+    "ready twice",
 )
-CAUSES = {  # Each patient has a rank, and a piece of each line that may be named.
+CAUSES = {  # Each patient has a rank, or None for all, and a piece of each line that may be named.
     1: (2, ("if most < 8", "all_reduce(most")),
     2: (1, ("if rank != 1", "all_reduce(totals")),
     3: (2, ("range(rank, 1436, 3)", "all_gather(")),
@@ -344,12 +345,13 @@ CAUSES = {  # Each patient has a rank, and a piece of each line that may be name
     8: (1, ("rank // 2",)),
     9: (0, ("TCPStore(", "HTTPServer((")),
     10: (0, ("if rank == 0 and", "load_state_dict(")),
+    11: (None, ("use_reentrant=True", "find_unused_parameters=True")),
 }
 
 
 @task("11.5", "diagnoses", {f"patient {number}": 0.5 for number in CAUSES})
 class Clinic:
-    """Rank, line and kind of ten faults."""
+    """Rank, line and kind of eleven faults."""
 
     def draw(random):
         return {}
@@ -379,7 +381,8 @@ class Clinic:
                 if kind in KINDS
                 else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
             )
-            yield patient, f"{patient}, the rank", "" if rank == culprit else f"not rank {rank}"
+            wrong_rank = "not all of them" if rank is None else f"not rank {rank}"
+            yield patient, f"{patient}, the rank", "" if rank == culprit else wrong_rank
             yield patient, f"{patient}, the line", "" if at_fault else f"not line {line}: {text}"
             yield patient, f"{patient}, the kind", "" if kind == KINDS[number - 1] else wrong_kind
 
