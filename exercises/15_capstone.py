@@ -105,11 +105,11 @@ def device_kind() -> str:
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
-def device_name() -> str:
-    """What this rank trains on."""
+def devices(ranks: int) -> str:
+    """What so many ranks train on, in words."""
     if rank_device().type == "cuda":
-        return torch.cuda.get_device_name(rank_device())
-    return "a process on this machine's processor"
+        return f"{ranks} × {torch.cuda.get_device_name(rank_device())}"
+    return f"this machine's processor ({ranks} {'process' if ranks == 1 else 'processes'})"
 
 
 def signed(run: dict) -> dict:
@@ -151,7 +151,7 @@ def train(options: argparse.Namespace) -> None:
             "parameters": sum(p.numel() for p in model.parameters()),
             "loss": statistics.fmean(losses),
             "step_s": max(times),
-            "devices": f"{len(times)} × {device_name()}",
+            "devices": devices(len(times)),
             "began": round(began),
             "took_s": round(time.time() - began, 1),
         }

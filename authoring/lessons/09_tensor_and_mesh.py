@@ -27,6 +27,7 @@ from ddp_course import (
     stage9_tensor, timing, wire,
 )  # fmt: skip
 from ddp_course.checking import task
+from ddp_course.running import presets
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
@@ -328,7 +329,31 @@ h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a hos
 why tensor parallelism stays inside a host, and data parallelism, which needs R/W tokens per replica (lessons 05 and 07),
 goes across. Together they reach further: the T ranks of a replica compute T times as fast, and each of them sends only its T-th of
 the gradients. So a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices.
-Task 13.6 asks for both limits.
+Task 13.6 asks for both limits. Before you run the cell, which takes 0.4 of what datasheets say: does a faster GPU allow more ranks to
+share a layer, or fewer?
+"""
+
+# %% reach folded=true
+widths = [1024, 2048, 4096, 8192, 16384]
+reach = {}
+for gpu, colour in {"V100": "#0072B2", "A100": "#009E73", "H100": "#D55E00"}.items():
+    sheet = presets.ACCELERATORS[gpu]
+    links = {"inside": presets.LINKS[sheet.link].bandwidth / 8, "between hosts": sheet.network / 8 / 8}  # 8 GPUs share the cards
+    for where, bandwidth in links.items():
+        reach[f"{gpu}s {where}"] = widths, [1 + 4 * h * bandwidth / (0.4 * sheet.rate) for h in widths], colour
+inside, between = (reach[f"H100s {where}"][1][3] for where in links)
+reach["GPUs of a host"] = widths, [8] * 5, "#767676"
+picture = show.curves(reach, "width of the model", "largest T", log="xy", points=False, ticks=widths, kind="derived", height=4.4,
+                      title=f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts")  # fmt: skip
+for line in picture.axes[0].lines[1:6:2]:
+    line.set_linestyle(":")  # between hosts
+picture.axes[0].legend(fontsize=8)
+picture
+
+# %% [markdown]
+r"""
+Fewer: GPUs have become faster than the links inside their hosts. Still all eight of a host may share a layer, but in narrow models;
+between hosts it is a handful.
 
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
 by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of

@@ -94,7 +94,7 @@ check("9.2", Enter, Leave)
 # `sizes` says how large a mesh is along each axis, such as `{"data": 2, "pipeline": 2, "tensor": 4}`. Rank numbers count along the
 # last axis first, so that the ranks that share a layer are neighbours, inside a host; then along the axis before it, and so on.
 # Two ranks are in one group along an axis if they differ in their place on this axis alone: on this mesh rank 5 belongs to 4, 5, 6, 7
-# along `tensor`, to 1, 5 along `pipeline` and to 5, 13 along `data`.
+# along `tensor`, to 1, 5 along `pipeline` and to 5, 13 along `data`. Each rank calls your function with its own number.
 #
 # `new_group(ranks)` makes a group of these ranks and returns it, as `dist.new_group` does. Its rules are those of torch: *every*
 # rank calls it for *every* group, also for those that it is not in, and all ranks in the same order. If they do not, they wait for
@@ -227,8 +227,9 @@ check("9.5", Gather, Scatter)
 #
 # with any m; if m is the largest logit, no exponential overflows. The gradient of z_j is exp(z_j - m) / sum, and 1 less for j = y.
 #
-# `logits` are this rank's columns, `first` and those after it, of shape (tokens, columns). `targets`, equal on all ranks, are words of the
-# whole vocabulary, or -100 for a token that does not count: no loss, no gradient, not a part of the mean. At least one counts.
+# `logits`, of shape (tokens, columns), are those of this rank's words: column 0 is of word `first`, column 1 of the next one. `targets`,
+# equal on all ranks, are words of the whole vocabulary, or -100 for a token that does not count: no loss, no gradient, not a part of the
+# mean. At least one counts.
 # `all_max(tensor)` and `all_sum(tensor)` return the largest and the sum of the ranks' tensors, element by element; autograd sees neither.
 # The result is torch's `cross_entropy` of the whole logits, on every rank, and the gradient of this rank's columns. Three numbers per token
 # have to travel, however large the vocabulary is.

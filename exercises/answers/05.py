@@ -358,6 +358,11 @@ class Bucketed:
 #- self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
 #+ buckets = [[p for bucket in buckets for p in bucket]]
 #+         self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+# %% 5.5 told: what is missing is not counted anew | what pass 1 has counted must begin anew
+#-                 parameter.grad = piece.view_as(parameter)
+#-         self.start_over()
+#+                 parameter.grad = piece.view_as(parameter)
+#+         self.leaving = []
 # %% 5.6 right: overlap first
 def setting_of(timeline):
     backward = [span for span in timeline if span[0] == "backward"][0]
@@ -503,3 +508,9 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 # %% 5.8 wrong: rounded up | with that many the all-reduce is a little too long: round down
 #- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 #+ math.ceil(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+# %% 5.8 wrong: upside down | that is 1 over the limit: more tokens or a faster link allow more ranks
+#- 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s)
+#+ gradient_bytes * flops_per_s / (2 * tokens * bytes_per_s)
+# %% 5.8 wrong: tokens of a device | that is how many tokens each device needs; the number of devices was asked for
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ int(gradient_bytes * flops_per_s / (2 * bytes_per_s))

@@ -90,7 +90,7 @@ def sharded_step(weights, gradients, update, group=None):
         receiving.wait()
 
 
-# %% 7.2 wrong: chunk r instead of r+1 | after reduce_scatter rank r has the sum of chunk r+1, not of chunk r
+# %% 7.2 wrong: chunk r instead of r+1 | the chunk that allgather sends has not been stepped: rank r has the sum of chunk r+1, and update() changes that chunk itself, no copy of it
 #- (dist.get_rank(group) + 1) % world_size
 #+ dist.get_rank(group)
 # %% 7.2 wrong: not divided | that is the step of the sum: divide the gradients by K
@@ -129,6 +129,21 @@ def sharded_step(weights, gradients, update, group=None):
 # %% 7.2 told: dist.reduce_scatter | your code calls torch.distributed.all_reduce
 #- reduce_scatter(gradients, group)
 #+ dist.all_reduce(gradients[0], group=group)
+# %% 7.2 wrong: a copy is stepped | the chunk that allgather sends has not been stepped: rank r has the sum of chunk r+1, and update() changes that chunk itself, no copy of it
+#- update(weights[own], gradients[own])
+#+ update(weights[own].clone(), gradients[own])
+# %% 7.2 wrong: stepped before the sum | each chunk is stepped with one rank's gradient: the update comes after the reduce-scatter
+#-     reduce_scatter(gradients, group)
+#-     own = (dist.get_rank(group) + 1) % world_size
+#-     update(weights[own], gradients[own])
+#+     own = (dist.get_rank(group) + 1) % world_size
+#+     update(weights[own], gradients[own])
+#+     reduce_scatter(gradients, group)
+# %% 7.2 told: ranks of another group | those of `group`
+#- dist.get_rank(group)
+#+ dist.get_rank() + world_size
+#- gradients[own])
+#+ gradients[own + world_size - 1])
 # %% 7.3 right: one by one
 def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
@@ -342,6 +357,20 @@ def free(layer):
 # %% 7.5 wrong: the old values travel | the memory holds anything when it comes back: copy `own` into its chunk before the gather
 #-         layer.chunks[layer.index].copy_(layer.own.detach())
 #+         layer.chunks[layer.index].zero_()
+# %% 7.5 told: finish does not wait | finish does not wait for the sum
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(reduce_scatter, gradients, layer.group)
+# %% 7.5 told: gathered once only | is `coming` None then
+#-     layer.storage.resize_(0)
+#-     layer.coming = None
+#+     layer.storage.resize_(0)
+# %% 7.5 told: fetch waits | fetch waits for its gather, so nothing computes under it: return the future at once
+#-     return layer.coming
+#+     layer.coming.result()
+#+     return layer.coming
+# %% 7.5 wrong: divided twice | the gradient is divided by K more than once
+#- gradients[layer.index].clone()
+#+ gradients[layer.index] / world_size
 # %% 7.6 right: a list of squares
 def global_norm(shards, replicated, all_reduce):
     total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)

@@ -397,3 +397,6 @@ def backward(stage, number):
 # %% 8.7 told: nothing goes back | every receive have its send
 #-     if stage.before is not None:
 #-         wire.send(x.grad, stage.before)
+# %% 8.7 wrong: divided at every stage | the last stage's loss is a mean already: gradients on their way back are not divided again
+#- wire.send(x.grad, stage.before)
+#+ wire.send(x.grad / stage.microbatches, stage.before)

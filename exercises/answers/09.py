@@ -204,6 +204,13 @@ def make_mesh(rank, sizes, new_group):
 # %% 9.3 told: groups in a list | a dict with a group for each axis
 #-     return groups
 #+     return list(groups.values())
+# %% 9.3 wrong: the grid cut in other rows | the ranks of a line are not neighbours in the grid's own order: put the axis last, then cut
+#- .movedim(position, -1).reshape(-1, size).tolist():
+#+ .reshape(size, -1).T.tolist():
+# %% 9.3 wrong: no more after its own group | a rank stops when it has its own group: it must make the others, too
+#-                 groups[axis] = group
+#+                 groups[axis] = group
+#+                 break
 # %% 9.4 right: the best of a list
 def plan(job):
     def seconds(shape):
@@ -350,6 +357,13 @@ class Scatter:
 # %% 9.5 wrong: gradients halved | the gradient of x is too small: a reduce-scatter sums, and nothing is to be divided
 #- return ctx.reduce_scatter(gradient), None, None
 #+ return ctx.reduce_scatter(gradient) / 2, None, None
+# %% 9.5 told: the names have changed places | a part of it is for allgather
+#-         return allgather(x)
+#+         return reduce_scatter(x)
+# %% 9.5 wrong: a mean of gradients | Scatter's output is a sum, and every term of a sum has its gradient: nothing is divided
+#-         return ctx.allgather(gradient), None, None
+#+         whole = ctx.allgather(gradient)
+#+         return whole * (len(gradient) / len(whole)), None, None
 # %% 9.6 right: sums stacked, a mask in place of indices
 class SplitLoss(torch.autograd.Function):
     @staticmethod
@@ -481,3 +495,24 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 told: autograd of the sums alone | incorrect number of gradients
 #-         return gradient * of_logits, None, None, None, None
 #+         return gradient * of_logits
+# %% 9.6 wrong: a mean over its own targets | the mean is over the tokens whose targets this rank has: every rank has the losses of all tokens
+#-         return losses[counts].mean()
+#+         return losses[rows].mean() if len(rows) else losses[0] * 0
+# %% 9.6 wrong: losses of all ranks | the loss is added up over the ranks: each of them has all of it
+#-         return losses[counts].mean()
+#+         return all_sum(losses[counts].mean().reshape(1))[0]
+# %% 9.6 wrong: no target | the target's logit is missing in the loss
+#-         losses = total.log() + highest - all_sum(at_target)
+#+         losses = total.log() + highest
+# %% 9.6 wrong: gradients of all ranks | every rank has the whole loss: the gradient that comes in is not added up over the ranks
+#-         ctx.save_for_backward(gradient / counts.sum())
+#+         ctx.save_for_backward(gradient / counts.sum() * all_sum(torch.ones(1))[0])
+# %% 9.6 wrong: one more at the target | at the target the gradient is 1 less than softmax, not 1 more
+#-         gradient[rows, columns[rows]] -= 1
+#+         gradient[rows, columns[rows]] += 1
+# %% 9.6 wrong: its own maximum in the exponentials | the exponentials are of logits less this rank's own largest: subtract the one of all ranks
+#-         weights = (logits - highest[:, None]).exp()
+#+         weights = (logits - logits.amax(1, keepdim=True)).exp()
+# %% 9.6 wrong: one column off | the target's column is one off: `first` is the word of column 0
+#-         columns = targets - first
+#+         columns = targets - first - 1

@@ -297,3 +297,9 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
 # %% 10.6 wrong: world size twice | K is in it twice: the all-reduce has summed the tokens of all ranks already
 #- loss * world_size / tokens
 #+ loss * world_size * world_size / tokens
+# %% 10.6 wrong: times the counts | the sums are multiplied by the numbers of tokens: they are sums over tokens already
+#- [loss * world_size / tokens for loss in sums]
+#+ [loss * count * world_size / tokens for loss, count in zip(sums, counts)]
+# %% 10.6 wrong: divided by K | DDP divides by K: multiply by the number of ranks, where this divides once more
+#- [loss * world_size / tokens for loss in sums]
+#+ [loss / world_size / tokens for loss in sums]

@@ -371,3 +371,9 @@ def reshard(saved, rank, world_size):
 # %% 11.6 told: by old ranks | tensor_split
 #- torch.cat([other[name] for other in saved])
 #+ [other[name] for other in saved]
+# %% 11.6 told: pieces of chunk | `chunk` may make fewer pieces than asked for
+#- tensor_split(world_size)
+#+ chunk(world_size)
+# %% 11.6 told: the step of its own rank | parts, and `chunk` may make
+#-             part[name] = value
+#+             part[name] = saved[rank][name]

@@ -292,8 +292,18 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 told: the sum | two were expected
 #- return products + attention, 2 * products + 2.5 * attention
 #+ return 3 * products + 3.5 * attention
-
-
+# %% 13.5 wrong: attention as products | attention takes 2.5 times as long backward, not twice
+#- 2.5 * attention
+#+ 2 * attention
+# %% 13.5 wrong: a share of the computing | 0.15 of the *shorter* counts, which is not always the computing
+#- 0.15 * min(computing, sending)
+#+ 0.15 * computing
+# %% 13.5 wrong: both passes as one | what one pass has to spare does not hide the other's messages: compare pass by pass
+#- longer(forward, ring) + longer(backward, 2 * ring)
+#+ longer(forward + backward, 3 * ring)
+# %% 13.5 wrong: all but its own part, of each rank | (K-1)/K of the bytes are sent, not K-1 times as many
+#- (gpus - 1) / gpus
+#+ (gpus - 1)
 # %% 13.6 right: one more at a time
 def most_sharded(job):
     def waits(gpus):
@@ -416,3 +426,6 @@ def most_together(job):
 # %% 13.6 told: a share of a GPU | was expected
 #- return int(1 + min(forward, backward)
 #+ return (1 + min(forward, backward)
+# %% 13.6 wrong: a replica of a whole host | a replica has T ranks, the largest T of above, not all of a host
+#- most_tensor(job) * most_sharded(job)
+#+ job["per_host"] * most_sharded(job)

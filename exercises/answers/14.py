@@ -260,11 +260,32 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: four bytes each | four bytes per value are gathered, not one: int8
 #- .round().to(torch.int8)
 #+ .round()
-# %% 14.5 told: nan for zeros | is nan; 0 was expected
+# %% 14.5 told: no guard for zeros | where the scale is 0, divide by something else
 #- scale.clamp(min=1e-30)
 #+ scale
-#- total += their_values * their_scale
-#+ total += (their_values + 0 * (owed / scale).float()) * their_scale
+# %% 14.5 told: nan is left | is nan; 0 was expected
+#- owed - values * scale
+#+ owed - (owed / scale).round() * scale
 # %% 14.5 wrong: left counts the gradient alone | what is left is owed minus what was sent, and owed has the old `left` in it
 #- owed - values * scale
 #+ gradient - values * scale
+# %% 14.5 wrong: 128 and clamped | the largest magnitude becomes 127, so divide it by 127
+#- owed.abs().max() / 127
+#+ owed.abs().max() / 128
+#- .round().to(torch.int8)
+#+ .round().clamp(-127, 127).to(torch.int8)
+# %% 14.5 wrong: a mean of scales | the values of each rank are worth that rank's own scale
+#- total += their_values * their_scale
+#+ total += their_values * torch.cat(all_scales).mean()
+# %% 14.5 wrong: the other sign | what is left is owed minus what was sent, not the other way round
+#- owed - values * scale
+#+ values * scale - owed
+# %% 14.5 wrong: nothing is left | what rounding has lost is owed minus what was sent, and is to be returned
+#- owed - values * scale
+#+ torch.zeros_like(owed)
+# %% 14.5 wrong: left of the mean | what is left belongs to this rank: owed minus what *it* has sent, not minus the mean
+#- owed - values * scale
+#+ owed - total / len(all_values)
+# %% 14.5 wrong: left is overwritten | `left` was changed: somebody else needs it
+#- owed = gradient + left
+#+ owed = left.add_(gradient)

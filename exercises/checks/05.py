@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.checking.checks import task
+from ddp_course.errors import Wrong
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -300,7 +301,15 @@ class AssembleBucketedDDP:
                 for notes in (ready, threads, early):
                     notes.clear()
                 model.zero_grad()
-                parallel.backward(model(x).square().mean())
+                try:
+                    parallel.backward(model(x).square().mean())
+                except AttributeError as error:
+                    if number == 1:
+                        raise
+                    raise Wrong(
+                        f"backward pass {number}: {error}: what pass {number - 1} has counted must"
+                        " begin anew"
+                    ) from error
                 about, gradient = (
                     f"backward pass {number}",
                     torch.cat([p.grad.reshape(-1) for p in model.parameters()]),

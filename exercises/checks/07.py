@@ -3,12 +3,14 @@ room, parameters that come and go, and the norm of what no rank has.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import load_tasks, task
+from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -83,7 +85,14 @@ class ShardedStep:
             with wire.counting() as traffic:
                 for turn in (1, 2, 3):
                     own = gradients[dist.get_rank()] * turn
-                    sharded_step(weights, list(own.tensor_split(size)), update, group)
+                    chunks = list(own.tensor_split(size))
+                    try:
+                        sharded_step(weights, chunks, update, group)
+                    except IndexError as error:
+                        raise Wrong(
+                            f"with {size} ranks: {error}: are rank, number of ranks and both"
+                            " collectives those of `group`?"
+                        ) from error
                     yield "weights", f"with {size} ranks, after step {turn}", flat.clone()
             sent = torch.tensor([traffic.bytes_sent // 3])
             ring_all_reduce(sent, group)
@@ -249,15 +258,28 @@ class Layer:
 
 
 class CountingThread:
-    """The one thread that sends messages, and how often it was asked to."""
+    """The one thread that sends messages, how often it was asked to, and for which of its futures
+    a caller has waited.
+    """
 
     def __init__(self):
         self.executor = ThreadPoolExecutor(1)
         self.submitted = 0
+        self.last = None
+        self.waited_for = set()
 
     def submit(self, function, *arguments):
         self.submitted += 1
-        return self.executor.submit(function, *arguments)
+        future = self.executor.submit(function, *arguments)
+        result = future.result
+
+        def noted_result(timeout=None):
+            self.waited_for.add(future)
+            return result(timeout)
+
+        future.result = noted_result
+        self.last = future
+        return future
 
     def wait(self):
         """Return when all transfers so far have ended."""
@@ -272,22 +294,41 @@ class HookedModel:
         self.thread = thread
         self.layers = [Layer(weight, group) for weight in weights]
         self.most_whole = 0
+        self.fault = ""
         for layer in self.layers:
-            layer.parameter.register_post_accumulate_grad_hook(
-                lambda _, layer=layer: self.finish(layer, thread)
-            )
+            layer.parameter.register_post_accumulate_grad_hook(partial(self.reduce, layer))
+
+    def reduce(self, layer, _):
+        """Hand a layer whose gradient is there to `finish`."""
+        self.finish(layer, self.thread)
+        last = self.thread.last
+        require(
+            last is None or last in self.thread.waited_for or last.done(),
+            "finish does not wait for the sum: it takes its chunk before that is there",
+        )
 
     def compute(self, number, following):
         """Have layer `number` whole, and the next one on its way."""
         for ahead in (number, following):
             if 0 <= ahead < len(self.layers):
+                before = self.thread.last
                 future = self.fetch(self.layers[ahead], self.thread)
+                if self.thread.last is not before and self.thread.last in self.thread.waited_for:
+                    self.fault = (
+                        "fetch waits for its gather, so nothing computes under it: return the"
+                        " future at once"
+                    )
                 require(
                     hasattr(future, "result"),
                     f"fetch returned {future!r}; the future of thread.submit was expected",
                 )
                 if ahead == number:
                     future.result()
+                    require(
+                        self.layers[number].storage.nbytes() > 0,
+                        f"layer {number} is about to compute and has no memory: after free, fetch"
+                        " takes it again and gathers; is `coming` None then?",
+                    )
         whole = sum(layer.storage.nbytes() > 0 for layer in self.layers)
         self.most_whole = max(self.most_whole, whole)
 
@@ -346,6 +387,7 @@ class FetchFreeFinish:
             yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
             yield "bytes", f"{case} per layer", thread.submitted // 3
+            yield "bytes", f"{about}, who waits for a transfer", model.fault
             left = sum(layer.storage.nbytes() > 0 for layer in model.layers)
             yield "memory", f"{about}, layers that are whole at the same time", model.most_whole
             yield "memory", f"{about}, layers that are still whole after a step", left

@@ -253,6 +253,11 @@ class CountedCollectives:
         return self.sum_over_ranks(whole)
 
     def reduce_scatter(self, tensor):
+        require(
+            len(tensor) % self.size == 0,
+            f"reduce_scatter got {len(tensor)} rows, which {self.size} ranks cannot share: it is for"
+            " the whole sequence, and a part of it is for allgather",
+        )
         self.calls["reduce-scatters"] += 1
         return self.sum_over_ranks(tensor).chunk(self.size)[dist.get_rank()].clone()
 

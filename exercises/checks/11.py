@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from ddp_course.checking.checks import load_tasks, task
 from ddp_course.checking.diagnosis import kind_of
 from ddp_course.checking.plain import ODD
+from ddp_course.errors import Wrong
 
 from .shared import require, several, tensors
 
@@ -400,7 +401,13 @@ class Reshard:
                 part = {name: w.tensor_split(before)[rank].clone() for name, w in wholes.items()}
                 saved.append({"step": step, **part})
             for rank in range(after):
-                state = reshard(saved, rank, after)
+                try:
+                    state = reshard(saved, rank, after)
+                except IndexError as error:
+                    raise Wrong(
+                        f"saved on {before} ranks, loaded on {after}, rank {rank}: {error}: `saved` has"
+                        f" {before} parts, and `chunk` may make fewer pieces than asked for"
+                    ) from error
                 yield "", f"{before} {after} {rank}", (state, memory_behind(state))
 
     def read(returned, wholes, step, changes):

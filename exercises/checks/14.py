@@ -4,6 +4,7 @@ winner, and send eight bits.
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_course.checking.checks import task
 
@@ -174,24 +175,46 @@ class Int8Mean:
         left = [torch.zeros(30) for _ in range(3)]
         for number, gradients in enumerate(rounds, start=1):
             about = f"step {number}"
-            means, left, sent = on_three(int8_mean, gradients, left, about)
+            means, left, sent, changed = on_three(int8_mean, gradients, left, about)
             part = "mean" if number == 1 else "feedback"
             for rank in range(3):
                 yield part, f"{about}, the mean on rank {rank}", means[rank]
                 yield "feedback", f"{about}, what is left on rank {rank}", left[rank]
+            yield "feedback", f"{about}, gradient and left afterwards", changed
             yield "bytes", f"{about}, bytes of what rank 0 gathers", sent
-        means, left, _ = on_three(int8_mean, zeros, zeros, "all zeros")
+        with Conversions() as conversions:
+            means, left, *_ = on_three(int8_mean, zeros, zeros, "all zeros")
+        yield "mean", "all zeros, what is rounded", conversions.fault
         yield "mean", "all zeros, the mean on rank 0", means[0]
         yield "feedback", "all zeros, what is left on rank 0", left[0]
 
 
+class Conversions(TorchDispatchMode):
+    """Notices what is no number before it becomes a byte: as a byte it may be 0, or anything."""
+
+    fault = ""
+
+    def __torch_dispatch__(self, function, types, arguments=(), names=None):
+        result = function(*arguments, **(names or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int8:
+            for given in arguments:
+                if isinstance(given, torch.Tensor) and given.isnan().any():
+                    self.fault = (
+                        "0 / 0 is not a number, and which byte it becomes differs from processor to"
+                        " processor: where the scale is 0, divide by something else"
+                    )
+        return result
+
+
 def on_three(int8_mean, gradients, left, about):
-    """Play three ranks: the means, what is left, and the bytes that rank 0 gives to `gather`.
+    """Play three ranks: the means, what is left, the bytes that rank 0 gives to `gather`, and in
+    words whether an answer has changed what it was given.
 
     A rank's call is repeated until `gather` can give it what the others have at the same place.
     """
     given = [[], [], []]  # what each rank has handed to gather, call by call
     answers = [None, None, None]
+    changed = ""
     while any(answer is None for answer in answers):
         before = [len(calls) for calls in given]
         for rank in range(3):
@@ -211,11 +234,16 @@ def on_three(int8_mean, gradients, left, about):
                 result = int8_mean(*arguments, gather)
             except Later:
                 continue
+            for name, now, was in zip(
+                ("gradient", "left"), arguments, (gradients[rank], left[rank]), strict=True
+            ):
+                if not torch.equal(now, was):
+                    changed = f"`{name}` was changed: somebody else needs it, so make a new tensor"
             answers[rank] = several(result, 2, f"{about}: return a pair: (mean, left)")
         if before == [len(calls) for calls in given]:
             break
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in given[0])
-    return [mean for mean, _ in answers], [rest for _, rest in answers], nbytes
+    return [mean for mean, _ in answers], [rest for _, rest in answers], nbytes, changed
 
 
 class Later(Exception):
