@@ -504,7 +504,7 @@ def operations(wrapped):
     model = torch.nn.Linear(64, 64)
     model = torch.nn.parallel.DistributedDataParallel(model) if wrapped else model
     for _ in range(2):  # the first step of DDP lays the buckets out
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             model(torch.ones(8, 64)).sum().backward()
     return sum(event.name.startswith("aten::") for event in profile.events())
 

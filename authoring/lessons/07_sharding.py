@@ -471,7 +471,7 @@ class AtOnce:  # in place of the sending thread, since the profiler looks at one
 
 def held_over_a_step(name, shapes, batch=1000, recompute=False):
     os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         linear = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
         model = torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.ReLU())))
         parallel, optimizer = {**ways, **others}[name](model)
