@@ -7,7 +7,6 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || echo --quiet)
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
-unexport PYTHONDONTWRITEBYTECODE  # Otherwise each of the many processes of the tests would compile the course.
 
 .PHONY: help setup tools compare test test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("durations.csv")
-LEAST = 8.0
+LEAST = 4.0
 
 
 def names(test):
