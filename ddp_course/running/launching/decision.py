@@ -18,6 +18,7 @@ from .protocol import Refused, Started
 STARTING_SECONDS = 60.0
 # after a failure other ranks have this long to report theirs; the earliest is named first
 GRACE_SECONDS = 0.25
+KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
 # after a connection is lost, the system has this long to say which rank died, and how
 EXIT_CODE_SECONDS = 1.5
 ENDING_SECONDS = 5.0  # all processes have this long to end after the last result
@@ -44,6 +45,7 @@ class Phase:
     since: float
     world_size: int
     timeout: float
+    keeps: bool = False  # the ranks stay for another call
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Failures:
     """Ranks have failed; the culprit is the first."""
 
     failures: list[Failure]
+    all_alive: bool  # no process has ended, and all ranks have failed: they could go on
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,11 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
             return Refusal(event.error)
         if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
             return Refusal(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
-    if failed := failures_of(events):
+    if failed := failures_of(phase, events):
         return decide_failure(phase, failed, results, gone, now)
     if len(results) == phase.world_size:
         late = phase.stage is Stage.LEAVING and now >= phase.since + ENDING_SECONDS
-        return Results(results) if gone or late else None
+        return Results(results) if phase.keeps or gone or late else None
     if gone:
         return CutOff()
     patience = phase.timeout
@@ -152,7 +155,9 @@ def decide_failure(
     phase: Phase, failed: dict[int, Raised | Ended], results: dict, gone: bool, now: float
 ) -> Ending | None:
     """Return the ending after a failure, or None while other ranks may still name its cause."""
-    grace = min(event.heard for event in failed.values()) + GRACE_SECONDS
+    first = min(event.heard for event in failed.values())
+    patience = KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
+    grace = first + patience
     all_heard = len(failed.keys() | results.keys()) == phase.world_size
     failures = [failure_of(event) for event in failed.values()]
     cause_known = any(not failure.consequence for failure in failures)
@@ -162,7 +167,10 @@ def decide_failure(
         return None
     if gone and not cause_known and phase.stage is not Stage.LEAVING:
         return CutOff()
-    return Failures(sorted(failures, key=lambda failure: (failure.consequence, failure.time)))
+    alive = all(isinstance(event, Raised) for event in failed.values()) and not gone
+    lonely = any(failure.consequence for failure in failures)
+    by_time = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
+    return Failures(by_time, alive and not lonely and len(failed) == phase.world_size)
 
 
 def pids_of(events: Sequence[Event]) -> dict[int, int]:
@@ -175,14 +183,14 @@ def results_of(events: Sequence[Event]) -> dict[int, Returned]:
     return {event.rank: event for event in events if isinstance(event, Returned)}
 
 
-def failures_of(events: Sequence[Event]) -> dict[int, Raised | Ended]:
+def failures_of(phase: Phase, events: Sequence[Event]) -> dict[int, Raised | Ended]:
     """Return the first failure of each rank that has one: an error, or an end without a result."""
     results = results_of(events)
     failed: dict[int, Raised | Ended] = {}
     for event in events:
         if isinstance(event, Raised):
             failed[event.failure.rank] = event
-        elif isinstance(event, Ended) and (event.code or event.rank not in results):
+        elif isinstance(event, Ended) and (event.code or phase.keeps or event.rank not in results):
             failed.setdefault(event.rank, event)
     return failed
 

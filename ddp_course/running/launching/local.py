@@ -37,6 +37,7 @@ from .protocol import (
     AgentExited,
     AgentStarted,
     Answered,
+    Call,
     LaunchFiles,
     Leave,
     RankExited,
@@ -80,7 +81,7 @@ class Ranks:
         self.recorder.truncate(flight_recorder.size(setting.world_size))
         self.stacks = {rank: self.open_file() for rank in range(setting.world_size)}
         self.answers = {rank: self.open_file() for rank in range(setting.world_size)}
-        self.orders: list[int] = []  # over these pipes ranks are told to leave
+        self.orders: list[int] = []  # over these pipes ranks get their orders
         self.last_words = ""  # this is the text of the log, once the log is closed
 
     def open_file(self, content: bytes = b"") -> IO[bytes]:
@@ -166,11 +167,11 @@ class Ranks:
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(max(0.0, deadline - time.monotonic()))
 
-    def let_go(self) -> None:
-        """Tell all ranks that they may end, as all have answered."""
-        self.told_to_end = True
+    def order(self, order: Call | Leave) -> None:
+        """Tell all ranks that there is another call, or that they may leave."""
+        self.told_to_end = isinstance(order, Leave)
         for pipe in self.orders:
-            send(pipe, Leave())
+            send(pipe, order)
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
         """Return what the ranks do, by rank: states of processes, stacks, last collectives."""

@@ -1,19 +1,95 @@
 """The cell magic `%%ranks`: run a notebook cell on every rank."""
 
 import linecache
+import os
+import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import IO, Any
 from zlib import crc32
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ...errors import LaunchError
+from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .launch import EXPECTED, check_request, pack_call, plain, run_ranks
-from .watch import show_line
+from .decision import Failures, Results, Stage
+from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
+from .protocol import Call, Started
+from .setting import describe_launch
+from .watch import Launch, show_line
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
+IDLE_SECONDS = float(
+    os.environ.get("DDP_COURSE_IDLE") or 1800
+)  # kept ranks end after this many seconds without a cell
+ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
+
+
+class KeptRanks(Launch):
+    """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for
+    half an hour.
+    """
+
+    open = True
+
+    def __init__(self, world_size: int, device: str):
+        setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
+        super().__init__(replace(setting, idle=IDLE_SECONDS), 0.0, show_line, keeps=True)
+        self.payload = open_memory("call")
+        self.last_use = time.monotonic()
+
+    def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
+        """Run a packed call on all ranks, which the first call starts; results and errors are those
+        of `launch`. Raises LaunchError if the ranks have ended while no cell wanted them.
+        """
+        began = time.monotonic()
+        first = self.ending is None
+        stage = Stage.STARTING if first else Stage.RUNNING
+        self.phase = replace(self.phase, stage=stage, since=began, timeout=timeout)
+        self.events = [event for event in self.events if isinstance(event, Started)]
+        self.ending = None
+        self.show = show
+        self.payload.seek(0)
+        self.payload.truncate()
+        self.payload.write(payload.read())
+        self.payload.flush()
+        try:
+            if first:
+                self.ranks.start(self.payload)
+            elif began > self.last_use + IDLE_SECONDS:
+                raise LaunchError(
+                    f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g}"
+                    " minutes"
+                )
+            else:
+                self.ranks.order(Call())
+            self.watch()
+            self.last_use = time.monotonic()
+        finally:
+            if not self.goes_on():
+                self.close()
+        return self.outcome()
+
+    def goes_on(self) -> bool:
+        """Return whether the ranks are fit for another call: no rank died or hangs, and all
+        returned or all failed.
+        """
+        match self.ending:
+            case Results():
+                return not self.ranks.gone
+            case Failures(all_alive=alive):
+                return alive
+        return False
+
+    def close(self) -> None:
+        """End the ranks; they are not `open` any more."""
+        self.open = False
+        super().close()
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -25,45 +101,91 @@ def load_ipython_extension(ipython: Any) -> None:
 class RanksMagic(Magics):
     """The class that IPython wants around `%%ranks`."""
 
+    kept: KeptRanks | None = None
+
     @magic_arguments()
-    @argument("world_size", nargs="?", type=int, default=4, help="number of ranks (4)")
+    @argument("world_size", nargs="?", type=int, help="number of ranks: 4, or as many as are kept")
+    @argument(
+        "--keep",
+        action="store_true",
+        help="leave the ranks and their variables alive for the next cells",
+    )
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     @argument("--timeout", type=float, default=300.0, help="seconds (300)")
-    @cell_magic
-    def ranks(self, line: str, cell: str) -> None:
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> None:
         """Run the cell on several ranks, with rank, world_size, dist, torch and device at hand.
 
         The names that the cell uses from the notebook are sent along. What the ranks print is shown
-        rank by rank, with the value of each rank's last expression. Raises the errors of `launch`,
-        without the frames in between.
+        rank by rank, with the value of each rank's last expression. Each cell starts anew, unless
+        the ranks are kept: then what cells assign on the ranks stays there for the next %%ranks
+        cells, until %ranks stop. Raises the errors of `launch`, without the frames in between.
         """
-        try:
-            self.run(parse_argstring(self.ranks, line), cell)
-        except EXPECTED as error:
-            raise plain(error) from None
+        if line.strip() == "--help":
+            print(self.ranks.__doc__)
+        elif cell is None:
+            self.stop(line.strip())
+        else:
+            try:
+                self.run(parse_argstring(self.ranks, line), cell)
+            except EXPECTED as error:
+                raise plain(error) from None
+
+    def stop(self, word: str) -> None:
+        """End the kept ranks, as `%ranks stop` asks; raises UsageError for any other word."""
+        if word != "stop":
+            raise UsageError(
+                "%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks"
+            )
+        if self.kept is None:
+            print("no ranks are kept")
+        else:
+            self.kept.close()
+        self.kept = None
 
     def run(self, options: Any, cell: str) -> None:
-        """Run a cell on new ranks, as `%%ranks` asks; raises UsageError if a name that is to be
-        pulled is not there.
+        """Run a cell on new ranks, or on the kept ones, as `%%ranks` asks; raises UsageError if a
+        name that is to be pulled is not there.
         """
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
+        world_size = self.world_size(options)
         filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
         compile_cell(cell, filename)  # a syntax error is shown before anything starts
         names = used_names(cell) - NOT_SENT
         given = {name: value for name, value in self.shell.user_ns.items() if name in names}
         call = pack_call(run_cell, (cell, filename, pull), given)
-        check_request(options.world_size, options.device, options.timeout, None)
-        results = run_grouped(call, options)
+        check_request(world_size, options.device, options.timeout, None)
+        if options.keep and self.kept is None:
+            self.kept = KeptRanks(world_size, options.device)
+        try:
+            results = run_grouped(call, world_size, options, self.kept)
+        finally:
+            if self.kept is not None and not self.kept.open:
+                self.kept = None
+                print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
         if missing := [name for name in pull if name not in results[0]]:
             raise UsageError(
                 f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0'
             )
 
+    def world_size(self, options: Any) -> int:
+        """Return how many ranks are asked for; raises UsageError if another number of ranks is
+        kept.
+        """
+        if self.kept is None:
+            return 4 if options.world_size is None else options.world_size
+        if options.world_size not in (None, self.kept.phase.world_size):
+            raise UsageError(
+                f"{self.kept.phase.world_size} ranks are kept; end them with %ranks stop before"
+                " others start"
+            )
+        return self.kept.phase.world_size
 
-def run_grouped(call: IO[bytes], options: Any) -> list:
+
+def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:
     """Run a packed call on all ranks, and show what they printed rank by rank, whatever the
     outcome.
     """
@@ -74,7 +196,9 @@ def run_grouped(call: IO[bytes], options: Any) -> list:
 
     try:
         with call:
-            return run_ranks(call, options.world_size, options.device, options.timeout, show=show)
+            if kept is not None:
+                return kept.call(call, options.timeout, show)
+            return run_ranks(call, world_size, options.device, options.timeout, show=show)
     finally:
         for rank in sorted(printed):
             for line in printed[rank]:

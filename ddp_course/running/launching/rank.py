@@ -28,7 +28,7 @@ from ..devices.device import emulation_of
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
-from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
 HERE = Path(__file__).parent
@@ -56,11 +56,11 @@ def main(
     files: tuple[LaunchFiles, RankFiles],
     listener: socket.socket | None = None,
 ) -> None:
-    """Run one rank: move to its place in the emulated network, call the caller's function, and wait
-    until all have answered.
+    """Run one rank: move to its place in the emulated network, and call the caller's function, once
+    or several times.
 
-    A rank that failed waits as well, until it is killed: if it ended by itself, the other ranks
-    would fail too, with a broken connection, and hide the cause.
+    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
+    other ranks would fail too, with a broken connection, and hide the cause.
     """
     if meeting.link is not None:
         # this comes before any socket, as it may move this process into a network namespace
@@ -76,10 +76,13 @@ def main(
     counts = setting.progress and rank == 0
     steps = Steps(own.report if counts else None)
 
-    def call():  # an error before the function is called is reported as the function's error
+    def first_call():  # an error before the function is called is reported as the function's error
         join_group(setting, rank, meeting, listener)
         flight_recorder.attach(shared.recorder, rank, setting.world_size)
         redirect_output(own.out, own.err)
+        return call()
+
+    def call():
         with mmap.mmap(shared.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
         linecache.cache.update(
@@ -89,11 +92,20 @@ def main(
             result = function(*args, **kwargs)
         return result, steps.unconnected_model()
 
-    answer(call, own)
-    with suppress(EOFError, OSError):  # the caller may be gone
-        Connection(own.orders, writable=False).recv()  # it says that all have answered
+    answer(first_call, own)
+    orders = Connection(own.orders, writable=False)
+    while orders.poll(setting.idle) and isinstance(next_order(orders), Call):
+        answer(call, own)
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
+
+
+def next_order(orders: Connection) -> Any:
+    """Return the caller's next order, None if the caller is gone."""
+    try:
+        return orders.recv()
+    except (EOFError, OSError):
+        return None
 
 
 def answer(function: Callable[[], Any], files: RankFiles) -> None:

@@ -25,7 +25,7 @@ from .decision import (
     results_of,
 )
 from .local import Ranks
-from .protocol import Setting
+from .protocol import Leave, Setting
 
 TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
 UNCONNECTED = (
@@ -44,11 +44,11 @@ class Launch:
     for its outcome.
     """
 
-    def __init__(self, setting: Setting, timeout: float, show: Callable):
+    def __init__(self, setting: Setting, timeout: float, show: Callable, keeps: bool = False):
         self.bar = Bar(setting.progress)
         self.show = show
         self.ranks = Ranks(setting, self.print, self.bar.advance_to)
-        self.phase = Phase(Stage.STARTING, time.monotonic(), setting.world_size, timeout)
+        self.phase = Phase(Stage.STARTING, time.monotonic(), setting.world_size, timeout, keeps)
         self.events: list[Event] = []
         self.ending: Ending | None = None
         self.hang: tuple[list, str] = ([], "")  # when time is up: what each rank did, and a cause
@@ -76,7 +76,7 @@ class Launch:
             self.ending = decide(self.phase, self.events, now)
             following = next_phase(self.phase, self.events, now)
             if following.stage is Stage.LEAVING and following != self.phase and not self.ending:
-                self.ranks.let_go()
+                self.ranks.order(Leave())
             self.phase = following
         if isinstance(self.ending, TimedOut):
             done = results_of(self.events)

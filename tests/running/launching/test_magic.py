@@ -1,7 +1,9 @@
 """`%%ranks` in a real kernel, and what nbval makes of it and of the progress bar."""
 
+import re
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import nbformat
@@ -85,10 +87,71 @@ def test_mistakes_are_told(kernel, cell, error, words):
     assert words in output.message + output.stderr
 
 
-def test_each_cell_starts_anew(kernel):
-    assert not kernel.run("%%ranks 2\nlater = rank").error
-    output = kernel.run("%%ranks 2\n'later' in globals()")
-    assert output.stdout == "[rank 0] False\n[rank 1] False\n"
+KEPT = [  # cells that run one after the other, and what they show, or a word of their error
+    ("rate = 1", ""),
+    ("%%ranks 2 --keep\nx = torch.ones(1) * rank\ndef later(): return defined_later * rate", ""),
+    ("rate = 5", ""),
+    (
+        "%%ranks\ndefined_later = 7\nx.item(), rate, later()",
+        "[rank 0] (0.0, 5, 35)\n[rank 1] (1.0, 5, 35)\n",
+    ),
+    ("%%ranks\nundefined", "'undefined' is not defined"),
+    ("%%ranks --pull absent\nrank", '"absent" is to be pulled'),
+    ("%%ranks 3\n1", "2 ranks are kept"),
+    ("%%ranks --pull x\ndist.all_reduce(x); later()", "[rank 0] 35\n[rank 1] 35\n"),
+    ("%ranks stop", ""),
+    ("%ranks stop", "no ranks are kept\n"),
+    ("%%ranks 2\n'later' in globals()", "[rank 0] False\n[rank 1] False\n"),
+    ("%ranks --help", "--keep"),
+]
+
+
+def test_kept_ranks_have_their_variables_in_the_next_cells(kernel):
+    for cell, expected in KEPT:
+        output = kernel.run(cell)
+        if expected.endswith("\n"):
+            assert output.stdout == expected, cell
+        assert expected in output.stdout + output.stderr + output.message, cell
+    assert kernel.run("x").result == "tensor([1.])"
+
+
+ENDED = "The kept ranks have ended, and their variables with them"
+
+
+@pytest.mark.parametrize(
+    ("cell", "error"),
+    [
+        ("%%ranks\nimport os\nif rank == 1: os._exit(3)", "exited: with code 3"),
+        ("%%ranks\nif rank == 1: raise ValueError('alone')\ndist.barrier()", "ValueError: alone"),
+        ("%%ranks --timeout 1\nwhile True: pass", "not finished after 1 s"),
+        ("import os\nos.kill(victim, 9)\n", ""),
+        ("import time\ntime.sleep(4)", ""),  # nobody wants them for longer than they wait
+        ("interrupt", ""),
+    ],
+)
+def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DDP_COURSE_IDLE", "2" if "sleep" in cell else "900")
+        with running_kernel() as kernel:
+            assert not kernel.run(SETUP).error
+            assert not kernel.run(
+                "%%ranks 2 --keep --pull victim\nimport os\nvictim = os.getpid()"
+            ).error
+            if cell == "interrupt":
+                stop = threading.Timer(3, kernel.manager.interrupt_kernel)
+                stop.start()
+                output = kernel.run("%%ranks\nimport time\nwhile True: time.sleep(0.1)")
+                assert output.error == "KeyboardInterrupt"
+            else:
+                output = kernel.run(cell)
+            assert error in output.message
+            if "%%ranks" not in cell and cell != "interrupt":
+                output = kernel.run("%%ranks\nvictim")
+                assert output.error in ("RankError", "LaunchError")
+            assert ENDED in output.stderr
+            assert kernel.run("%%ranks 2\n'victim' in globals()").stdout.count("False") <= 2
+            left = [" ".join(process.cmdline()) for process in kernel.descendants()]
+            assert not [line for line in left if not re.search(r"launching/server\.py", line)]
 
 
 def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
