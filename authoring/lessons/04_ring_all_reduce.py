@@ -189,7 +189,8 @@ def server(tensor):
     average_on_server([tensor])
 
 
-p, ways = 2**20, {"server": server, "whole-gradient ring": whole_gradient_ring, "ring": ring_all_reduce}
+p = 2**20
+ways = {"server": server, "whole-gradient ring": whole_gradient_ring, "ring": ring_all_reduce}
 colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4")]))
 sent = {name: max(counts.bytes_sent for counts in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
 show.bars(sent, "sent by the busiest rank (in units of p)", f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",

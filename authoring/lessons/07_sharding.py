@@ -409,8 +409,8 @@ def seconds_of(name, batch=128):
 
 times = {name: 1000 * max(on_devices(seconds_of, name)) for name in show.progress(ways)}
 computing = 1000 * (6 - 2 / 6) * size * 128 / 800e6  # nobody needs the gradient of the first layer's inputs
-gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; to scatter takes as long
-exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
+gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # Gathering all layers takes this, and so does scattering.
+exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # One layer of six is a sixth.
 overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
 kept_on = {name: f"{name}{overlap.get(name, '')}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
@@ -444,7 +444,8 @@ for samples, name in show.progress([(samples, name) for samples in (128, 512) fo
     slow_ms[label] = 1000 * max(on_devices(seconds_of, name, samples, link="40Mbit"))
     bounds[label] = max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow)
 ddp_few, sharded_few, ddp_many, sharded_many = slow_ms.values()
-few, many = sharded_few / ddp_few, sharded_many / ddp_many
+few = sharded_few / ddp_few
+many = sharded_many / ddp_many
 show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
           form="{:.0f}", theory=bounds, kind="virtual time", dash="lower bound")  # fmt: skip
 

@@ -52,7 +52,8 @@ def flops_of(layers, x):
 text = problems.make("bytes", parameters=100_000)
 layers = stage8_pipeline.layers_of(text.model())
 flops = flops_of(layers, next(text.batches(16, 1))[0])
-by_flops = [int(K * (sum(flops[:n]) + flops[n] / 2) / sum(flops)) for n in range(len(flops))]  # by a layer's middle
+# A layer goes to the rank in whose share of all flops its middle lies.
+by_flops = [int(K * (sum(flops[:n]) + flops[n] / 2) / sum(flops)) for n in range(len(flops))]
 
 # %% cuts folded=true
 by_parameters = [rank for rank, part in enumerate(stage8_pipeline.split(layers, K)) for _ in part]

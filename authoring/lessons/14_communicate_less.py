@@ -215,7 +215,7 @@ def against_time(bits_per_second, compute_s=0.02, window=8):
     for name in ("every step", "half precision", "top 1 %", "low rank", "local SGD", "DiLoCo", "asynchronous"):
         losses = torch.tensor([[rank[name][0] for rank in run if rank[name][0]] for run in runs]).mean(1)
         smooth = losses.unfold(1, window, 1).mean(-1)
-        shares = K / (K - 1) if name == "asynchronous" else 1  # of each rank that computes, for 32 samples
+        shares = K / (K - 1) if name == "asynchronous" else 1  # One of K ranks only serves.
         step_s = compute_s + sent[name] / shares * 8 / bits_per_second
         seconds = [step_s * (step + window) for step in range(smooth.shape[1])]
         series[name] = seconds, smooth.mean(0).tolist()

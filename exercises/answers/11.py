@@ -302,7 +302,7 @@ def culprit(lines):
 # %% 11.5 right: the option that hides the parameters
 #- 11: (None, 22, "ready twice"),
 #+ 11: (None, 31, "ready twice"),
-# %% 11.5 told: one rank is blamed for a fault of all | patient 11, the rank: "not rank 0"
+# %% 11.5 told: one rank is blamed for a fault of all | patient 11, the rank: not rank 0
 #- 11: (None,
 #+ 11: (0,
 # %% 11.5 told: all ranks are blamed for one | not all of them
