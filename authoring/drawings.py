@@ -446,8 +446,8 @@ ITERATIONS = {
 def iterations():
     """{name of a file: its text} of all pictures."""
     return {
-        f"iteration_{number:02}.svg": drawn.draw().svg(
-            drawn.title, drawn.description, number, drawn.changed
+        f"iteration_{number:02}.svg": iteration.draw().svg(
+            iteration.title, iteration.description, number, iteration.changed
         )
-        for number, drawn in ITERATIONS.items()
+        for number, iteration in ITERATIONS.items()
     }

@@ -35,15 +35,15 @@ def errors_of(node: ast.AST) -> Iterator[str]:
 
 def silent(source: str) -> list[tuple[int, str]]:
     """The line and the name of each public function with a docstring that is silent on errors."""
-    found = []
+    functions = []
     for function in public_functions(ast.parse(source)):
         words = ast.get_docstring(function)
         errors = list(errors_of(function))
         if words and errors:
-            told = ("aise", "efuse", *errors)
-            if not any(word in words for word in told):
-                found.append((function.lineno, function.name))
-    return found
+            forms = ("aise", "efuse", *errors)
+            if not any(form in words for form in forms):
+                functions.append((function.lineno, function.name))
+    return functions
 
 
 def main() -> int:

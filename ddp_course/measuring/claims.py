@@ -34,7 +34,7 @@ def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: st
     why.
 
     The lines are the same in every run: numbers that differ from run to run are printed elsewhere.
-    Raises ValueError for a kind of claim that there is not.
+    Raises ValueError for an unknown kind of claim.
     """
     if kind not in KINDS:
         raise ValueError(f'claim {number} is "{kind}"; choose one of {", ".join(KINDS)}')

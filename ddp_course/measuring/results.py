@@ -100,9 +100,9 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> Comparison:
         """The comparison of which `to_json` made this text."""
-        comparison = cls(**json.loads(text))
-        comparison.stages = [StageResult(**stage) for stage in json.loads(text)["stages"]]
-        return comparison
+        fields = json.loads(text)
+        fields["stages"] = [StageResult(**stage) for stage in fields["stages"]]
+        return cls(**fields)
 
 
 def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:

@@ -133,7 +133,7 @@ def start_ranks(
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
     This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
-    stays locked for ever). Raises what says why no process could be started.
+    stays locked for ever). Raises LaunchError if a process cannot be started.
     """
     if setting.start == "fork":
         for name in ("ddp_course.running.launching.rank", *setting.modules):

@@ -105,10 +105,12 @@ def read_course(read: dict) -> dict:
     """Import the course's modules, again if a file is not as old as `read` says; return the time of
     each file.
     """
-    if read != times_of_course():
+    times = times_of_course()
+    if read != times:
         forget_course()
         load(COURSE)
-    return times_of_course()
+        times = times_of_course()
+    return times
 
 
 def times_of_course() -> dict[str, int]:

@@ -29,7 +29,9 @@ class Steps:
         """Return the sum over the model that this call trained, if this rank has exchanged no
         message; else None.
         """
-        if self.optimizer is None or torch_inside.messages() or flight_recorder.sequences:
+        optimizer = self.optimizer
+        self.optimizer = None  # Kept ranks have other calls, which may train nothing.
+        if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
             return None
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return sum(p.detach().double().sum().item() for p in parameters)

@@ -115,6 +115,20 @@ def test_kept_ranks_have_their_variables_in_the_next_cells(kernel):
     assert kernel.run("x").result == "tensor([1.])"
 
 
+ALONE = """%%ranks 2 --keep
+model = torch.nn.Linear(2, 1)
+model.weight.data.fill_(rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()"""
+
+
+def test_kept_ranks_that_train_alone_are_named_in_that_cell_and_in_no_other(kernel):
+    assert "no collective ran" in kernel.run(ALONE).stderr
+    assert kernel.run("%%ranks\nrank;").stderr == ""
+    kernel.run("%ranks stop")
+
+
 ENDED = "The kept ranks have ended, and their variables with them"
 
 
