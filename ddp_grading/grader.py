@@ -157,7 +157,7 @@ def points_of(
             file = Path(folder, "answers", f"{number}.answers")
             if number not in laid.troubles and file.exists():
                 answers[number] = file.read_bytes()
-        known = judge.verdicts(answers, f"{folder}/work")
+        verdicts = judge.verdicts(answers, f"{folder}/work")
         judged = {}
         for number, worth in pristine.points.items():
             trouble = laid.troubles.get(number)
@@ -165,7 +165,7 @@ def points_of(
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
             while number not in judged:
-                other, judged[other] = next(known)
+                other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
             source = laid.sources.get(number, "")
             if trouble is None:
