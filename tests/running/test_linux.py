@@ -1,4 +1,8 @@
-"""What a container may use, by the control groups that it is in."""
+"""What a container may use, by the control groups that it is in, and how its memory is cut."""
+
+import os
+import platform
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +64,20 @@ def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
     assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(
         linux.available_memory(), 0.1
     )
+
+
+def huge_kib(process):
+    """How much of a process's memory stands in huge pages."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 1), reason="needs Linux 6.1"
+)
+def test_memory_moves_into_huge_pages():
+    parts = [bytearray(b"x" * 1000) for _ in range(100_000)]
+    before = huge_kib(os.getpid())
+    linux.use_huge_pages()
+    assert huge_kib(os.getpid()) - before > 20_000
+    assert all(part == b"x" * 1000 for part in parts)

@@ -102,10 +102,7 @@ def run_ranks(
         setting = describe_launch(
             world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size
         )
-        launched = Launch(setting, timeout, show).run(payload)
-        if launched.never_began():
-            launched = Launch(setting, timeout, show).run(payload)
-        return launched.outcome()
+        return Launch(setting, timeout, show).run(payload).outcome()
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:

@@ -209,14 +209,6 @@ class Ranks:
             self.inbox.close()
             self.files.close()
 
-    def lost_server(self) -> bool:
-        """Return whether the server ended before it forked an agent; a dying server still runs for
-        a moment after its socket has closed, and must not be asked again.
-        """
-        if self.agent is not None or self.server is None:
-            return False
-        return self.server.how_it_ended(DYING_SECONDS) != ""
-
     def explain(self) -> str:
         """Return why the processes have ended, as far as that is known: "" or lines of text."""
         patience = DYING_SECONDS if self.cut_off else 0.0

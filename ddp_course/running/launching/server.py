@@ -79,6 +79,7 @@ def serve(control: socket.socket, forks: bool) -> None:
             reap(launches)
             if later and not launches:
                 load(later)
+                linux.use_huge_pages()
                 later = []
     for agent in launches:  # the caller is gone, so all launches must end
         os.kill(agent, signal.SIGKILL)

@@ -12,7 +12,6 @@ from typing import IO
 from ...errors import LaunchError
 from ..files import open_memory
 from ..linux import PROCESS_LIMIT
-from . import stacks
 from .decision import how_it_ended
 from .environment import SCRIPT, preloading_environment
 from .setting import start_method
@@ -44,11 +43,8 @@ class Server:
             )
 
     def usable(self) -> bool:
-        """Return whether the server runs, is not stopped by a signal, and was started by this
-        process.
-        """
-        alive = self.owner == os.getpid() and self.process.poll() is None
-        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["T"]
+        """Return whether the server runs and was started by this process."""
+        return self.owner == os.getpid() and self.process.poll() is None
 
     def how_it_ended(self, patience: float) -> str:
         """Return in words how the server ended, with its standard error; "" if it runs on for
@@ -94,7 +90,7 @@ def ask_for_agent(launch: socket.socket) -> Server:
                 use_server(Server())
             except BlockingIOError:
                 raise LaunchError(f"no launch server can be started: {PROCESS_LIMIT}") from None
-        # if the server is just dying, the launch tries again
+        # if the server is just dying, the launch learns that from the end of its socket
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
         return servers[0]

@@ -10,7 +10,6 @@ from ...errors import LaunchError, LaunchTimeout, RankError
 from . import stacks
 from .bar import Bar
 from .decision import (
-    CutOff,
     Ending,
     Event,
     Failures,
@@ -89,10 +88,6 @@ class Launch:
             self.ranks.close()
         finally:
             self.bar.close()
-
-    def never_began(self) -> bool:
-        """Return whether the server ended before there was an agent, so that a new one may try."""
-        return isinstance(self.ending, CutOff) and self.ranks.lost_server()
 
     def outcome(self) -> list:
         """Return the results in rank order, or raise the error that says best what happened."""
