@@ -8,7 +8,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || ec
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tools compare test test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
+.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -44,18 +44,22 @@ compare: setup  ## train with every strategy, print the table, write results/com
 # Three files at a time: the launches of one file share a server.
 run_tests = $(BIN)/python -m pytest --durations=20 -m "$(1) and not weekly" $(BESIDE) tests
 
-test: tools  ## whether a change holds, in ten minutes; or make test ARGS=FILE
+test: tools  ## whether a change holds, in five minutes; or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
 	$(call run_tests,not slow)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-rest: tools  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
-	$(call run_tests,slow)
+test-lessons: tools  ## every lesson to its end; widgets and the site in a browser
+	$(call run_tests,slow and lessons)
 
-test-all: setup  ## make test, then make test-rest
+test-rest: tools  ## all other tests that cost much: torch's whole suite, torchrun, known answers, faults
+	$(call run_tests,slow and not lessons)
+
+test-all: setup  ## make test, make test-lessons, then make test-rest
 	$(MAKE) test
+	$(MAKE) test-lessons
 	$(MAKE) test-rest
 
 # What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.

@@ -36,7 +36,7 @@ def pytest_configure(config):
 DURATIONS = Path(__file__).with_name(
     "durations.csv"
 )  # seconds of tests, or of whole files with all their tests
-MOST_SECONDS = 3.5  # a test that takes longer is for `make test-rest`
+MOST_SECONDS = 3.5  # a test that takes longer is not for `make test`
 
 
 def pytest_runtest_logreport(report):

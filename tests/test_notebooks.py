@@ -89,6 +89,7 @@ def altered(notebook, world_size):
 
 
 @pytest.mark.slow
+@pytest.mark.lessons
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name

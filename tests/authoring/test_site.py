@@ -20,6 +20,7 @@ from web import explorers, pages
 from ddp_course.showing import widgets
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.lessons
 RING = "notebooks/04_ring_all_reduce.html"
 MB = 1_000_000
 

@@ -14,6 +14,7 @@ from chromium import PALE, fresh_page, running_browser
 
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
+pytestmark = pytest.mark.lessons
 CELLS = {
     "predict": (
         "%load_ext ddp_course\nfrom ddp_course import compare, show, simulate, theory\n"
