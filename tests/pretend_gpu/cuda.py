@@ -141,6 +141,8 @@ def install():
     torch.cuda.nccl.version = lambda: (2, 30, 0)
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "13.0"
+    # `torch.compile` imports this class where torch was built for CUDA.
+    torch._C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = lambda self, *_: False
     assert GPUS > 0
