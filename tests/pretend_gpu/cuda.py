@@ -108,7 +108,8 @@ def functions():
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "_exchange_device": exchange_device,
-        "_maybe_exchange_device": exchange_device,
+        # `torch.compile` wants two functions here.
+        "_maybe_exchange_device": lambda index: exchange_device(index),
         "_sleep": sleep,
         "memory_allocated": use_of(memory.used),
         "memory_reserved": use_of(memory.used),
