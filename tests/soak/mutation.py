@@ -33,7 +33,7 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     ),
     "ddp_course/stage9_*.py": "tests/test_stage9_tensor.py",
 }
-MARKS = "not slow and not alone and not weekly"
+MARKS = "not slow and not weekly"
 CONFIG = """[cosmic-ray]
 module-path = "{module}"
 timeout = {seconds}
