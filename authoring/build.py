@@ -151,7 +151,8 @@ def exercise(source, solved):
     """The notebook of one exercise: with its solutions, or with NotImplementedError in their
     places.
     """
-    cells, title = read_cells(source), {}
+    cells = read_cells(source)
+    title = {}
     for cell in cells:
         if cell.cell_type == "markdown":
             title.update(
@@ -181,7 +182,9 @@ def without_regions(text, where, solved, message):
     """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or
     unopened.
     """
-    kept, inside, at = [], None, 0
+    kept = []
+    inside = None
+    at = 0
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
         if not marker:
@@ -202,7 +205,8 @@ def without_regions(text, where, solved, message):
             kept.append(
                 f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})"
             )
-        inside, at = (kind if edge == "BEGIN" else None), number
+        inside = kind if edge == "BEGIN" else None
+        at = number
     if inside is not None:
         raise SourceError(f"{where}, line {at}: BEGIN {inside} is never closed")
     return "\n".join(kept).rstrip()
@@ -243,7 +247,8 @@ def read_cells(source):
         parsed = jupytext.read(source, fmt="py:percent")
     except Exception as error:
         raise SourceError(f"{source.name}: {error}") from error
-    cells, taken = [], set()
+    cells = []
+    taken = set()
     for cell in parsed.cells:
         name = cell.metadata.pop("title", None) or first_words(cell)
         for own in ("lines_to_next_cell", "cell_marker"):
@@ -268,7 +273,8 @@ def slug(name):
 
 def unused(identifier, taken):
     """`identifier`, with a number behind it if it is taken."""
-    candidate, number = identifier, 2
+    candidate = identifier
+    number = 2
     while candidate in taken:
         candidate, number = f"{identifier}-{number}", number + 1
     taken.add(candidate)
@@ -315,7 +321,8 @@ def without_outputs(path):
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     return nbformat.writes(notebook, version=4)
 
 
@@ -495,10 +502,8 @@ def execute(notebook, path, root):
 
 def tidy(notebook, path, root):
     """Make outputs the same on every machine: no paths, no random widget ids, our own metadata."""
-    notebook.metadata["language_info"], notebook.metadata["kernelspec"] = (
-        dict(LANGUAGE),
-        dict(KERNEL),
-    )
+    notebook.metadata["language_info"] = dict(LANGUAGE)
+    notebook.metadata["kernelspec"] = dict(KERNEL)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -509,7 +514,8 @@ def tidy(notebook, path, root):
     for position, old in enumerate(widget_ids(notebook)):
         text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
     renamed = nbformat.reads(text, as_version=4)
-    notebook.metadata, notebook.cells = renamed.metadata, renamed.cells
+    notebook.metadata = renamed.metadata
+    notebook.cells = renamed.cells
 
 
 def widget_ids(notebook):
@@ -519,7 +525,8 @@ def widget_ids(notebook):
     widgets = notebook.metadata.get("widgets", {}).get(
         "application/vnd.jupyter.widget-state+json", {}
     )
-    waiting, ordered = [json.dumps([cell.get("outputs") for cell in notebook.cells])], []
+    waiting = [json.dumps([cell.get("outputs") for cell in notebook.cells])]
+    ordered = []
     states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
     while waiting:
         text = waiting.pop(0)
@@ -559,7 +566,8 @@ def without_paths(text, root):
 
 def local_paths(notebook, root):
     """Paths of this machine that are left in the outputs."""
-    names, texts = set(), []
+    names = set()
+    texts = []
     for cell in notebook.cells:
         map_text(cell.get("outputs", []), texts.append)
     for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):

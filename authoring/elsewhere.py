@@ -11,7 +11,9 @@ from pathlib import Path
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
-BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
+# These are the ids of the two cells.
+BADGES = "open-elsewhere"
+INSTALL = "install-elsewhere"
 FIRST = "00_start_here"
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
 NEEDED = (

@@ -51,7 +51,8 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "ours, ring": partial(DistributedDataParallel, all_reduce=pipelined_ring_all_reduce),
 }
 ORDERS = list(permutations(WRAPPERS))  # The last order is the first one reversed.
-MEMORY_LAUNCHES, VIEW_LAUNCHES = 9, 5
+MEMORY_LAUNCHES = 9
+VIEW_LAUNCHES = 5
 HOSTS_BANDWIDTH = "1Gbit"
 
 
@@ -190,7 +191,8 @@ def cost_without_communication(repeats: int) -> dict[str, float]:
         future.set_result(bucket.buffer())
         return future
 
-    ways, inputs = {}, torch.randn(4, 8)
+    ways = {}
+    inputs = torch.randn(4, 8)
     for name in ("bare", "torch", "ours"):
         module = WRAPPERS.get(name, torch.nn.Sequential)(
             torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(200)])
@@ -218,7 +220,8 @@ def memory(args: argparse.Namespace) -> Part:
     The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread
     frees a bucket, and how much of it malloc keeps.
     """
-    rows, promises = [], []
+    rows = []
+    promises = []
     for as_view in (False, True):
         kinds = {
             kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2)
@@ -250,7 +253,8 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    held, peak = 0, 0
+    held = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -261,7 +265,8 @@ def overlap(args: argparse.Namespace) -> Part:
     """Share of the all-reduces' time in which the backward pass was computing, from torch's
     profiler for both.
     """
-    rows, promises = [], []
+    rows = []
+    promises = []
     for model in ("MLP, 4 M", "GPT, 10 M"):
         row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
         rows.append(row)

@@ -55,10 +55,14 @@ from .training import Model, model_and_batch, step
 
 ONE_GPU = "NCCL wants a GPU for each of two ranks"
 UNDER_NCCL = ("a rank killed in mid-collective", "a rank that never comes")
-EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
+EXACT = 1e-12
+EACH = 1.05
+STEP_RATIO = 1.02
+MEMORY_RATIO = 1.05
 LARGE = 100_000_000
 SMALL = 1_000_000  # A model of so many parameters is for trying the command.
-FEW, ENOUGH = 8, 64  # With few samples the GPU waits for Python, with enough Python for the GPU.
+FEW = 8  # With so few samples the GPU waits for Python.
+ENOUGH = 64  # With these Python waits for the GPU.
 # Stage 6's hooks are Python and torch's are C++: where the GPU waits, 13 µs a parameter show.
 WAITING = 1.15
 VECTORS = {
@@ -135,15 +139,14 @@ def distances() -> dict[str, float]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
-    single, distance = problem.model(0), {}
+    single = problem.model(0)
+    distance = {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
         if stage.one_process or key == "torch":
             continue  # torch's DDP waits for gloo by a future, which knows only the default stream.
-        model, mine = (
-            problem.model(0),
-            (dist.get_rank(), world_size) if stage.splits_batch else (0, 1),
-        )
+        model = problem.model(0)
+        mine = (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
         with races(() if key == "9" else model.parameters()):  # Stage 9 splits no layer with hooks.
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
         pairs = zip(model.parameters(), single.parameters(), strict=True)
@@ -338,7 +341,8 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
     two_steps(
         lambda model: model
     )  # CUDA's libraries take their own memory here, before a wrapper is measured.
-    ways, memory = {}, {}
+    ways = {}
+    memory = {}
     for name in order:
         before = allocated()
         train = two_steps(wrappers[name])

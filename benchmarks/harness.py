@@ -114,7 +114,8 @@ class Benchmark:
         """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not
         kept, else 0.
         """
-        folder, only = writable_folder(args.out), getattr(args, "only", None)
+        folder = writable_folder(args.out)
+        only = getattr(args, "only", None)
         file = folder / (self.file or f"bench_{self.name}.json")
         if getattr(args, "repeats", 1) < 1:
             raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
@@ -206,7 +207,8 @@ def take_turns(
     The order rotates, and every second turn goes backwards: no way always follows the same other
     way.
     """
-    names, seconds = list(ways), {name: [] for name in ways}
+    names = list(ways)
+    seconds = {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
         shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]

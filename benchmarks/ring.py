@@ -20,8 +20,10 @@ from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios
 from .pipelined_ring import pipelined_ring_all_reduce
 
 MIB = 2**20
-WORLD_SIZES, SIZES_MIB = (2, 4), (16, 64)
-EACH, GEOMETRIC_MEAN = 1.10, 1.00
+WORLD_SIZES = (2, 4)
+SIZES_MIB = (16, 64)
+EACH = 1.10
+GEOMETRIC_MEAN = 1.00
 WAYS = {"gloo": dist.all_reduce, "stage 4": ring_all_reduce, "pipelined": pipelined_ring_all_reduce}
 
 

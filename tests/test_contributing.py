@@ -212,7 +212,8 @@ def test_add_a_stage(house):
 
 
 def test_add_an_exercise(house):
-    lesson, task = "authoring/lessons/16_topic_exercise.py", "exercises/checks/16.py"
+    lesson = "authoring/lessons/16_topic_exercise.py"
+    task = "exercises/checks/16.py"
     hints = {"ddp_course/checking/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
     answers = {"exercises/answers/16.py": ANSWERS}
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **answers, **hints})

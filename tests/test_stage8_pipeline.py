@@ -85,7 +85,8 @@ def length_of(schedule, **times):
 def test_interleaved_and_split_schedules_shrink_the_bubble(ranks, microbatches):
     """In units of a forward pass through all stages of a rank: 3 M of work, and K-1 times …"""
     half = {"forward": 0.5, "backward": 1.0}
-    work, ends = 3 * microbatches, ranks - 1
+    work = 3 * microbatches
+    ends = ranks - 1
     assert length_of(one_forward_one_backward(ranks, microbatches)) == work + 3 * ends
     assert length_of(interleaved(ranks, microbatches), **half) == work + 1.5 * ends
     assert length_of(zero_bubble(ranks, microbatches)) == work + ends
@@ -225,7 +226,9 @@ def trained_in_microbatches(microbatches):
 
 def pipelines():
     """Train with all schedules, whole and uneven micro-batches; at K = 4 on a 2 x 2 grid too."""
-    results, rank, world_size = {}, dist.get_rank(), dist.get_world_size()
+    results = {}
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     cases = [(schedule, m) for schedule in SCHEDULES for m in (1, 4, 5)]
     cases += [(schedule, 2 * world_size) for schedule in (*ALL[2:], wave)] + [(zero_bubble, 5)]
     for schedule, microbatches in cases:
@@ -286,7 +289,9 @@ def against_torch(schedule, name):
     """
     from torch.distributed import pipelining
 
-    rank, world_size, microbatches = dist.get_rank(), dist.get_world_size(), 6
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    microbatches = 6
     inputs, targets = next(tiny_batches())
     homes = home_ranks(schedule(world_size, microbatches))
     own = [stage for stage in homes if homes[stage] == rank]
@@ -305,7 +310,8 @@ def against_torch(schedule, name):
         microbatches,
         cross_entropy,
     )
-    theirs, last = [], max(homes) in own
+    theirs = []
+    last = max(homes) in own
     torchs.step(
         *[inputs] * (0 in own), target=targets if last else None, losses=theirs if last else None
     )
@@ -348,7 +354,8 @@ def batch_norm():
     """
     from torch.distributed import pipelining
 
-    rank, (inputs, targets) = dist.get_rank(), next(tiny_batches())
+    rank = dist.get_rank()
+    inputs, targets = next(tiny_batches())
     parts = [
         torch.nn.Sequential(torch.nn.Linear(13, 13), torch.nn.BatchNorm1d(13)).double()
         for _ in range(2)
@@ -419,7 +426,8 @@ def test_only_activations_and_their_gradients_travel(schedule):
 
 def saved_bytes(schedule):
     """The most bytes that autograd kept for the backward pass at any moment of a step."""
-    held, most = [0], [0]
+    held = [0]
+    most = [0]
 
     class Kept:
         def __init__(self, tensor):
@@ -539,7 +547,8 @@ class Returns(torch.nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.layer, self.function = torch.nn.Linear(3, 3), function
+        self.layer = torch.nn.Linear(3, 3)
+        self.function = function
 
     def forward(self, inputs):
         return self.function(self.layer(inputs[:, :3]))
@@ -577,7 +586,8 @@ def test_what_cannot_be_passed_on_is_said(odd, words):
 
 
 def batches_that_differ(samples):
-    rank, model = dist.get_rank(), torch.nn.Linear(3, 3)
+    rank = dist.get_rank()
+    model = torch.nn.Linear(3, 3)
     Pipeline(model, 2).step(torch.ones(samples[rank], 3), torch.zeros(samples[rank]).long())
 
 
@@ -590,7 +600,8 @@ def test_ranks_with_batches_of_other_sizes_are_told():
 def lbfgs():
     """An optimizer that looks at all gradients, at those of one stage."""
     stage = torch.nn.Linear(3, 3)
-    pipeline, optimizer = Pipeline(stage, 2), torch.optim.LBFGS(stage.parameters())
+    pipeline = Pipeline(stage, 2)
+    optimizer = torch.optim.LBFGS(stage.parameters())
     optimizer.step(lambda: pipeline.step(torch.ones(4, 3), torch.zeros(4).long()) or 0.0)
 
 

@@ -42,7 +42,8 @@ class Page:
 def notebook(path: Path) -> Page:
     """The page of a lesson or an exercise, with links between the two."""
     page = Page(f"{path.parent.name}/{path.stem}.md", "")
-    parts, predictions = [], []
+    parts = []
+    predictions = []
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.id == BADGES:
             parts.append(ways_in(path))
@@ -94,10 +95,8 @@ def prose(markdown: str, where: str) -> str:
 
 def formula(match: re.Match) -> str:
     """One TeX formula as MathML, which browsers show without help."""
-    tex, display = (
-        (match[1] or match[2]).strip().replace("\n", " "),
-        "block" if match[1] else "inline",
-    )
+    tex = (match[1] or match[2]).strip().replace("\n", " ")
+    display = "block" if match[1] else "inline"
     return convert(tex, display=display).replace("*", "&#42;").replace("_", "&#95;")
 
 
@@ -123,7 +122,8 @@ def with_lists_apart(markdown: str) -> str:
     """An empty line before each list that CommonMark would begin in mid-paragraph; code is left
     alone.
     """
-    lines, fenced = [], False
+    lines = []
+    fenced = False
     for line in markdown.split("\n"):
         fenced ^= bool(re.match(r" *(```|~~~)", line))
         before = lines[-1] if lines else ""
@@ -173,7 +173,8 @@ def shown(output, page: Page, predictions: list, language: str | None) -> str:
         text = output.get("text") or "\n".join(output.get("traceback", []))
         lines = [line for line in text.splitlines() if not PROGRESS.search(line)]
         return fence("\n".join(lines), "text") if lines else ""
-    data, ours = output.data, output.data.get(MIME, {})
+    data = output.data
+    ours = output.data.get(MIME, {})
     if PROGRESS.search(data.get("text/plain", "")):
         return ""
     if "explorer" in ours:

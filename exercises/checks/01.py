@@ -58,7 +58,8 @@ class Accumulate:
 
     def probe(accumulate, seed, rounds):
         model, optimizer = small_model(seed)
-        steps, step = [], optimizer.step
+        steps = []
+        step = optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
         for number, micro_batches in enumerate(rounds, 1):
             yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)

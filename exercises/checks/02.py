@@ -34,10 +34,8 @@ class Scatter:
     def probe(scatter, cases):
         for tensor, devices in cases:
             part = "uneven sizes" if len(tensor) % devices else "even sizes"
-            about, shards = (
-                f"{len(tensor)} samples on {devices} devices",
-                scatter(tensor, ["cpu"] * devices),
-            )
+            about = f"{len(tensor)} samples on {devices} devices"
+            shards = scatter(tensor, ["cpu"] * devices)
             if isinstance(shards, list | tuple):
                 yield (
                     part,
@@ -131,11 +129,9 @@ class MasterSends:
 
     def draw(random):
         for k in (2, 4, 8, 1):
-            p, inputs, outputs = (
-                random.randrange(10**5, 10**8),
-                random.randrange(10, 9999),
-                random.randrange(1, 99),
-            )
+            p = random.randrange(10**5, 10**8)
+            inputs = random.randrange(10, 9999)
+            outputs = random.randrange(1, 99)
             batch = (840 * inputs, 840 * outputs)
             yield "the model", f"{k} devices, p={p}, no batch", (p, 0, 0, k)
             yield (

@@ -49,7 +49,8 @@ def probe_chunks(function, lengths, values, part, what):
     sends.
     """
     for size, group in worlds(3, 4, 2):
-        rank, case = dist.get_rank(), f"with {size} ranks"
+        rank = dist.get_rank()
+        case = f"with {size} ranks"
         own = values[rank]
         if size == 3:
             try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
@@ -126,7 +127,8 @@ class RingAllReduce:
                 tensor = tensor.t() if name == "not contiguous" else tensor
                 with wire.counting() as traffic:
                     ring_all_reduce(tensor, group)
-                case, sent = f"{size} ranks, a tensor {name}", traffic.bytes_sent
+                case = f"{size} ranks, a tensor {name}"
+                sent = traffic.bytes_sent
                 chunk = -(-tensor.numel() // size) * tensor.element_size()
                 yield "sums" if name == "in one row" else "any shape", case, tensor
                 few = sent <= 2 * (size - 1) * chunk and (sent > 0 or not chunk or size == 1)
@@ -149,12 +151,14 @@ class StepSeconds:
             (8, 0.4, 1),
             (6, 0.9, 60),  # Here the slow cables join, whatever else is drawn.
         ]:
-            bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
+            bits = random.randrange(1, 90) * 10**8
+            parameters = random.randrange(1, 400) * 10**6
             count = 2 if ranks > 5 else 1
             cables = [slow * bits] * count + [bits] * (ranks - count)
             random.shuffle(cables)
             unit = 1e-5 if share > 9 else 1e-3
-            latency, computing = random.randrange(1, 90) * unit, share * 64 * parameters / bits
+            latency = random.randrange(1, 90) * unit
+            computing = share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
             about = (
                 f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.3g} ms of"

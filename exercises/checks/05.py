@@ -38,10 +38,8 @@ class AssignBuckets:
 
     def draw(random):
         sizes = [random.randrange(20, 200) for _ in range(13)]
-        alike, mixed = (
-            ["float32"] * len(sizes),
-            ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))],
-        )
+        alike = ["float32"] * len(sizes)
+        mixed = ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
         cases = [
@@ -58,10 +56,8 @@ class AssignBuckets:
             parameters = [
                 nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes
             ]
-            index, dtypes = (
-                {id(parameter): i for i, parameter in enumerate(parameters)},
-                len(set(kinds)),
-            )
+            index = {id(parameter): i for i, parameter in enumerate(parameters)}
+            dtypes = len(set(kinds))
             buckets = [
                 [index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)
             ]
@@ -80,7 +76,9 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.twice, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
         self.frozen.requires_grad_(False)
 
     def forward(self, x):
@@ -97,7 +95,8 @@ class TellWhenReady:
 
     def probe(tell_when_ready, seed, inputs):
         torch.manual_seed(seed)
-        model, calls = Shared(), []
+        model = Shared()
+        calls = []
         index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
 
         def ready(parameter):
@@ -149,7 +148,8 @@ class AverageInBackground:
         flats = [flat.clone() for flat in values[dist.get_rank()]]
         with ThreadPoolExecutor(1, "communication") as executor:
             order, threads, touched, alone = watched(average_in_background, flats, executor)
-            done, means = len(threads), [flat.clone() for flat in flats]
+            done = len(threads)
+            means = [flat.clone() for flat in flats]
         in_background = all(name.startswith("communication") for name in threads)
         yield "waiting", "all_reduce was called", bool(order)
         yield "waiting", "all_reduce runs in the executor's thread", in_background
@@ -176,8 +176,13 @@ def watched(function, flats, executor):
     and its sum.
     """
     ((size, group),) = worlds(3)
-    order, threads, touched, alone = [], [], [], []
-    begun, second, submit = threading.Event(), threading.Event(), executor.submit
+    order = []
+    threads = []
+    touched = []
+    alone = []
+    begun = threading.Event()
+    second = threading.Event()
+    submit = executor.submit
 
     def submitted(*args, **kwargs):
         if begun.is_set():
@@ -247,7 +252,8 @@ class FindTheBugInTheOrder:
                 yield "mended", about, departures([list(bucket) for bucket in buckets], list(ready))
 
 
-LAYERS, WIDTH = 6, 8
+LAYERS = 6
+WIDTH = 8
 
 
 def buckets_of(model):
@@ -280,7 +286,9 @@ class AssembleBucketedDDP:
         ((size, group),) = worlds(3)
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        ready, threads, early = [], [], []
+        ready = []
+        threads = []
+        early = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(ready.append)
 
@@ -310,10 +318,8 @@ class AssembleBucketedDDP:
                         f"backward pass {number}: {error}: what pass {number - 1} has counted must"
                         " begin anew"
                     ) from error
-                about, gradient = (
-                    f"backward pass {number}",
-                    torch.cat([p.grad.reshape(-1) for p in model.parameters()]),
-                )
+                about = f"backward pass {number}"
+                gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 yield "mean" if number == 1 else "every pass", about, gradient
                 yield "overlap", f"{about}, messages for 3 buckets", len(threads)
                 yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))

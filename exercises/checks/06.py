@@ -38,11 +38,9 @@ class AccumulateUnsynchronised:
     def probe(accumulate, seed, batches):
         mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
-            (model, optimizer), called, (all_reduce, reduced) = (
-                ONE.small_model(seed),
-                [],
-                noted_ring(group),
-            )
+            model, optimizer = ONE.small_model(seed)
+            called = []
+            all_reduce, reduced = noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
             nn.functional.cross_entropy(
                 parallel(mine[0][0]), mine[0][1]
@@ -81,7 +79,8 @@ class UsedAnywhere:
 
     def probe(used_anywhere, used):
         for size, group in worlds(4, 3, 2):
-            mine, (all_reduce, calls) = used[dist.get_rank()].clone(), noted_ring(group)
+            mine = used[dist.get_rank()].clone()
+            all_reduce, calls = noted_ring(group)
             result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
             yield "union", f"{about}, bools are added up", "bool" in dict(calls)
@@ -128,14 +127,13 @@ class ShareBuffers:
 
     def probe(share_buffers, seed, sources):
         for size, group in worlds(3, 4, 2, 1):
-            model, src = buffered(seed, dist.get_rank()), sources[size]
+            model = buffered(seed, dist.get_rank())
+            src = sources[size]
             places = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
                 share_buffers(model, src, group)
-            about, places_now = (
-                f"with {size} ranks, source {src}",
-                [buffer.data_ptr() for buffer in model.buffers()],
-            )
+            about = f"with {size} ranks, source {src}"
+            places_now = [buffer.data_ptr() for buffer in model.buffers()]
             for index, buffer in enumerate(model.buffers()):
                 yield (
                     "buffers",
@@ -165,7 +163,8 @@ class CompressedAverage:
 
     def probe(compressed_average, values):
         for size, group in worlds(3, 4, 2):
-            flat, (all_reduce, calls) = values[dist.get_rank()].clone(), noted_ring(group)
+            flat = values[dist.get_rank()].clone()
+            all_reduce, calls = noted_ring(group)
             result = compressed_average(flat, all_reduce, size)
             yield (
                 "sent in half",
@@ -199,8 +198,10 @@ class RealScript:
 
     def probe(main, seed, inputs, targets):
         torch.manual_seed(seed)
-        model, seen = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), []
-        before, data = ONE.weights(model), torch.utils.data.TensorDataset(inputs, targets)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        seen = []
+        before = ONE.weights(model)
+        data = torch.utils.data.TensorDataset(inputs, targets)
 
         def note(_, batch):
             if torch.is_grad_enabled():
@@ -213,7 +214,9 @@ class RealScript:
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         state = state if isinstance(state, dict) else {}
-        after, first, second = ONE.weights(model), seen[: len(seen) // 2], seen[len(seen) // 2 :]
+        after = ONE.weights(model)
+        first = seen[: len(seen) // 2]
+        second = seen[len(seen) // 2 :]
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (first, after))
         yield "shares", "samples that a rank sees in the first epoch", len(set(first))
@@ -352,7 +355,10 @@ class AReducer:
 
     def probe(Reducer, seed, inputs):
         ((size, group),) = worlds(3)
-        rank, model, started, waits = dist.get_rank(), Branches(seed), [], []
+        rank = dist.get_rank()
+        model = Branches(seed)
+        started = []
+        waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
         lengths = [

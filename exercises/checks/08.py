@@ -158,7 +158,9 @@ class MostHeld:
 
 def any_order(random, count):
     """A schedule in which any micro-batch that went forward may go backward next."""
-    waiting, begun, order = [], 0, []
+    waiting = []
+    begun = 0
+    order = []
     while len(order) < 2 * count:
         if begun < count and (not waiting or random.random() < 0.6):
             waiting.append(begun)

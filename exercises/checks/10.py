@@ -58,11 +58,9 @@ class LearningRate:
     """
 
     def draw(random):
-        warmup, total, peak = (
-            random.randrange(5, 20),
-            random.randrange(60, 200),
-            random.randrange(11, 60) / 10,  # At a peak of 1 nobody sees that it is missing.
-        )
+        warmup = random.randrange(5, 20)
+        total = random.randrange(60, 200)
+        peak = random.randrange(11, 60) / 10  # At a peak of 1 nobody sees that it is missing.
         steps = [
             0,
             1,
@@ -93,10 +91,8 @@ class GlobalMean:
     def probe(global_mean, means, counts):
         rank = dist.get_rank()
         for size, group in worlds(4, 3, 2):
-            (all_reduce, calls), about = (
-                noted_ring(group),
-                f"with {size} ranks of {counts[:size]} samples",
-            )
+            all_reduce, calls = noted_ring(group)
+            about = f"with {size} ranks of {counts[:size]} samples"
             mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:

@@ -153,7 +153,8 @@ class ExactResume:
     """A run that stops and starts again is the same as one that does not stop."""
 
     def draw(random):
-        seed, stop = random.randrange(10**6), random.randrange(3, 6)
+        seed = random.randrange(10**6)
+        stop = random.randrange(3, 6)
         return {"seed": seed, "stop": stop, "batches": EX1.batches_of(random, 8, 6)}
 
     def probe(capture, resume, seed, stop, batches):
@@ -363,7 +364,8 @@ class Clinic:
         (named,) = returned
         require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
         for number, (culprit, pieces) in CAUSES.items():
-            patient, diagnosis = f"patient {number}", named.get(number)
+            patient = f"patient {number}"
+            diagnosis = named.get(number)
             if diagnosis is None:
                 yield patient, f"{patient}, the rank", "nothing is said"
                 continue

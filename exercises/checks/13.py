@@ -71,7 +71,8 @@ class ReadABenchmark:
             (random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks)
             for ranks in (2, 8, 32)
         ]
-        start, rate = random.uniform(2e-5, 5e-5), random.uniform(5e9, 9e9)
+        start = random.uniform(2e-5, 5e-5)
+        rate = random.uniform(5e9, 9e9)
         latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
         usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
         idle = {"LL": rate, "LL128": 1.1 * rate, "Simple": 11 * rate}
@@ -153,7 +154,8 @@ class HeldOut:
     def draw(random):
         tables = {}
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
-            computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
+            computing = random.uniform(1e4, 4e4)
+            sending = random.uniform(5, 40)
             rows = [
                 (k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise))
                 for k in (96, 384, 1536)

@@ -73,7 +73,8 @@ class WhatTheRunsWrote:
             [run[key] for key in ("world_size", "steps", "parameters")]
             for run in (ddp, sharded, killed)
         ]
-        alike, after = "DDP and fully_shard", "after a kill"
+        alike = "DDP and fully_shard"
+        after = "after a kill"
         yield "the same training", "the wraps", [ddp["wrap"], sharded["wrap"]]
         yield "the same training", "two ranks or more", ddp["world_size"] > 1
         yield (

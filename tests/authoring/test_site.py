@@ -36,7 +36,8 @@ def site(tmp_path_factory):
     """The whole site, with few pictures for the explorers that tests move, and fewest for the
     others.
     """
-    folder, module = tmp_path_factory.mktemp("site"), builder()
+    folder = tmp_path_factory.mktemp("site")
+    module = builder()
     module.draw = lambda recipes, most: {
         place: explorers.drawn(recipe, most if place.startswith(Path(RING).stem) else 2)
         for place, recipe in recipes.items()
@@ -143,7 +144,8 @@ def test_a_folded_cell_is_folded_on_its_page_too():
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     ranks = small.controls["world_size"]
-    ranks.options, ranks.value = [2, 3], 3  # of 8: this is about positions, not about time
+    ranks.options = [2, 3]  # of 8: this is about positions, not about time
+    ranks.value = 3
     monkeypatch.setattr(explorers.widgets, "rebuild", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
     names, labels = zip(

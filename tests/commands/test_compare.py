@@ -41,7 +41,8 @@ def test_all_stages_compute_the_same(results):
 
 
 def test_bytes_are_exactly_the_formula(results):
-    K, payload = results.world_size, results.gradient_bytes
+    K = results.world_size
+    payload = results.gradient_bytes
     assert payload == 8 * results.parameters == 8 * 88_092
     stages = {stage.stage: stage for stage in results.stages}
     ring = 2 * (K - 1) * payload // K
@@ -196,7 +197,9 @@ def compared(stages=ALL, link="100Mbit"):
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
-    p, b, single = on_devices.gradient_bytes, 100e6 / 8, on_devices.stages[0].ideal_ms
+    p = on_devices.gradient_bytes
+    b = 100e6 / 8
+    single = on_devices.stages[0].ideal_ms
     assert single == pytest.approx(1000 * on_devices.emulated_device["rate"] ** -1 * 783_834_624)
     ideal = {stage.stage: stage.ideal_ms for stage in on_devices.stages}
     assert ideal["3"] == pytest.approx(single / 2 + 2000 * p / b)

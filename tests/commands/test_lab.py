@@ -58,10 +58,8 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
         cell = {"cell_type": "code", "source": source, "outputs": outputs, "execution_count": 1}
         return json.dumps({"cells": [cell], "metadata": metadata})
 
-    original, mine = (
-        course / "notebooks" / "00_start_here.ipynb",
-        tmp_path / "notebooks" / "00_start_here.ipynb",
-    )
+    original = course / "notebooks" / "00_start_here.ipynb"
+    mine = tmp_path / "notebooks" / "00_start_here.ipynb"
     original.write_text(lesson("1 + 1", "2", widgets={"state": {}}))
     lab.bring(tmp_path)
     copied = json.loads(mine.read_text())

@@ -32,7 +32,8 @@ def draw(number, seed):
 
 def test_inputs_differ_by_seed_and_by_rank():
     values = draw("4.2", 1)["values"]
-    again, other = draw("4.2", 1)["values"], draw("4.2", 2)["values"]
+    again = draw("4.2", 1)["values"]
+    other = draw("4.2", 2)["values"]
     assert all(
         a.equal(b)
         for one, two in zip(values, again, strict=True)

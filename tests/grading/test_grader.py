@@ -232,7 +232,8 @@ def the_class(tmp_path_factory):
     """A class, graded once: {learner: result}, the results' tasks by number, and how to grade it
     again.
     """
-    folder, report = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("report") / "r.json"
+    folder = tmp_path_factory.mktemp("class")
+    report = tmp_path_factory.mktemp("report") / "r.json"
     hand_in_a_class(folder)
     command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,8 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size):
 @pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])
 @pytest.mark.parametrize("mbit", [20, 100, 1000])
 def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
-    job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
+    job = job_of(4, cap_mb)
+    costs = theory.Costs.of_link(mbit * 1e6)
     work = job.work(DEVICE, 4)
     sizes = [layer.gradient_bytes for layer in work.layers if layer.gradient_bytes]
     assert (
@@ -45,8 +46,10 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(problem):
-    job, stage = job_of(problem=problem), ladder.find("7")
-    compute_s, p = job.work(DEVICE, 4).compute_s, job.gradient_bytes
+    job = job_of(problem=problem)
+    stage = ladder.find("7")
+    compute_s = job.work(DEVICE, 4).compute_s
+    p = job.gradient_bytes
 
     def seconds(bits_per_second):
         return ideals.gathered_seconds(stage, job, DEVICE, theory.Costs.of_link(bits_per_second))

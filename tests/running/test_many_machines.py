@@ -266,7 +266,8 @@ def test_a_job_with_a_failed_rank_is_queued_again(tmp_path, code, restarts, queu
 def test_the_kubernetes_job(tmp_path):
     job = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())
     assert job["apiVersion"] == "kubeflow.org/v1" and job["kind"] == "PyTorchJob"
-    policy, workers = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    policy = job["spec"]["elasticPolicy"]
+    workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     [container] = workers["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for this name"
     environment = {entry["name"]: entry["value"] for entry in container["env"]}

@@ -85,7 +85,8 @@ def twin_of_the_default_group():
     """
     group = torch_inside.default_group()
     twin = torch_inside.group_like(group)
-    mine, theirs = torch.ones(1), torch.full((1,), 10.0)
+    mine = torch.ones(1)
+    theirs = torch.full((1,), 10.0)
     waiting = dist.all_reduce(mine, group=group, async_op=True)
     dist.all_reduce(theirs, group=twin)
     waiting.wait()

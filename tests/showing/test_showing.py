@@ -197,14 +197,16 @@ def overlapping(picture):
         texts = [text for text in texts if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
         for (left, a), (right, b) in combinations(boxes, 2):
-            width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            width = min(a.x1, b.x1) - max(a.x0, b.x0)
+            height = min(a.y1, b.y1) - max(a.y0, b.y0)
             if width > 1.5 and height > 1.5:
                 pairs.append((left, right))
     return pairs
 
 
 def test_lines_of_theory_are_told_from_what_was_measured():
-    series, theory = {"a": ([1, 2], [1.0, 2.0])}, {"b": ([1, 2], [1.0, 2.0])}
+    series = {"a": ([1, 2], [1.0, 2.0])}
+    theory = {"b": ([1, 2], [1.0, 2.0])}
     assert plots.curves(series, "x", "y", "t", theory=theory).kind == "measured; lines derived"
     assert plots.curves(series, "x", "y", "t").kind == "measured"
     assert (

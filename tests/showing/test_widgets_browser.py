@@ -284,12 +284,14 @@ def explorers_answer_their_questions(page, alpha_beta, buckets):
 
 def texts(page, cell, index):
     """What an explorer says for each setting of a slider, from the lowest to the highest."""
-    handle, said = cell.locator(".noUi-handle").nth(index), []
+    handle = cell.locator(".noUi-handle").nth(index)
+    said = []
     readout = cell.locator(".widget-readout").nth(index)
     message = cell.locator(".widget-html-content").last
     handle.focus()
     for key in ["Home"] + ["ArrowRight"] * 9:
-        value, text = readout.inner_text(), message.inner_text()
+        value = readout.inner_text()
+        text = message.inner_text()
         page.keyboard.press(key)
         page.wait_for_timeout(1500)
         moved = readout.inner_text() != value
@@ -356,13 +358,16 @@ def settled(element):
     """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
     above get drawn.
     """
-    box, since, deadline = element.bounding_box(), time.monotonic(), time.monotonic() + 20
+    box = element.bounding_box()
+    since = time.monotonic()
+    deadline = time.monotonic() + 20
     while time.monotonic() < since + 0.3:
         assert time.monotonic() < deadline, "the page does not come to rest"
         time.sleep(0.03)
         now = element.bounding_box()
         if now != box:
-            box, since = now, time.monotonic()
+            box = now
+            since = time.monotonic()
     return box
 
 

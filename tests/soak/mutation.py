@@ -46,7 +46,8 @@ name = "local"
 
 def mutate(copy, module, tests, count, seed, seconds):
     """Try `count` mutants of one file; return (how many were tried, the diffs of survivors)."""
-    config, session = copy / "mutation.toml", copy / "mutation.sqlite"
+    config = copy / "mutation.toml"
+    session = copy / "mutation.sqlite"
     config.write_text(
         CONFIG.format(
             module=module, seconds=seconds, python=sys.executable, marks=MARKS, tests=tests

@@ -101,7 +101,9 @@ class Model(nn.Module):
     def __init__(self, traits):
         super().__init__()
         self.traits = traits
-        self.a, self.b, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.a = nn.Linear(5, 5)
+        self.b = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
         if "tied" in traits:
             self.b.weight = self.a.weight
         if "frozen" in traits:
@@ -242,7 +244,8 @@ class Player:
     """One rank that plays a program with one of the classes."""
 
     def __init__(self, kind, number):
-        self.kind, self.number = kind, number
+        self.kind = kind
+        self.number = number
         self.traits, self.settings, self.hook, self.operations = program(number)
         torch.manual_seed(number)
         self.models = [Model(self.traits) for _ in range(2 if "two wrappers" in self.traits else 1)]
@@ -252,7 +255,8 @@ class Player:
         trained = [p for model in self.models for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.05)
         self.start = copy.deepcopy([wrapper.state_dict() for wrapper in self.wrapped])
-        self.rank, self.count = dist.get_rank(), 0
+        self.rank = dist.get_rank()
+        self.count = 0
 
     def register(self, wrapper):
         """Register the program's communication hook."""
@@ -454,14 +458,16 @@ def stage5_difference(number):
     """A random model, batches and settings: how far stage 5's weights are from one device's on the
     whole batch.
     """
-    draw, world_size, rank = random.Random(number), dist.get_world_size(), dist.get_rank()
+    draw = random.Random(number)
+    world_size = dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(number)
     widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
     pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
-    both, alone = (
-        nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)),
-        None,
+    both = nn.Sequential(
+        *(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)
     )
+    alone = None
     if draw.random() < 0.3:
         both[1][1].weight = both[0][
             1
@@ -511,7 +517,8 @@ def collective_difference(number, groups):
     """Integers of a random shape, stride and type, summed in one or two threads, each on a group of
     its own.
     """
-    draw, rank = random.Random(number), dist.get_rank()
+    draw = random.Random(number)
+    rank = dist.get_rank()
     threads = []
     found = []
     for group in groups[: draw.randint(1, 2)]:
@@ -521,7 +528,8 @@ def collective_difference(number, groups):
         tensor = torch.randint(-8, 8, shape, generator=generator).to(dtype)
         if len(shape) > 1 and draw.random() < 0.5:
             tensor = tensor.transpose(0, -1)
-        expected, name = tensor.clone(), draw.choice(sorted(EVERY))
+        expected = tensor.clone()
+        name = draw.choice(sorted(EVERY))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             continue
         whole = expected.contiguous()
@@ -548,7 +556,9 @@ def run(play, first, count, world_size, batch=100, timeout=300.0):
     """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs
     counts as wrong.
     """
-    wrong, start, end = {}, first, first + count
+    wrong = {}
+    start = first
+    end = first + count
     while start < end:
         size = min(batch, end - start)
         with tempfile.NamedTemporaryFile("r") as reached:
@@ -572,7 +582,9 @@ def main():
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="launches beside each other")
     args = parser.parse_args()
-    started, played, failed = time.time(), 0, 0
+    started = time.time()
+    played = 0
+    failed = 0
     parts = [
         (play, first, min(50, args.first + args.count - first))
         for first in range(args.first, args.first + args.count, 50)

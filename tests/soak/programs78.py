@@ -37,7 +37,8 @@ from ddp_course.stage8_pipeline import (
     zero_bubble,
 )
 
-WIDTH, BATCH = 6, 12
+WIDTH = 6
+BATCH = 12
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -177,7 +178,8 @@ def build(program, stage):
             torch.nn.Linear(WIDTH, WIDTH)
         ).double(),
     }
-    layers, trap = [make[kind]() for kind in program["layers"]], Trap()
+    layers = [make[kind]() for kind in program["layers"]]
+    trap = Trap()
     for index in program["frozen"]:
         layers[index].requires_grad_(False)
     layers[-1].requires_grad_(True)
@@ -196,7 +198,8 @@ class Player:
     """One stage with what a program needs: the wrapped model, the optimizer and its schedule."""
 
     def __init__(self, program, stage, state=None):
-        self.program, self.stage = program, stage
+        self.program = program
+        self.stage = stage
         self.model, self.trap = build(program, stage)
         if state:
             self.model.load_state_dict(state["model"])
@@ -227,10 +230,8 @@ class Player:
             homes = home_ranks(schedule(world_size, self.program["microbatches"]))
             self.parts = split(layers_of(self.model), len(homes))
         except ValueError:  # this schedule needs more layers, or micro-batches that can go around
-            schedule, self.parts = (
-                one_forward_one_backward,
-                split(layers_of(self.model), world_size),
-            )
+            schedule = one_forward_one_backward
+            self.parts = split(layers_of(self.model), world_size)
         stages = self.parts[dist.get_rank() :: world_size]
         return Pipeline(
             stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss
@@ -295,15 +296,14 @@ def play(program, stage, steps, start=None):
     """Play the `steps` (a slice) of a program, from the result `start` of another player; return
     what is compared.
     """
-    player, norms = Player(program, stage, start and start["state"]), []
+    player = Player(program, stage, start and start["state"])
+    norms = []
     if start:
         player.load(start["state"])
         player.schedule.load_state_dict(start["schedule"])
     for number in range(*steps.indices(len(program["steps"]))):
-        step, generator = (
-            program["steps"][number],
-            torch.Generator().manual_seed(1000 * program["seed"] + number),
-        )
+        step = program["steps"][number]
+        generator = torch.Generator().manual_seed(1000 * program["seed"] + number)
         batches = [
             torch.randn(2, BATCH, WIDTH, generator=generator).double()
             for _ in range(step["passes"])
@@ -361,7 +361,8 @@ def apart(one, other):
     """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not
     match.
     """
-    ours, theirs = numbers(one), numbers(other)
+    ours = numbers(one)
+    theirs = numbers(other)
     if [part.shape for part in ours] != [part.shape for part in theirs]:
         return float("inf")
     gaps = [(a - b).abs() / b.abs().clamp(min=1) for a, b in zip(ours, theirs, strict=True)]
@@ -382,7 +383,8 @@ def failures(stage, world_sizes, seeds):
     programs = [drawn(seed, stage) for seed in seeds]
     expected = launch(whole, programs, world_size=1, timeout=600)[0]
     half = launch(play_all, programs, stage, world_size=world_sizes[0], timeout=600)
-    ranks, before = half, [[] for _ in programs]
+    ranks = half
+    before = [[] for _ in programs]
     if stage != "8":
         ranks = launch(
             play_all, programs, stage, False, half[0], world_size=world_sizes[1], timeout=600
@@ -398,10 +400,8 @@ def failures(stage, world_sizes, seeds):
             }
             want = {"model": right["state"]["model"], "norms": right["norms"]}
             if stage != "8":
-                got["optimizer"], want["optimizer"] = (
-                    rank[number]["state"]["optimizer"],
-                    right["state"]["optimizer"],
-                )
+                got["optimizer"] = rank[number]["state"]["optimizer"]
+                want["optimizer"] = right["state"]["optimizer"]
             gap = apart(got, want)
             if not gap <= tolerance(program):
                 wrong.append((program, gap))

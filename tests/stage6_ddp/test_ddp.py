@@ -13,7 +13,8 @@ class Noting(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.met = torch.nn.Parameter(torch.ones(1)), []
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.met = []
 
     def forward(self, first, *, others):
         self.met = [first.device.type, others["more"].device.type, others["name"]]

@@ -106,7 +106,8 @@ def odd_model():
 
 def layouts(kind, settings, steps=3):
     """The shapes in each bucket, in the order of communication, over all steps."""
-    seen, model = [], odd_model()
+    seen = []
+    model = odd_model()
     parallel = CLASSES[kind](model, **settings)
 
     def hook(state, bucket):
@@ -267,7 +268,8 @@ def another_grad_dtype(DDP):
 def seen_on_the_timeline(DDP):
     """Both ways to communicate report their spans, and so does the wait at the end."""
     for all_reduce, name in ((None, "all_reduce"), (ring_all_reduce, "ring_all_reduce")):
-        parallel, events = DDP(stage6_cases.Net(), all_reduce=all_reduce), []
+        parallel = DDP(stage6_cases.Net(), all_reduce=all_reduce)
+        events = []
         with wire.observing(events.append):
             stage6_cases.squared(parallel, 0).backward()
             deadline = time.monotonic() + 10

@@ -69,7 +69,8 @@ def beside_torch(name):
     models = {way: tiny_model() for way in ("zero", "7o", "fully_shard", "7")}
     for model in models.values():
         model[2].weight.requires_grad_(False)
-    mesh, forward = init_device_mesh("cpu", (dist.get_world_size(),)), dict(models)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    forward = dict(models)
     forward["zero"] = DistributedDataParallel(models["zero"])
     for layer in [models["fully_shard"][0], models["fully_shard"][4], models["fully_shard"]]:
         fully_shard(layer, mesh=mesh)

@@ -79,9 +79,11 @@ def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
     """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this
     rank holds.
     """
-    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    place = (dist.get_rank(), dist.get_world_size())
+    results = {}
     for (name, (kind, options)), dtype in product(OPTIMIZERS.items(), dtypes):
-        ours, theirs = tiny_model(dtype=dtype), tiny_model(dtype=dtype)
+        ours = tiny_model(dtype=dtype)
+        theirs = tiny_model(dtype=dtype)
         sharded = ShardedOptimizer(groups(ours), kind, **options)
         whole = laid_out_alike(kind(groups(theirs), **options))
         schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (sharded, whole)]
@@ -173,7 +175,8 @@ def fully_sharded_training():
     """Weights after training, in several ways that must all agree; and how far stage 5 is from
     it.
     """
-    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    place = (dist.get_rank(), dist.get_world_size())
+    results = {}
     for name, options in {
         "default": {},
         "one by one": {"prefetch": False},
@@ -305,7 +308,8 @@ def test_whole_parameters_are_gone_after_a_step():
 
 def on_bytes():
     problem = problems.make("bytes", parameters=60_000, context=16, dtype=torch.float64)
-    whole, sharded = problem.model(), problem.model()
+    whole = problem.model()
+    sharded = problem.model()
     place = dist.get_rank(), dist.get_world_size()
     stage5_bucketed.train(whole, problem.batches(8, 2, 0, *place), 0.1)
     stage7_sharded.train(sharded, problem.batches(8, 2, 0, *place), 0.1)
@@ -324,7 +328,8 @@ def test_a_transformer_is_sharded_block_by_block():
 def on_cuda():
     from ddp_course import rank_device
 
-    place, results = (dist.get_rank(), dist.get_world_size()), []
+    place = (dist.get_rank(), dist.get_world_size())
+    results = []
     batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(*place)]
     model = tiny_model(seed=dist.get_rank()).to(rank_device())
     stage7_sharded.train(model, batches, 0.1)

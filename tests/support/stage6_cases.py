@@ -37,7 +37,8 @@ class Net(nn.Module):
 
     def __init__(self, width=7):
         super().__init__()
-        self.first, self.second = nn.Linear(5, width), nn.Linear(width, 3)
+        self.first = nn.Linear(5, width)
+        self.second = nn.Linear(width, 3)
 
     def forward(self, x):
         return self.second(self.first(x).relu())
@@ -188,7 +189,8 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(4, 3)
 
     def forward(self, x):
         return self.out(self.words(x) if x is not None else torch.ones(2, 4))
@@ -307,7 +309,8 @@ def communication_starts_under_the_backward_pass(DDP):
     order of events.
     """
     model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
-    parallel, events = DDP(model, bucket_cap_mb=120 / 2**20), []
+    parallel = DDP(model, bucket_cap_mb=120 / 2**20)
+    events = []
 
     def hook(state, bucket):
         events.append(f"bucket {bucket.index()}")
@@ -333,7 +336,8 @@ def outputs_in_a_dataclass(DDP):
     class Structured(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused = nn.Linear(5, 2), nn.Linear(5, 2)
+            self.used = nn.Linear(5, 2)
+            self.unused = nn.Linear(5, 2)
 
         def forward(self, x):
             return Structure({"left": [self.used(x)]})
@@ -390,7 +394,8 @@ def unused_without_the_flag_is_a_helpful_error(DDP):
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.linear = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x):
         return self.norm(self.linear(x))
@@ -437,8 +442,11 @@ def a_hook_that_raises_ends_backward(DDP):
 class Checkpointed(nn.Module):
     def __init__(self, reentrant, times):
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.reentrant, self.times = reentrant, times
+        self.first = nn.Linear(5, 5)
+        self.middle = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        self.reentrant = reentrant
+        self.times = times
 
     def forward(self, x):
         x = self.first(x)
@@ -476,7 +484,8 @@ def backward_in_two_halves(DDP):
     class TwoHeads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+            self.left = nn.Linear(5, 2)
+            self.right = nn.Linear(5, 2)
 
         def forward(self, x):
             return self.left(x), self.right(x)

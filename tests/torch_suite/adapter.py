@@ -32,10 +32,8 @@ class WithPrivateNames(DistributedDataParallel):
         for parameter in (
             self._get_data_parallel_params(module) if self.low and self.low.compute else ()
         ):
-            parameter._fp_param, parameter._mp_param = (
-                parameter.data,
-                parameter.detach()[:0].to(self.low.compute),
-            )
+            parameter._fp_param = parameter.data
+            parameter._mp_param = parameter.detach()[:0].to(self.low.compute)
 
     def _set_static_graph(self):
         if self.started:
@@ -51,7 +49,8 @@ class WithPrivateNames(DistributedDataParallel):
         """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's
         own gradients.
         """
-        reducer, finish = self.reducer, self.reducer.finish
+        reducer = self.reducer
+        finish = self.reducer.finish
         chosen = [p for p in reducer.parameters if hasattr(p, "_in_backward_optimizers")]
         for parameter in chosen:
             for handle in param_to_optim_hook_handle_map.get(parameter, []):

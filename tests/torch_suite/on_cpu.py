@@ -82,9 +82,12 @@ class OnCPU(ast.NodeTransformer):
             if keyword.arg == "device" and not ast.unparse(keyword.value).endswith(".device"):
                 keyword.value = CPU
         if called == "torch.cuda.stream":
-            node.func, node.args = ast.Name("nullcontext", ast.Load()), []
+            node.func = ast.Name("nullcontext", ast.Load())
+            node.args = []
         elif called.endswith(".cuda"):
-            node.func.attr, node.args, node.keywords = "cpu", [], []
+            node.func.attr = "cpu"
+            node.args = []
+            node.keywords = []
         elif called.endswith(".to") and len(node.args) == 1:
             target = ast.unparse(node.args[0])
             node.args = (
@@ -149,7 +152,8 @@ def teach_sync_batchnorm(ddp):
 
     from ddp_course.stage6_ddp import checks
 
-    torch.accelerator.current_stream, torch.Event = Nothing, Nothing
+    torch.accelerator.current_stream = Nothing
+    torch.Event = Nothing
     if hasattr(ddp, "_passing_sync_batchnorm_handle"):
         ddp._passing_sync_batchnorm_handle = lambda self, module: None
     checks.refuse_modules = lambda *_: None
@@ -177,7 +181,8 @@ def stats(x, eps):
 
 def gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
     """The statistics of all ranks together; also moves the running averages."""
-    weight, count = (counts / counts.sum()).unsqueeze(1), counts.sum()
+    weight = (counts / counts.sum()).unsqueeze(1)
+    count = counts.sum()
     whole = (mean * weight).sum(0)
     variance = ((invstd**-2 - eps + (mean - whole) ** 2) * weight).sum(0)
     if running_mean is not None:
@@ -197,14 +202,16 @@ def elemt(x, weight, bias, mean, invstd, eps):
 def backward_reduce(gradient, x, mean, invstd, weight, *_):
     """The two sums that the ranks add up, and the gradients of weight and bias."""
     gradient, axes = gradient.float(), all_but_channels(x)
-    total, product = gradient.sum(axes), (gradient * (x.float() - per_channel(mean, x))).sum(axes)
+    total = gradient.sum(axes)
+    product = (gradient * (x.float() - per_channel(mean, x))).sum(axes)
     dtype = x.dtype if weight is None else weight.dtype
     return total, product, (product * invstd).to(dtype), total.to(dtype)
 
 
 def backward_elemt(gradient, x, mean, invstd, weight, total, product, counts):
     """The gradient of the input."""
-    count, scale = counts.sum(), invstd if weight is None else invstd * weight.float()
+    count = counts.sum()
+    scale = invstd if weight is None else invstd * weight.float()
     y = gradient.float() - per_channel(total / count, x)
     y = y - (x.float() - per_channel(mean, x)) * per_channel(invstd**2 * product / count, x)
     return (y * per_channel(scale, x)).to(x.dtype).contiguous(memory_format=layout(x))

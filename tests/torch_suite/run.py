@@ -74,7 +74,8 @@ def run_test_method(module, suite, name, rank, world_size, folder):
     os.environ["TEMP_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     torch.set_num_threads(1)
     test = suite(name)
-    test.rank, test.file_name = rank, f"{folder}/rendezvous"
+    test.rank = rank
+    test.file_name = f"{folder}/rendezvous"
     # With file:// the tests save and load the wrapper in mid-training, and torch's own class fails
     # this one then.
     module.INIT_METHOD = "env://" if name == "test_DistributedDataParallel" else "file://"
@@ -96,7 +97,8 @@ def run_test(module, suite, name, world_size, limit, top):
     for inner in ("barrier", "test_dir"):
         os.mkdir(f"{folder}/{inner}")
     sys.stdout.flush(), sys.stderr.flush()
-    begin, ranks = time.time(), []
+    begin = time.time()
+    ranks = []
     try:
         for rank in range(world_size):
             ranks.append(os.fork())

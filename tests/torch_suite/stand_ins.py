@@ -10,7 +10,8 @@ class Silent(WithPrivateNames):
 
     def make_reducer(self):
         super().make_reducer()
-        self.reducer.start, self.reducer.hooked = (lambda bucket: bucket.buffer), True
+        self.reducer.start = lambda bucket: bucket.buffer
+        self.reducer.hooked = True
 
     def use_comm_hook(self):
         """Nobody calls the hook."""

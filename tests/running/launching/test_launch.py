@@ -273,7 +273,8 @@ def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
 
 
 def test_output_without_line_ends_is_shown_in_pieces():
-    shown, piece = [], b"x" * (1 << 16)
+    shown = []
+    piece = b"x" * (1 << 16)
     lines = inbox.Lines(shown.append)
     for _ in range(160):
         lines(piece)
@@ -302,7 +303,8 @@ def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
 
 @pytest.mark.parametrize("name", FROM_OUTSIDE)
 def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name):
-    names, fault = {"__name__": "__main__"}, FROM_OUTSIDE[name]
+    names = {"__name__": "__main__"}
+    fault = FROM_OUTSIDE[name]
     exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
     below = psutil.Process(server_handle.servers[0].process.pid)

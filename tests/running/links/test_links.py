@@ -146,7 +146,8 @@ def test_latency_counts_once_each_way():
 
 def two_hosts():
     """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
-    rank, tensor = dist.get_rank(), torch.zeros(BYTES // 4)
+    rank = dist.get_rank()
+    tensor = torch.zeros(BYTES // 4)
     between = []
     for sender, receiver in ((0, 1), (1, 2), (2, 3)):
         if rank == sender:
