@@ -16,11 +16,12 @@ BADGES = "open-elsewhere"
 INSTALL = "install-elsewhere"
 FIRST = "00_start_here"
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
+# Colab and Kaggle lack these packages and have the rest.
 NEEDED = (
     "cloudpickle",
     "pyroute2",
     "simpy",
-)  # Colab and Kaggle lack these packages and have the rest.
+)
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.
 # Anywhere else it does nothing.

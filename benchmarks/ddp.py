@@ -41,10 +41,11 @@ MODELS = {
     "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
     "encoder, 48 small parameters": ("encoder", {}, 16),
 }
+# One has few large parameters, the other many small ones.
 VIEWS = (
     "MLP, 4 M",
     "encoder, 48 small parameters",
-)  # One has few large parameters, the other many small ones.
+)
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
     "ours": DistributedDataParallel,
@@ -72,9 +73,8 @@ def step_times(args: argparse.Namespace) -> Part:
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), MODELS, WORLD_SIZES):
-        orders = (
-            ORDERS if link is None else (ORDERS[0], ORDERS[-1])
-        )  # Over links times vary less: two orders will do.
+        # Over links times vary less: two orders will do.
+        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])
         train = partial(
             on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link
         )

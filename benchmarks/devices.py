@@ -42,10 +42,11 @@ OFF_RATE = 0.03
 OVERHEAD_US = 15.0
 OPERATIONS = 2000
 TRIES = 9
+# At 4 ranks these stages must be this many times as fast as one device.
 FASTER = {
     "5": 3.2,
     "3": 1.2,
-}  # At 4 ranks these stages must be this many times as fast as one device.
+}
 
 
 def clock(args: argparse.Namespace) -> Part:

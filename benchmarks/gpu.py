@@ -65,11 +65,12 @@ FEW = 8  # With so few samples the GPU waits for Python.
 ENOUGH = 64  # With these Python waits for the GPU.
 # Stage 6's hooks are Python and torch's are C++: where the GPU waits, 13 µs a parameter show.
 WAITING = 1.15
+# This problem needs no file of data.
 VECTORS = {
     "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,
     "samples": 256,
-}  # This problem needs no file of data.
+}
 NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "exactness": (
         "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own."
@@ -133,9 +134,8 @@ def distances() -> dict[str, float]:
     """On each rank: train with every stage while the device is kept busy; how far each stage ends
     from stage 1.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # Ranks print cuBLAS warnings without this setting.
+    # Ranks print cuBLAS warnings without this setting.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
@@ -338,9 +338,8 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
         train(), train()
         return train
 
-    two_steps(
-        lambda model: model
-    )  # CUDA's libraries take their own memory here, before a wrapper is measured.
+    # CUDA's libraries take their own memory here, before a wrapper is measured.
+    two_steps(lambda model: model)
     ways = {}
     memory = {}
     for name in order:

@@ -123,9 +123,8 @@ def files_of(recipe):
 def house(tmp_path):
     """A copy of the project, as far as a recipe needs it."""
     for folder in ("ddp_course", "authoring", "notebooks", "exercises", "solutions"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder
-        )  # with what was compiled, which is as old as its source
+        # What was compiled is copied too, and is as old as its source.
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     for file in ("pyproject.toml", "README.md", "docs/figures/compare.json"):
         shutil.copy(ROOT / file, tmp_path / file)

@@ -184,9 +184,8 @@ def twice_over(option):
     """
     ours = gpt()
     one = gpt()
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)
-    ]  # made before anything is split
+    # The optimizers are made before anything is split.
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)]
     modules = list(ours.modules())
     for _ in range(2):
         stage9_tensor.parallelize(ours)

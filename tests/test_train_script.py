@@ -286,11 +286,12 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
         "--checkpoint",
         str(tmp_path),
     ]
+    # torchrun leaves folders behind in TMPDIR.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(tmp_path),
-    }  # torchrun leaves folders
+    }
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
             [sys.executable, *command], stdout=log, stderr=log, env=environment

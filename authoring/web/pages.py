@@ -189,9 +189,8 @@ def shown(output, page: Page, predictions: list, language: str | None) -> str:
     if language:
         return fence(data["text/plain"], language)
     if "text/html" in data:
-        without_gaps = re.sub(
-            r"\n\s*\n", "\n", data["text/html"]
-        )  # an empty line would end the block of HTML
+        # An empty line would end the block of HTML.
+        without_gaps = re.sub(r"\n\s*\n", "\n", data["text/html"])
         return f'<div class="output">{without_gaps}</div>'
     return fence(data.get("text/plain", ""), "text")
 

@@ -188,9 +188,8 @@ def watched(function, flats, executor):
         if begun.is_set():
             second.set()
         future = submit(*args, **kwargs)
-        begun.wait(
-            0.5
-        )  # An answer that changes the bucket now changes it while it is being reduced.
+        # An answer that changes the bucket now changes it while it is being reduced.
+        begun.wait(0.5)
         return future
 
     def all_reduce(flat):

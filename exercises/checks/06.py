@@ -361,9 +361,8 @@ class AReducer:
         waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        lengths = [
-            sum(weight.numel() for weight in bucket) for bucket in buckets
-        ]  # Each bucket has a length of its own.
+        # Each bucket has a length of its own.
+        lengths = [sum(weight.numel() for weight in bucket) for bucket in buckets]
 
         def start(tensor):
             started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)

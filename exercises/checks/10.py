@@ -43,9 +43,8 @@ class EpochIndices:
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
-                torch.manual_seed(
-                    100 * number + rank
-                )  # In training, too, ranks' generators have different states.
+                # In training, too, ranks' generators have different states.
+                torch.manual_seed(100 * number + rank)
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares

@@ -219,13 +219,14 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
+# A row is (culprit, ranks, 1 if its line is last).
 LATE = (
     (2, 4, 1),
     (1, 3, 0),
     (5, 12, 1),
     (11, 12, 0),
     (1, 6, 1),
-)  # A row is (culprit, ranks, 1 if its line is last).
+)
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):

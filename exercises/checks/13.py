@@ -6,6 +6,7 @@ from ddp_course.checking.checks import task
 
 from .shared import require, several
 
+# These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
 GPIPE = [
     (2, 1, 1.0),
     (4, 1, 1.07),
@@ -16,7 +17,7 @@ GPIPE = [
     (2, 32, 1.8),
     (4, 32, 3.4),
     (8, 32, 6.3),
-]  # These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
+]
 
 
 def formula(stages, micro_batches):

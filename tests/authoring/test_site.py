@@ -168,9 +168,8 @@ def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
     assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {
         value for _, value in kept["b"]
     }
-    many = {
-        name: [(str(n), n) for n in range(5)] for name in "abcdef"
-    }  # where not even the ends of all find room
+    # Here not even the ends of all sliders find room.
+    many = {name: [(str(n), n) for n in range(5)] for name in "abcdef"}
     kept = explorers.thinned(many, dict.fromkeys(many, 2), 12)
     assert 1 < math.prod(map(len, kept.values())) <= 12 and all(
         ("2", 2) in pairs for pairs in kept.values()

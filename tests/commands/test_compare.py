@@ -14,11 +14,12 @@ from ddp_course.measuring.results import VERSION, Comparison
 from ddp_course.running import files
 
 ALL = tuple(ladder.STAGES)
+# These options take the processor and its memory as they are.
 RAW = {
     "device_speed": "none",
     "link": None,
     "dtype": "float64",
-}  # the processor and its memory as they are
+}
 NOT_COUNTED = ("1", "2", "6", "torch")
 NEARLY = ("2", "8")  # the closed forms of these leave something out
 
@@ -54,9 +55,8 @@ def test_bytes_are_exactly_the_formula(results):
         "7": 3 * (K - 1) * payload // K,
     }
     for key, stage in stages.items():
-        padding = (
-            0.001 if key == "7" else 0
-        )  # shards of equal size: some elements that no tensor has
+        # Shards are of equal size, so some of their elements belong to no tensor.
+        padding = 0.001 if key == "7" else 0
         formula = (
             None if key in NOT_COUNTED else pytest.approx(stage.bytes_formula, rel=padding, abs=0)
         )

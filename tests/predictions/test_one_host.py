@@ -34,9 +34,8 @@ def test_wires_explain_why_more_v100s_are_faster():
         sum(n for pair, n in predictions.V100_WIRES.items() if gpu in pair) == 6 for gpu in range(8)
     )
     _, _, wire_us_mib, _ = one_host.fitted("V100")
-    assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(
-        22, rel=0.1
-    )  # GB/s; 25 is what one wire can carry
+    # GB/s; 25 is what one wire can carry.
+    assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(22, rel=0.1)
 
 
 def test_the_fit_follows_the_published_times_and_a_model_without_wires_does_not(monkeypatch):

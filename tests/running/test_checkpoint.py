@@ -174,9 +174,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        checkpoint.save(
-            tmp_path / "checkpoint-00000001.pt" / "run", state_of(1)
-        )  # no folder can be made there
+        # No folder can be made there.
+        checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told(tmp_path):

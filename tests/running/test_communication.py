@@ -178,9 +178,8 @@ def wrapped_for_one_pass(wrapper):
 @pytest.mark.parametrize("wrapper", [BucketedDDP, DistributedDataParallel])
 def test_a_wrapper_that_nobody_holds_still_averages(wrapper):
     for passes in launch(wrapped_for_one_pass, wrapper, world_size=2, device="cpu"):
-        assert all(
-            torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes
-        )  # 4 samples of 1 and of 2
+        # There are 4 samples of 1 and 4 of 2.
+        assert all(torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes)
 
 
 def listening_wrappers():

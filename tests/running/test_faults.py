@@ -96,7 +96,6 @@ def test_a_hang_is_reported_with_every_ranks_last_collective():
 
 @pytest.mark.slow
 def test_training_under_faults_ends_with_the_same_bits():
-    faults, _ = soak(
-        minutes=1, every=5, pause=0.1, enough=4
-    )  # half an hour of it: tests/soak/faults.py
+    # tests/soak/faults.py does this for half an hour.
+    faults, _ = soak(minutes=1, every=5, pause=0.1, enough=4)
     assert faults == 4

@@ -15,16 +15,16 @@ from ddp_course.running import torch_inside
 
 PACKAGE = Path(ddp_course.__file__).parent
 INSIDE = Path(torch_inside.__file__)
-TAUGHT = {
-    ("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")
-}  # lesson 05 shows it
+# Lesson 05 shows it.
+TAUGHT = {("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")}
+# These belong to groups, options and storages.
 ON_OBJECTS = {
     "_cdata",
     "_device_types",
     "_get_backend",
     "_timeout",
     "_world",
-}  # of groups, options and storages
+}
 DOCUMENTED = ("torch._foreach_", "torch.ops.")
 
 

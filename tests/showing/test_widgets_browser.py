@@ -304,9 +304,8 @@ def texts(page, cell, index):
 
 
 def run_all(page):
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(
-        timeout=90_000
-    )  # before that nothing is run
+    # Before the kernel is idle, nothing is run.
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
     page.get_by_role("menuitem", name="Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
@@ -328,12 +327,8 @@ def drag_every_slider(page, cell, name):
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
-        for last in (
-            False,
-            False,
-            False,
-            True,
-        ):  # the page may still move between the look and the grasp
+        # The page may still move between the look and the grasp.
+        for last in (False, False, False, True):
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"
             drag(page, settled(handles.nth(index)), track)

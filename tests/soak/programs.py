@@ -37,20 +37,22 @@ from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
+# None is about sparse gradients: torch 2.13 spoils dense ones beside them.
 TRAITS = [
     "tied",
     "frozen",
     "double",
     "buffers",
     "two wrappers",
-]  # torch 2.13 spoils dense gradients beside sparse ones
+]
+# These are what other code does with gradients and outputs.
 NEIGHBOURS = [
     "reads",
     "scales",
     "flat",
     "field",
     "spare",
-]  # what other code does with gradients and outputs
+]
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = (
     ["train"] * 6
@@ -169,9 +171,8 @@ def program(number):
     if draw.random() < 0.2:
         settings["bucket_cap_mb_list"] = [0.0001, 0.0003]
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
-    if (
-        hook == "power"
-    ):  # it communicates several times per bucket, in gloo's threads, when nothing else may
+    # It communicates several times per bucket, in gloo's threads, when nothing else may.
+    if hook == "power":
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("bucket_cap_mb_list", None)
         settings.pop("find_unused_parameters", None)
@@ -190,9 +191,8 @@ def program(number):
         # torch's class counts parameters used here as used in the next pass too, and hangs or
         # reports its own bug.
         arguments["which"] = "ab"
-    if settings.get(
-        "static_graph"
-    ):  # torch's class needs a plain first pass, and another one after copying
+    # torch's class needs a plain first pass, and another one after copying.
+    if settings.get("static_graph"):
         operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
     traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
     if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
@@ -214,28 +214,25 @@ def operation(draw, traits, settings):
         "set_to_none": draw.random() < 0.5,
     }
     if what == "raise":
+        # All ranks fail at the same point.
         arguments |= {
             "bomb": draw.choice(PLACES),
             "which": draw.choice(branches),
-        }  # all ranks fail at one point
-    if (
-        what == "two backwards" and changing
-    ):  # torch's class can then hang in the next pass, or reports its own bug
+        }
+    # torch's class can then hang in the next pass, or reports its own bug.
+    if what == "two backwards" and changing:
         what = "train"
-    if (
-        what == "abandon" and changing
-    ):  # otherwise one rank alone may refuse the next pass, and another waits for it
+    # With other branches one rank alone may refuse the next pass, and another waits for it.
+    if what == "abandon" and changing:
         arguments["which"] = "ab"
     if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
         what = "train"
     if what == "join":
         steps = [draw.randint(0, 3) for _ in range(8)]
-        if settings.get(
-            "find_unused_parameters"
-        ):  # with torch 2.13, a rank that joins before its first
-            steps = [
-                max(1, count) for count in steps
-            ]  # pass sends uninitialised memory as its bitmap
+        # With torch 2.13, a rank that joins before its first pass sends uninitialised memory as its
+        # bitmap.
+        if settings.get("find_unused_parameters"):
+            steps = [max(1, count) for count in steps]
         arguments |= {"steps": steps, "by_all": draw.random() < 0.5}
     return what, arguments
 
@@ -310,9 +307,8 @@ class Player:
         x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
         for wrapper in self.wrapped:
             outputs = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
-            x = (
-                outputs[0] if isinstance(outputs, tuple) else outputs
-            )  # the loss does not use the spare output
+            # The loss does not use the spare output.
+            x = outputs[0] if isinstance(outputs, tuple) else outputs
         return x.square().sum()
 
     def zero(self, set_to_none):

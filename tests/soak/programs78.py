@@ -118,14 +118,12 @@ def drawn(seed, stage):
     ]
     kinds += ["twice", "normalised"]
     layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
-    for index, (before, kind) in enumerate(
-        pairwise(layers), 1
-    ):  # some layers need their output in backward
+    # Some layers need their output in backward.
+    for index, (before, kind) in enumerate(pairwise(layers), 1):
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
-    blocks = (
-        [] if "sometimes" in layers else chance.choice([None, []])
-    )  # all ranks must run the same blocks
+    # All ranks must run the same blocks.
+    blocks = [] if "sometimes" in layers else chance.choice([None, []])
     if stage == "7" and blocks == []:  # a block has parameters of one dtype
         layers = ["linear" if kind == "float32" else kind for kind in layers]
     steps = [

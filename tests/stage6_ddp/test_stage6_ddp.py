@@ -282,9 +282,8 @@ def the_loop(DDP):
     model = tiny_model(seed=dist.get_rank())
     losses = stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
     assert (weights(model) - trained_alone()).abs().max() < 1e-14
-    mean = (
-        torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
-    )  # equal shares: K divides 24
+    # Equal shares: K divides 24.
+    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     expected = stage1_single.train(tiny_model(), tiny_batches(), 0.1)
     assert (mean - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12

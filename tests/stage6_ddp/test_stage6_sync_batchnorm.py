@@ -158,9 +158,8 @@ def in_half_precision(dtype):
             .requires_grad_()
         )
         outputs = layer(inputs)
-        outputs.backward(
-            torch.full_like(outputs, 400.0)
-        )  # its sum over the batch is beyond float16
+        # Its sum over the batch is beyond float16.
+        outputs.backward(torch.full_like(outputs, 400.0))
         results.append((outputs, inputs.grad, layer.weight.grad, layer.bias.grad))
     return results[0][0].dtype, [
         (a.float() - b).abs().max().item() for a, b in zip(*results, strict=True)

@@ -34,9 +34,8 @@ def two_wrappers():
     wrapped = [
         FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
     ]
-    trained(
-        None, torch.nn.Sequential(*wrapped), tiny_batches(*place())
-    )  # its parameters are those of both wrappers
+    # Its parameters are those of both wrappers.
+    trained(None, torch.nn.Sequential(*wrapped), tiny_batches(*place()))
     return torch.cat([weights(wrapper.restore()) for wrapper in wrapped])
 
 

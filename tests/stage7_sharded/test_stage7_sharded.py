@@ -151,9 +151,8 @@ def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_form
     ranks = launch(torchs_zero, world_size=3)
     for ours, theirs, _ in ranks:
         assert torch.equal(ours, theirs)
-    assert (
-        sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
-    )  # 4 steps, 2 (K-1) p bytes each
+    # 4 steps, 2 (K-1) p bytes each.
+    assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
 
 
 # ---- fully sharded
@@ -230,9 +229,8 @@ def peak_of_a_step(layers):
     """Bytes that a step with Adam takes at its peak, above those of a process that has done all
     this before.
     """
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 16
-    )  # M_MMAP_THRESHOLD: memory that is freed goes back at once
+    # M_MMAP_THRESHOLD: memory that is freed goes back at once.
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
     def made(count):
         problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)

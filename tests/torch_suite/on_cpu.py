@@ -24,9 +24,8 @@ GPU_NAMES = re.compile(r"rank|device|cuda")
 OF_THE_REDUCER_IN_CPP = re.compile(
     r"ddp_logging_data|verify_ddp_error_logged|_get_local_used_map|variable_usage_tensor|_ddp_graph_static|device\.index"
 )
-SMALLER = {
-    "test_ddp_uneven_inputs": {1000: 30}
-}  # a picture of 1000 x 1000 through 256 channels, a hundred times
+# The test takes a picture of 1000 x 1000 through 256 channels, a hundred times.
+SMALLER = {"test_ddp_uneven_inputs": {1000: 30}}
 
 
 class OnCPU(ast.NodeTransformer):

@@ -28,9 +28,8 @@ from ..files import open_memory
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, SIDE, NUMBER = range(8)  # the properties of a thread
-OPEN, READY, BOOKED = range(
-    1, 4
-)  # the states of a message or a collective; 0 is a row that is free
+# The states of a message or a collective; 0 is a row that is free.
+OPEN, READY, BOOKED = range(1, 4)
 (
     KEY,
     STAGE,

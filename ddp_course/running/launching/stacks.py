@@ -119,9 +119,8 @@ def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
 
 def status_of(pid: int) -> str:
     """Return the state of a process in words, as far as the system tells."""
-    stat = linux.read(
-        Path(f"/proc/{pid}/stat")
-    )  # the letter for the state follows the name, which is in parentheses
+    # The letter for the state follows the name, which is in parentheses.
+    stat = linux.read(Path(f"/proc/{pid}/stat"))
     return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
 
 

@@ -61,9 +61,8 @@ def test_attention_on_the_processor_costs_what_attention_costs():
         forward = emulated.flops
         outputs.sum().backward()
     product = 2 * 2 * 3 * 16 * 16 * 8
-    assert (
-        forward == 2 * product and emulated.flops - forward == 5 * product
-    )  # backward computes the scores anew
+    # The backward pass computes the scores anew.
+    assert forward == 2 * product and emulated.flops - forward == 5 * product
 
 
 def test_memory_bounds_what_has_few_flops():

@@ -162,9 +162,8 @@ def start_caller(folder, mode, python=sys.executable, **options):
 @HOSTS
 def test_a_killed_caller_takes_everything_along(tmp_path):
     before = interfaces()
-    caller = start_caller(
-        tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)}
-    )  # an empty folder stays
+    # The caller's temporary folder, which is empty, stays.
+    caller = start_caller(tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)})
     ranks = ranks_up(tmp_path, 2)
     caller.kill()
     caller.wait()
@@ -204,9 +203,8 @@ def test_an_ordinary_user_can_have_virtual_hosts():
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        environ.pop(
-            "TORCHINDUCTOR_CACHE_DIR", None
-        )  # which torch sets for its own children, and which is ours
+        # torch sets this folder for its children, and it belongs to another user.
+        environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         options = {
             "user": NOBODY,
             "group": NOBODY,
