@@ -6,7 +6,7 @@ from torch import nn
 from ddp_course.checking.checks import task
 from ddp_course.checking.diagnosis import same
 
-from .shared import tensors
+from .shared import copied_gradient, tensors
 
 
 @task(
@@ -37,11 +37,7 @@ class Scatter:
             about = f"{len(tensor)} samples on {devices} devices"
             shards = scatter(tensor, ["cpu"] * devices)
             if isinstance(shards, list | tuple):
-                yield (
-                    part,
-                    f"{about}, shards of",
-                    [len(shard) if shard.ndim else 0 for shard in shards],
-                )
+                yield part, f"{about}, shards of", [rows_of(shard) for shard in shards]
             yield part, f"{about}, the shards", shards
             if isinstance(shards, list | tuple):
                 on_meta = scatter(tensor, ["meta"] * devices)
@@ -50,6 +46,11 @@ class Scatter:
                     f'{about} called "meta", where the shards are',
                     [str(shard.device) for shard in on_meta],
                 )
+
+
+def rows_of(shard):
+    """How many samples a shard has; none if it is a single number."""
+    return len(shard) if shard.ndim else 0
 
 
 def replicas_of(seed, count, frozen):
@@ -68,7 +69,7 @@ def replicas_of(seed, count, frozen):
 
 def gradients(model):
     """All gradients as a list, None where there is none."""
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [copied_gradient(parameter) for parameter in model.parameters()]
 
 
 @task(
@@ -91,9 +92,9 @@ class Reduce:
                 before = [gradients(model) for model in models]
                 reduce(models[0], models)
                 after = [gradients(model) for model in models]
-                about = f"{count} replicas" + (
-                    ", of which only the last has a gradient in the last layer" * frozen
-                )
+                about = f"{count} replicas"
+                if frozen:
+                    about += ", of which only the last has a gradient in the last layer"
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
                     yield part, f"{about}: the master's gradient of parameter {index}", gradient

@@ -77,8 +77,5 @@ class RanksThatPay:
                 f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at"
                 f" most {most} ranks"
             )
-            yield (
-                "some of them" if k in best else "one or all",
-                about,
-                (computing, parameters, bits, most),
-            )
+            part = "some of them" if k in best else "one or all"
+            yield part, about, (computing, parameters, bits, most)

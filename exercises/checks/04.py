@@ -38,9 +38,10 @@ def draw_chunks(random):
     them with.
     """
     odd = 12 * random.randrange(1, 3) + random.choice((5, 7))
-    lengths = {
-        size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)
-    }
+    lengths = {}
+    for size in (3, 4, 2):
+        chunks = torch.arange(odd).tensor_split(size)
+        lengths[size] = [len(chunk) for chunk in chunks]
     return {"lengths": lengths, "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
 
@@ -57,11 +58,8 @@ def probe_chunks(function, lengths, values, part, what):
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             function(list(chunks), group)
-        yield (
-            part,
-            f"{case}, {what}",
-            torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size],
-        )
+        finished = torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size]
+        yield part, f"{case}, {what}", finished
         yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
         yield "the other chunks", case, torch.cat(chunks)
@@ -130,7 +128,8 @@ class RingAllReduce:
                 case = f"{size} ranks, a tensor {name}"
                 sent = traffic.bytes_sent
                 chunk = -(-tensor.numel() // size) * tensor.element_size()
-                yield "sums" if name == "in one row" else "any shape", case, tensor
+                part = "sums" if name == "in one row" else "any shape"
+                yield part, case, tensor
                 few = sent <= 2 * (size - 1) * chunk and (sent > 0 or not chunk or size == 1)
                 yield "bytes", f"{case}, a rank sends something, and at most 2 (K-1) chunks", few
 

@@ -39,7 +39,7 @@ class AssignBuckets:
     def draw(random):
         sizes = [random.randrange(20, 200) for _ in range(13)]
         alike = ["float32"] * len(sizes)
-        mixed = ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
+        mixed = [("float64", "float32", "float32")[i % 3] for i in range(len(sizes))]
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
         cases = [
@@ -58,16 +58,19 @@ class AssignBuckets:
             ]
             index = {id(parameter): i for i, parameter in enumerate(parameters)}
             dtypes = len(set(kinds))
-            buckets = [
-                [index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)
-            ]
-            buckets = sorted(buckets, reverse=True) if dtypes > 1 else buckets
-            taken = [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
-            about = (
-                f"{len(sizes)} parameters{f' of {dtypes} dtypes' * (dtypes > 1)}, cap {cap} bytes"
-            )
-            part = "dtypes" if dtypes > 1 else "caps"
-            yield part, f"{about}, bytes of the buckets", taken
+            buckets = []
+            for bucket in assign_buckets(parameters, cap):
+                buckets.append([index.get(id(parameter), -1) for parameter in bucket])
+            part = "caps"
+            about = f"{len(sizes)} parameters, cap {cap} bytes"
+            if dtypes > 1:
+                buckets.sort(reverse=True)
+                part = "dtypes"
+                about = f"{len(sizes)} parameters of {dtypes} dtypes, cap {cap} bytes"
+            nbytes = []
+            for bucket in buckets:
+                nbytes.append(sum(parameters[i].nbytes for i in bucket))
+            yield part, f"{about}, bytes of the buckets", nbytes
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
 
 
@@ -101,7 +104,9 @@ class TellWhenReady:
 
         def ready(parameter):
             grad = getattr(parameter, "grad", None)
-            calls.append((index.get(id(parameter), -1), None if grad is None else grad.clone()))
+            if grad is not None:
+                grad = grad.clone()
+            calls.append((index.get(id(parameter), -1), grad))
 
         tell_when_ready(list(model.parameters()), ready)
         yield (
@@ -114,10 +119,14 @@ class TellWhenReady:
             calls.clear()
             model.zero_grad()
             model(x).square().sum().backward()
-            called, last, early = called or bool(calls), [p.grad for p in model.parameters()], []
+            called = called or bool(calls)
+            last = [parameter.grad for parameter in model.parameters()]
+            early = []
             for i, grad in calls:
-                if grad is None or not grad.equal(last[i]):
-                    early.append(f"parameter {i}: {'none yet' if grad is None else 'not complete'}")
+                if grad is None:
+                    early.append(f"parameter {i}: none yet")
+                elif not grad.equal(last[i]):
+                    early.append(f"parameter {i}: not complete")
             called_for = sorted(i for i, _ in calls)
             yield (
                 "calls",
@@ -142,7 +151,10 @@ class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
     def draw(random):
-        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, 9, 2)] for _ in range(3)]}
+        values = []
+        for _ in range(3):
+            values.append([tensors(random, 1, n)[0] for n in (7, 12, 5, 9, 2)])
+        return {"values": values}
 
     def probe(average_in_background, values):
         flats = [flat.clone() for flat in values[dist.get_rank()]]
@@ -319,7 +331,8 @@ class AssembleBucketedDDP:
                     ) from error
                 about = f"backward pass {number}"
                 gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                yield "mean" if number == 1 else "every pass", about, gradient
+                part = "mean" if number == 1 else "every pass"
+                yield part, about, gradient
                 yield "overlap", f"{about}, messages for 3 buckets", len(threads)
                 yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))
                 yield (

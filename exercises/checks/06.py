@@ -16,7 +16,7 @@ from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-from .shared import RING, SERVER, noted_ring, require, tensors, worlds
+from .shared import RING, SERVER, copied_gradient, noted_ring, require, tensors, worlds
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
@@ -69,13 +69,10 @@ class UsedAnywhere:
             (0, 1, 1, 0),
             (0, 1, 0, 0),
         ]
-        columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(305)]
-        return {
-            "used": [
-                torch.tensor([column[rank] for column in columns], dtype=torch.bool)
-                for rank in range(4)
-            ]
-        }
+        for _ in range(305):
+            columns.append(tuple(random.randrange(2) for _ in range(4)))
+        of_ranks = zip(*columns, strict=True)
+        return {"used": [torch.tensor(used, dtype=torch.bool) for used in of_ranks]}
 
     def probe(used_anywhere, used):
         for size, group in worlds(4, 3, 2):
@@ -257,17 +254,20 @@ def symptoms(random, wrong, size):
     count = size * 7 - 1
     orders = [random.sample(range(count), count) for _ in range(2)]
     orders = [orders[0], orders[0]] if "epoch" in wrong else orders
-    samples = [
-        [list(order) if "sampler" in wrong else (order + order[:1])[rank::size] for order in orders]
-        for rank in range(size)
-    ]
     total = random.uniform(-3, 3)
-    sums = [total + (0.01 * rank if "wrapper" in wrong else 0) for rank in range(size)]
-    names = [
-        ("module." if "names" in wrong else "") + name
-        for name in ("0.weight", "0.bias", "submodule.weight")
-    ]
-    saved = [names if rank == 0 or "writers" in wrong else [] for rank in range(size)]
+    apart = 0.01 if "wrapper" in wrong else 0
+    prefix = "module." if "names" in wrong else ""
+    names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
+    samples = []
+    sums = []
+    saved = []
+    for rank in range(size):
+        if "sampler" in wrong:
+            samples.append([list(order) for order in orders])
+        else:
+            samples.append([(order + order[:1])[rank::size] for order in orders])
+        sums.append(total + apart * rank)
+        saved.append(names if rank == 0 or "writers" in wrong else [])
     return samples, sums, saved
 
 
@@ -362,7 +362,9 @@ class AReducer:
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
         # Each bucket has a length of its own.
-        lengths = [sum(weight.numel() for weight in bucket) for bucket in buckets]
+        lengths = []
+        for bucket in buckets:
+            lengths.append(sum(weight.numel() for weight in bucket))
 
         def start(tensor):
             started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)
@@ -383,5 +385,5 @@ class AReducer:
                 sorted(bucket for bucket in started if bucket >= 0),
             )
             part = "unused" if "nobody" in about else "mean"
-            for index, grad in enumerate(weight.grad for weight in weights):
-                yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()
+            for index, weight in enumerate(weights):
+                yield part, f"{about}, gradient {index}", copied_gradient(weight)

@@ -73,7 +73,8 @@ class LearningRate:
         ]
         for step in steps:
             about = f"step {step}, warm-up {warmup}, total {total}, peak {peak}"
-            yield "warm-up" if step <= warmup else "cosine", about, (step, warmup, total, peak)
+            part = "warm-up" if step <= warmup else "cosine"
+            yield part, about, (step, warmup, total, peak)
 
 
 @task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
@@ -97,7 +98,8 @@ class GlobalMean:
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
             part = "a rank without samples" if 0 in counts[:size] else "mean"
-            yield part, about, "not a number" if result != result else result
+            value = "not a number" if result != result else result
+            yield part, about, value
             yield part, f"{about}, all_reduce was called", bool(calls)
             if counts[rank]:
                 yield part, f"{about}, the input afterwards", mean

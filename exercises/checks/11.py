@@ -385,9 +385,12 @@ class Clinic:
                 else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
             )
             wrong_rank = "not all of them" if rank is None else f"not rank {rank}"
-            yield patient, f"{patient}, the rank", "" if rank == culprit else wrong_rank
-            yield patient, f"{patient}, the line", "" if at_fault else f"not line {line}: {text}"
-            yield patient, f"{patient}, the kind", "" if kind == KINDS[number - 1] else wrong_kind
+            of_rank = "" if rank == culprit else wrong_rank
+            of_line = "" if at_fault else f"not line {line}: {text}"
+            of_kind = "" if kind == KINDS[number - 1] else wrong_kind
+            yield patient, f"{patient}, the rank", of_rank
+            yield patient, f"{patient}, the line", of_line
+            yield patient, f"{patient}, the kind", of_kind
 
 
 @task("11.6", "reshard", {"fewer ranks": 1, "more ranks": 1, "memory": 1}, bound=0)
@@ -438,7 +441,9 @@ class Reshard:
 def memory_behind(state):
     """{name: all of the memory that a tensor keeps alive, as a tensor}."""
     wholes = {}
-    for name, tensor in state.items() if isinstance(state, dict) else ():
+    if not isinstance(state, dict):
+        return wholes
+    for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
             wholes[name] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return wholes

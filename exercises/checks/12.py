@@ -99,11 +99,8 @@ class Foresee:
             if count > 8:
                 odd = f"you measured {count} times; two to eight are enough"
             yield "seconds", f"{about}, measurements", odd
-            yield (
-                "seconds",
-                f"{about}, seconds",
-                float(f"{seconds:.6g}") if type(seconds) is float else seconds,
-            )
+            rounded = float(f"{seconds:.6g}") if type(seconds) is float else seconds
+            yield "seconds", f"{about}, seconds", rounded
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
@@ -119,12 +116,16 @@ def log_of(random, cause, ranks):
     def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
         culprit = random.randrange(ranks * nodes)
         for rank in range(ranks * nodes):
-            mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
-            idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
+            computing = compute + random.uniform(0, 0.004)
+            idle = wait + random.uniform(0, 0.002)
+            if rank == culprit:
+                computing += slow
+            else:
+                idle += slow
             shown = rank % ranks if world_size < ranks * nodes else rank
             yield (
                 f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}"
+                f"data={data:.4f} compute={computing:.4f} wait={idle:.4f}"
             )
 
     before = list(lines(1, ranks, batch, compute, data, wait))

@@ -58,7 +58,8 @@ class TooGood:
                     " first row"
                 )
                 part = "too good" if times > 1.1 * most else "possible"
-                yield part, case, "impossible" if (stages, batches) in named else "possible"
+                verdict = "impossible" if (stages, batches) in named else "possible"
+                yield part, case, verdict
 
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
@@ -77,9 +78,10 @@ class ReadABenchmark:
         latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
         usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
         idle = {"LL": rate, "LL128": 1.1 * rate, "Simple": 11 * rate}
-        made = [{name: (latencies[name], rates[name]) for name in rates} for rates in (usual, idle)]
-        backwards = {name: made[0][name] for name in ("Simple", "LL128", "LL")}
-        return {"benches": benches, "machines": [*made, backwards]}
+        with_ll128 = {name: (latencies[name], usual[name]) for name in usual}
+        without = {name: (latencies[name], idle[name]) for name in idle}
+        backwards = {name: with_ll128[name] for name in ("Simple", "LL128", "LL")}
+        return {"benches": benches, "machines": [with_ll128, without, backwards]}
 
     def probe(seconds, crossover, used, benches, machines):
         for bus, nbytes, ranks in benches:
@@ -142,7 +144,9 @@ class Plans:
     def probe(kept_gb, wrong_with, cases):
         for plan, job in cases:
             tensor, pipeline, data, sharded = plan
-            about = f"{tensor} tensor x {pipeline} pipeline x {data} data{', sharded' * sharded}"
+            about = f"{tensor} tensor x {pipeline} pipeline x {data} data"
+            if sharded:
+                about += ", sharded"
             about += f", batch {job['batch']}, {job['gpus']:,} GPUs of {job['memory_gb']} GB"
             yield "memory", f"{about}, GB per GPU", kept_gb(plan, dict(job))
             yield "what is wrong", about, wrong_with(plan, dict(job))
@@ -178,7 +182,8 @@ class HeldOut:
             for gpus, _ in sorted(rows):
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"
-                yield "held out", case, 1 + error if isinstance(error, float) else error
+                ratio = 1 + error if isinstance(error, float) else error
+                yield "held out", case, ratio
 
 
 @task("13.5", ("passes", "fsdp_layer"), {"passes": 1, "layer": 2})

@@ -116,7 +116,8 @@ def kept_promises(about, steps, owed, drift):
     yield "mended", f"{about}, values sent in a step, when 6 of 24 are a quarter", max(6, most)
     yield "mended", f"{about}, places at which more was sent than there was", more
     behind = f"{about}, steps that some place is behind after 40, if more than 12"
-    yield "mended", behind, round(late) if late >= 12 else 0
+    steps_behind = round(late) if late >= 12 else 0
+    yield "mended", behind, steps_behind
 
 
 @task("14.4", ("winner", "break_even"), {"winner": 1, "break-even": 1})
@@ -159,11 +160,8 @@ class Winner:
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
-            yield (
-                "break-even",
-                case,
-                float(f"{level:.6g}") if type(level) in (int, float) else level,
-            )
+            rounded = float(f"{level:.6g}") if type(level) in (int, float) else level
+            yield "break-even", case, rounded
 
 
 @task("14.5", "int8_mean", {"mean": 2, "feedback": 1, "bytes": 1}, bound=1e-5)
