@@ -167,12 +167,13 @@ def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
 
 def named_tuples(tree: ast.AST) -> set[str]:
     """Names of the classes in a module that are NamedTuples."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {
-        node.name
-        for node in classes
-        if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
-    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = map(ast.unparse, node.bases)
+            if any(base.endswith("NamedTuple") for base in bases):
+                names.add(node.name)
+    return names
 
 
 def called(node: ast.AST) -> str:
@@ -288,9 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
         name = path.relative_to(ROOT).as_posix()
         found += breaks(path.read_text(encoding="utf-8"), name)
     if options.shrink:
-        LIST.write_text(
-            "".join(f"{name}\n" for name in sorted(listed & {each.path for each in found}))
-        )
+        still_dense = listed & {each.path for each in found}
+        LIST.write_text("".join(f"{name}\n" for name in sorted(still_dense)))
     shown = [each for each in found if options.paths or each.path not in listed]
     print(*shown, sep="\n", end="\n" * bool(shown))
     return int(bool(shown))

@@ -142,7 +142,7 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
     make, *batch = model_and_batch(*MODELS[model])
     theirs = make()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in theirs.blocks if hasattr(theirs, "blocks") else theirs:
+    for block in getattr(theirs, "blocks", theirs):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
     fully_shard(theirs, mesh=mesh)

@@ -83,7 +83,9 @@ def test_buckets_are_torchs(cap, sizes):
     backwards = parameters[::-1]
     place = {id(parameter): index for index, parameter in enumerate(backwards)}
     theirs, _ = dist._compute_bucket_assignment_by_size(backwards, limits)
-    ours = [[place[id(member)] for member in bucket] for bucket in assign_buckets(parameters, cap)]
+    ours = []
+    for bucket in assign_buckets(parameters, cap):
+        ours.append([place[id(member)] for member in bucket])
     assert sorted(ours) == sorted(theirs)
 
 

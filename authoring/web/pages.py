@@ -71,11 +71,8 @@ def ways_in(path: Path) -> str:
     ]
     links = ["Open in " + " · ".join(places)]
     if (ROOT / other / path.name).exists():
-        links.insert(
-            0,
-            f"[{'Lesson' if other == 'notebooks' else 'Exercise'}"
-            f" {int(path.stem[:2])}](../{other}/{path.stem}.md)",
-        )
+        kind = "Lesson" if other == "notebooks" else "Exercise"
+        links.insert(0, f"[{kind} {int(path.stem[:2])}](../{other}/{path.stem}.md)")
     return f'<p class="ways-in" markdown="1" data-search-exclude>{" · ".join(links)}</p>'
 
 
@@ -115,7 +112,8 @@ def target(link: str, where: str) -> str:
         return link
     if inside.as_posix().startswith("docs/") and there.is_file():
         return link  # a picture
-    return f"{repository()}/{'tree' if there.is_dir() else 'blob'}/main/{inside.as_posix()}"
+    kind = "tree" if there.is_dir() else "blob"
+    return f"{repository()}/{kind}/main/{inside.as_posix()}"
 
 
 def with_lists_apart(markdown: str) -> str:

@@ -262,15 +262,17 @@ def differing(results):
     keys = []
     for stage in results.stages:
         lanes = stage.timeline
-        assert len(lanes) == (1 if stage.stage == "1" else 2)
+        devices = 1 if stage.stage == "1" else 2
+        assert len(lanes) == devices
         blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
         busiest = max(
             drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes
         )
-        upper = [
-            sorted((start, end) for _, start, end, where in lane if where == "compute")
-            for lane in lanes
-        ]
+        upper = []
+        for lane in lanes:
+            upper.append(
+                sorted((start, end) for _, start, end, where in lane if where == "compute")
+            )
         apart = all(
             end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane)
         )

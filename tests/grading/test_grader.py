@@ -242,9 +242,9 @@ def the_class(tmp_path_factory):
     own = f"{tempfile.gettempdir()}/ddp_course_grading_"
     assert not [process for process in psutil.process_iter() if folder_of(process).startswith(own)]
     results = {result["learner"]: result for result in json.loads(report.read_text())}
-    tasks = {
-        name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()
-    }
+    tasks = {}
+    for name, result in results.items():
+        tasks[name] = {task["id"]: task for task in result["tasks"]}
     return results, tasks, command
 
 

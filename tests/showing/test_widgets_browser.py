@@ -332,7 +332,8 @@ def drag_every_slider(page, cell, name):
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"
             drag(page, settled(handles.nth(index)), track)
-            with nullcontext() if last else suppress(NotInTime):
+            late = nullcontext() if last else suppress(NotInTime)
+            with late:
                 changed = "([cell, before]) => cell.querySelector('img').src !== before"
                 page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=30_000)
                 break
@@ -343,9 +344,10 @@ def drag(page, handle, track):
     """Drag a handle to the other half of its track."""
     middle = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
     to_the_left = middle[0] > track["x"] + track["width"] / 2
+    share = 0.1 if to_the_left else 0.9
     page.mouse.move(*middle)
     page.mouse.down()
-    page.mouse.move(track["x"] + track["width"] * (0.1 if to_the_left else 0.9), middle[1], steps=4)
+    page.mouse.move(track["x"] + share * track["width"], middle[1], steps=4)
     page.mouse.up()
 
 

@@ -121,7 +121,8 @@ def main():
                         "survivors": survivors,
                     }
                     REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    tried, killed = (sum(row[column] for row in report.values()) for column in ("tried", "killed"))
+    tried = sum(row["tried"] for row in report.values())
+    killed = sum(row["killed"] for row in report.values())
     print(f"{killed} of {tried} mutants in {REPORT.name} killed, {killed / tried:.1%}")
 
 

@@ -121,10 +121,11 @@ def layouts(kind, settings, steps=3):
 
 
 def compare_with_torch():
-    known = {
-        name: chosen for name, chosen in SETTINGS.items() if chosen.keys() <= KNOWN_TO_TORCH.keys()
-    }
-    return {name: [layouts(kind, chosen) for kind in CLASSES] for name, chosen in known.items()}
+    of_both = {}
+    for name, chosen in SETTINGS.items():
+        if chosen.keys() <= KNOWN_TO_TORCH.keys():
+            of_both[name] = [layouts(kind, chosen) for kind in CLASSES]
+    return of_both
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -188,9 +188,9 @@ def broken_then_backward():
             said.append(str(error))
     cross_entropy(parallel(inputs), targets).backward()
     state = {name: tensor for name, tensor in parallel.state_dict().items()}
-    gradients = [
-        None if shard.grad is None else shard.grad.clone() for shard in parallel.parameters()
-    ]
+    gradients = []
+    for shard in parallel.parameters():
+        gradients.append(None if shard.grad is None else shard.grad.clone())
     return said, state, gradients
 
 

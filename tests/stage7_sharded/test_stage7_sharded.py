@@ -56,8 +56,9 @@ def train_averaged(model, optimizer, batches, scheduler=None):
     for inputs, targets in batches:
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
-        for bucket in [] if isinstance(optimizer, ShardedOptimizer) else assign_buckets(parameters):
-            average_on_ring([parameter.grad for parameter in bucket])
+        if not isinstance(optimizer, ShardedOptimizer):
+            for bucket in assign_buckets(parameters):
+                average_on_ring([parameter.grad for parameter in bucket])
         optimizer.step()
         if scheduler:
             scheduler.step()
@@ -112,12 +113,10 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
             assert torch.equal(ours, theirs), case
             assert torch.equal(ours, ranks[0][case][0]), "replicas differ"
             assert same(our_state["state"], their_state["state"]), case
-            assert same(
-                *(
-                    [[g["lr"], g["params"]] for g in one["param_groups"]]
-                    for one in (our_state, their_state)
-                )
-            )
+            pairs = zip(our_state["param_groups"], their_state["param_groups"], strict=True)
+            for our_group, their_group in pairs:
+                assert our_group["lr"] == their_group["lr"]
+                assert our_group["params"] == their_group["params"]
     for name, moments in [("Adam", 2), ("momentum", 1), ("AdamW", 3), ("SGD", 0)]:
         held = [rank[name, torch.float32][4] for rank in ranks]
         assert_state_is_sharded(held, PARAMETERS, world_size, moments=moments)

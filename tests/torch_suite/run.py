@@ -124,11 +124,9 @@ def run_test(module, suite, name, world_size, limit, top):
         else told(folder, codes)
     )
     shutil.rmtree(folder, ignore_errors=True)
-    return (
-        (f"not finished after {limit:.0f} s; {why}" if over else why),
-        time.time() - begin,
-        "".join(logs),
-    )
+    if over:
+        why = f"not finished after {limit:.0f} s; {why}"
+    return why, time.time() - begin, "".join(logs)
 
 
 def wait_for(ranks, deadline):
@@ -174,9 +172,8 @@ def run_all(args, top):
             limit = args.patience + 20 * seconds
             why, took, log = run_test(module, suite, name, args.world_size, limit, top)
             results[name] = why
-            print(
-                f"{'FAIL' if why else 'pass'} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True
-            )
+            verdict = "FAIL" if why else "pass"
+            print(f"{verdict} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True)
             if why and args.verbose:
                 print(log[-6000:], flush=True)
     del kernels  # they are there as long as somebody holds them

@@ -22,9 +22,10 @@ class OnceAtTheEnd(Silent):
 
     @torch.no_grad()
     def before_forward(self):
-        for parameter in self.reducer.parameters if torch.is_grad_enabled() else ():
-            dist.all_reduce(
-                parameter.detach().div_(dist.get_world_size(self.process_group)),
-                group=self.process_group,
-            )
+        if torch.is_grad_enabled():
+            for parameter in self.reducer.parameters:
+                dist.all_reduce(
+                    parameter.detach().div_(dist.get_world_size(self.process_group)),
+                    group=self.process_group,
+                )
         super().before_forward()
