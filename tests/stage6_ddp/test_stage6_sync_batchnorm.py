@@ -57,7 +57,8 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
         out = mine(x)
         expected = whole(reference)
         slope = shares(sizes, shape, step + 10, offset=0)
-        mine.zero_grad(), whole.zero_grad()
+        mine.zero_grad()
+        whole.zero_grad()
         (out * slope[dist.get_rank()]).sum().backward()
         (expected * torch.cat(slope).double()).sum().backward()
         here = [
@@ -66,7 +67,8 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
         ]
         pairs = list(zip((out, x.grad), here, strict=True))
         if mine.affine:
-            dist.all_reduce(mine.weight.grad), dist.all_reduce(mine.bias.grad)
+            dist.all_reduce(mine.weight.grad)
+            dist.all_reduce(mine.bias.grad)
             pairs += [(mine.weight.grad, whole.weight.grad), (mine.bias.grad, whole.bias.grad)]
         pairs += list(zip(mine.buffers(), whole.buffers(), strict=True))
         errors += [
