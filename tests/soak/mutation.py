@@ -10,6 +10,7 @@ results/mutants.json.
 """
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -44,6 +45,35 @@ name = "local"
 """
 
 
+def annotations_of(source):
+    """(begin, end) of each annotation, both as (line, column): a fault there changes nothing."""
+    places = []
+    for node in ast.walk(ast.parse(source)):
+        for name in ("annotation", "returns"):
+            part = getattr(node, name, None)
+            if part is not None:
+                begin = (part.lineno, part.col_offset)
+                places.append((begin, (part.end_lineno, part.end_col_offset)))
+    return places
+
+
+def keep_some(table, annotations, count, seed):
+    """Draw `count` mutants from a session's table, none in an annotation; delete the others."""
+    place = "start_pos_row, start_pos_col"
+    order = "operator_name, operator_args, occurrence"  # job_id is another number every time
+    jobs = []
+    others = []
+    for job, *at in table.execute(f"SELECT job_id, {place} FROM mutation_specs ORDER BY {order}"):
+        in_annotation = any(begin <= tuple(at) <= end for begin, end in annotations)
+        if in_annotation:
+            others.append((job,))
+        else:
+            jobs.append((job,))
+    random.Random(seed).shuffle(jobs)
+    for name in ("mutation_specs", "work_items"):
+        table.executemany(f"DELETE FROM {name} WHERE job_id = ?", jobs[count:] + others)
+
+
 def mutate(copy, module, tests, count, seed, seconds):
     """Try `count` mutants of one file; return (how many were tried, the diffs of survivors)."""
     config = copy / "mutation.toml"
@@ -68,15 +98,7 @@ def mutate(copy, module, tests, count, seed, seconds):
     cosmic_ray("cosmic-ray", "baseline", config.name)  # it stops if the tests fail without a mutant
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
-        order = "operator_name, operator_args, occurrence"  # job_id is another number every time
-        jobs = [
-            row[0] for row in table.execute(f"SELECT job_id FROM mutation_specs ORDER BY {order}")
-        ]
-        drawn = set(random.Random(seed).sample(jobs, min(count, len(jobs))))
-        for name in ("mutation_specs", "work_items"):
-            table.executemany(
-                f"DELETE FROM {name} WHERE job_id = ?", [(job,) for job in jobs if job not in drawn]
-            )
+        keep_some(table, annotations_of((copy / module).read_text(encoding="utf-8")), count, seed)
     cosmic_ray("cosmic-ray", "exec", config.name, session.name)
     with sqlite3.connect(session) as table:
         results = table.execute("SELECT test_outcome, diff FROM work_results").fetchall()
