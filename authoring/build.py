@@ -217,9 +217,7 @@ def mark_for_grading(cell, role, task, where):
     points = cell.metadata.pop("points", None)
     if (points is None) == (role == "check"):
         raise SourceError(f"{where}: a check cell states its points, an answer cell does not")
-    cell.metadata["ddp_course"] = {"role": role, "task": task} | (
-        {"points": points} if role == "check" else {}
-    )
+    cell.metadata["ddp_course"] = {"role": role, "task": task}
     cell.metadata["nbgrader"] = {
         "grade": role == "check",
         "grade_id": cell.id,
@@ -227,7 +225,10 @@ def mark_for_grading(cell, role, task, where):
         "schema_version": 3,
         "solution": role == "answer",
         "task": False,
-    } | ({"points": points} if role == "check" else {})
+    }
+    if role == "check":
+        cell.metadata["ddp_course"]["points"] = points
+        cell.metadata["nbgrader"]["points"] = points
 
 
 def check_tasks(cells, source):
@@ -344,9 +345,8 @@ def rungs():
     rows = []
     for module in ladder.MODULES:
         steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
-        ideas, times = (
-            dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time")
-        )
+        ideas = dict.fromkeys(step.idea for step in steps)
+        times = dict.fromkeys(step.time for step in steps)
         rows.append(
             (
                 module.split("_")[0].removeprefix("stage"),
@@ -545,10 +545,10 @@ def widget_ids(notebook):
 def map_text(thing, change):
     """Apply `change` to every string in nested dicts and lists, except pictures."""
     if isinstance(thing, dict):
-        return {
-            key: value if key.startswith("image/p") else map_text(value, change)
-            for key, value in thing.items()
-        }
+        changed = {}
+        for key, value in thing.items():
+            changed[key] = value if key.startswith("image/p") else map_text(value, change)
+        return changed
     if isinstance(thing, list):
         return [map_text(value, change) for value in thing]
     return change(thing) if isinstance(thing, str) else thing

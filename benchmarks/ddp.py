@@ -86,10 +86,10 @@ def step_times(args: argparse.Namespace) -> Part:
 
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
     """{wrapper: the geometric mean of its seconds} of several launches."""
-    return {
-        kind: statistics.geometric_mean([medians[kind] for medians in launches])
-        for kind in launches[0]
-    }
+    seconds = {}
+    for kind in launches[0]:
+        seconds[kind] = statistics.geometric_mean([medians[kind] for medians in launches])
+    return seconds
 
 
 def ratios(row: Row) -> Row:
@@ -106,7 +106,9 @@ def networks() -> dict[str, Link | None]:
     links.
     """
     link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
-    return {"loopback": None} | ({"virtual hosts": link} if link else {})
+    if link is None:
+        return {"loopback": None}
+    return {"loopback": None, "virtual hosts": link}
 
 
 def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
@@ -229,7 +231,9 @@ def memory(args: argparse.Namespace) -> Part:
         }
         peaks = take_turns(kinds, MEMORY_LAUNCHES)
         for what in ("tensors", "resident"):
-            least = {kind: min(peak[what] for peak in peaks[kind]) for kind in kinds}
+            least = {}
+            for kind in kinds:
+                least[kind] = min(peak[what] for peak in peaks[kind])
             rows.append({"gradient_as_bucket_view": as_view, "bytes": what, **least})
             promise = f"peak {what}, gradient_as_bucket_view={as_view}, times torch's"
             promises.append(Promise(promise, least["ours"] / least["torch"], MEMORY))

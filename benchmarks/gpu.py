@@ -106,10 +106,9 @@ def exactness(args: argparse.Namespace) -> Part:
                 backend = placement(where, world_size)[0]
                 far = launch(distances, world_size=world_size, device=where, timeout=180)
             setting = {"device": where, "backend": backend, "world_size": world_size}
-            rows += [
-                {**setting, "stage": key, "distance": max(each[key] for each in far)}
-                for key in far[0]
-            ]
+            for key in far[0]:
+                furthest = max(each[key] for each in far)
+                rows.append({**setting, "stage": key, "distance": furthest})
     return Part(
         rows,
         [
@@ -309,10 +308,9 @@ def steps(args: argparse.Namespace) -> Part:
             rows.append({**setting, "made first": order[0], **measured})
     promises = []
     if args.device != "cpu":
-        ratios = {
-            samples: [row["ours"] / row["torch"] for row in rows if row["samples"] == samples]
-            for samples in (FEW, ENOUGH)
-        }
+        ratios: dict[int, list[float]] = {FEW: [], ENOUGH: []}
+        for row in rows:
+            ratios[row["samples"]].append(row["ours"] / row["torch"])
         promises = promises_of_ratios("step time, times torch's", ratios[ENOUGH], STEP_RATIO, EACH)
         promises.append(
             Promise("the same where the GPU waits for Python, slowest", max(ratios[FEW]), WAITING)
@@ -382,10 +380,12 @@ def compared(args: argparse.Namespace) -> Part:
         timeout=180,
     )
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
-    rows = [
-        {"world_size": ranks, **{name: getattr(stage, name) for name in columns}}
-        for stage in results.stages
-    ]
+    rows = []
+    for stage in results.stages:
+        row: Row = {"world_size": ranks}
+        for name in columns:
+            row[name] = getattr(stage, name)
+        rows.append(row)
     far = results.max_abs_diff
     return Part(rows, [Promise("distance to one device's weights in float32, largest", far, 1e-4)])
 
@@ -449,13 +449,10 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
 def lessons(args: argparse.Namespace) -> Part:
     """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
     results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
-    rows = [
-        {
-            name: getattr(stage, name)
-            for name in ("stage", "name", "step_ms", "max_abs_diff_vs_single")
-        }
-        for stage in results.stages
-    ]
+    columns = ("stage", "name", "step_ms", "max_abs_diff_vs_single")
+    rows = []
+    for stage in results.stages:
+        rows.append({name: getattr(stage, name) for name in columns})
     also = {"measured_on": results.measured_on, "message": results.message}
     if importlib.util.find_spec("matplotlib") is not None:
         from ddp_course.showing.plots import compare_figure
@@ -552,7 +549,8 @@ def finish(report: Row, folder: Path) -> list[Path]:
     report["answers"] = answers(report)
     print(table(report["answers"]))
     replace_file(folder / "gpu.json", (json.dumps(report, indent=1) + "\n").encode())
-    written = [path for path in [folder / "gpu_lessons.png"] if path.exists()]
+    of_lessons = folder / "gpu_lessons.png"
+    written = [of_lessons] if of_lessons.exists() else []
     if importlib.util.find_spec("matplotlib") is not None:
         device = report["parts"].get("scaling", {}).get("device", "this machine")
         written += figures(report["parts"], device, folder)

@@ -33,8 +33,6 @@ from ddp_course.stage8_pipeline import (
     zero_bubble,
 )
 
-KINDS = {kind.name: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
-
 
 def interleaved_zero_bubble(ranks, microbatches):
     return zero_bubble(ranks, microbatches, interleaved)
@@ -45,18 +43,14 @@ def wave(ranks, microbatches):
     to itself.
     """
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    actions = [
-        (action, m, way)
-        for m in range(microbatches)
-        for action, way in [("forward", 0), ("forward", 1)]
-    ]
-    actions += [
-        (action, m, way)
-        for m in range(microbatches)
-        for action, way in [("input", 1), ("input", 0)]
-    ]
-    actions += [("weight", m, way) for m in range(microbatches) for way in (0, 1)]
-    return [[KINDS[action](m, own[way]) for action, m, way in actions] for own in stages]
+    every = range(microbatches)
+    schedule = []
+    for there, back in stages:
+        forward = [Forward(m, stage) for m in every for stage in (there, back)]
+        inputs = [BackwardInput(m, stage) for m in every for stage in (back, there)]
+        weights = [BackwardWeight(m, stage) for m in every for stage in (there, back)]
+        schedule.append(forward + inputs + weights)
+    return schedule
 
 
 SCHEDULES = [gpipe, one_forward_one_backward]
@@ -276,11 +270,14 @@ def test_a_pipeline_equals_one_device(world_size):
 def torchs_order(torchs, ranks, microbatches):
     """What a schedule of torch lets the ranks do, as our instructions."""
     names = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
-    rows = [[each for each in torchs.pipeline_order[rank] if each] for rank in range(ranks)]
-    return [
-        [names[kind.value](m, stage) for stage, kind, m, *_ in row if kind.value in names]
-        for row in rows
-    ]
+    orders = []
+    for rank in range(ranks):
+        order = []
+        for stage, kind, m, *_ in filter(None, torchs.pipeline_order[rank]):
+            if kind.value in names:
+                order.append(names[kind.value](m, stage))
+        orders.append(order)
+    return orders
 
 
 def against_torch(schedule, name):
@@ -295,10 +292,9 @@ def against_torch(schedule, name):
     inputs, targets = next(tiny_batches())
     homes = home_ranks(schedule(world_size, microbatches))
     own = [stage for stage in homes if homes[stage] == rank]
-    parts = [
-        [split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own]
-        for _ in range(3)
-    ]
+    parts = []
+    for _ in range(3):
+        parts.append([split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own])
     ours = [Pipeline(parts[0], microbatches, schedule).step(inputs, targets)]
     stages = [
         pipelining.PipelineStage(part, stage, len(homes), torch.device("cpu"))
@@ -311,10 +307,9 @@ def against_torch(schedule, name):
         cross_entropy,
     )
     theirs = []
-    last = max(homes) in own
-    torchs.step(
-        *[inputs] * (0 in own), target=targets if last else None, losses=theirs if last else None
-    )
+    arguments = [inputs] if 0 in own else []
+    at_the_end = {"target": targets, "losses": theirs} if max(homes) in own else {}
+    torchs.step(*arguments, **at_the_end)
     if len(homes) > world_size:
         order = torchs_order(torchs, world_size, microbatches)
         ours.append(Pipeline(parts[2], microbatches, lambda *_: order).step(inputs, targets))
@@ -367,9 +362,10 @@ def batch_norm():
         parts[1], rank, 2, torch.device("cpu"), input_args=shape, output_args=shape
     )
     torchs = pipelining.Schedule1F1B(stage, 4, cross_entropy)
-    torchs.step(
-        *[inputs] * (rank == 0), target=targets if rank else None, losses=[] if rank else None
-    )
+    if rank == 0:
+        torchs.step(inputs)
+    else:
+        torchs.step(target=targets, losses=[])
     return [part[1].running_mean for part in parts]
 
 
@@ -411,17 +407,14 @@ def traffic_of_a_step(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_only_activations_and_their_gradients_travel(schedule):
-    first, middle, last = launch(traffic_of_a_step, schedule, world_size=3)
-    sent, received = (
-        [getattr(t, name) for t, _ in (first, middle, last)]
-        for name in ("bytes_sent", "bytes_received")
-    )
-    assert sent == [10 * 7 * 4, 10 * (7 + 3) * 4, 10 * 3 * 4]
-    assert received == sent
-    assert [t.messages_sent for t, _ in (first, middle, last)] == [4, 8, 4]
-    assert [kept for _, kept in (first, middle, last)] == (
-        [4, 4, 4] if schedule is gpipe else [3, 2, 1]
-    )
+    ranks = launch(traffic_of_a_step, schedule, world_size=3)
+    traffic = [counts for counts, _ in ranks]
+    nbytes = [10 * 7 * 4, 10 * (7 + 3) * 4, 10 * 3 * 4]
+    assert [counts.bytes_sent for counts in traffic] == nbytes
+    assert [counts.bytes_received for counts in traffic] == nbytes
+    assert [counts.messages_sent for counts in traffic] == [4, 8, 4]
+    most_kept = [4, 4, 4] if schedule is gpipe else [3, 2, 1]
+    assert [kept for _, kept in ranks] == most_kept
 
 
 def saved_bytes(schedule):
@@ -460,8 +453,8 @@ def test_split_is_even_and_leaves_no_rank_without_parameters():
     for stages in (1, 2, 3, 4, 5):
         parts = split(layers, stages)
         assert [layer for part in parts for layer in part] == layers
-        sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
-        assert min(sizes) > 0
+        for part in parts:
+            assert sum(parameter.numel() for parameter in part.parameters()) > 0
     equal = [torch.nn.Linear(4, 4) for _ in range(8)]
     assert [len(part) for part in split(equal, 4)] == [2, 2, 2, 2]
     assert [len(part) for part in split(equal[:2], 2)] == [1, 1]

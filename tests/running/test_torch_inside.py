@@ -48,7 +48,11 @@ def private_uses(source):
             if ours or (node.attr in ON_OBJECTS and not words.startswith("self.")):
                 found.add(words)
     found = {words for words in found if not words.startswith(DOCUMENTED)}
-    return {words for words in found if not any(longer.startswith(f"{words}.") for longer in found)}
+    longest = set()
+    for words in found:
+        if not any(longer.startswith(f"{words}.") for longer in found):
+            longest.add(words)
+    return longest
 
 
 def test_no_other_module_names_a_private_part_of_torch():

@@ -48,6 +48,7 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
     results = []
     for place, stage in enumerate(stages):
         sent = None if stage in "12torch" else p * (1 + place)
+        lanes = 1 if stage in "12" else world_size
         results.append(
             StageResult(
                 stage=stage,
@@ -62,7 +63,7 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
                 loss=[2.3 / (1 + step) for step in range(12)],
                 max_abs_diff_vs_single=1e-7 * place,
                 evaluation=None,
-                timeline=[spans] * (1 if stage in "12" else world_size),
+                timeline=[spans] * lanes,
             )
         )
     return Comparison(
@@ -237,10 +238,8 @@ def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
     everyone = frozenset(range(world_size))
     assert len(states) == 2 * (world_size - 1) + 1
     half = states[world_size - 1]
-    assert all(
-        [chunk == everyone for chunk in half[rank]].index(True) == (rank + 1) % world_size
-        for rank in everyone
-    )
+    for rank in everyone:
+        assert half[rank].index(everyone) == (rank + 1) % world_size
     assert sum(chunk == everyone for rank in half for chunk in rank) == world_size
     assert all(chunk == everyone for rank in states[-1] for chunk in rank)
 
@@ -400,9 +399,8 @@ def in_the_dark(colour):
 
 
 def brightness(colour):
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour
-    ]
+    colour = np.asarray(colour)
+    linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
     return np.dot([0.2126, 0.7152, 0.0722], linear)
 
 

@@ -115,9 +115,10 @@ def assert_mean(module, loss, slack=1.0):
             assert parameter.grad is None, f"{name} got a gradient although no rank used it"
             continue
         assert parameter.grad is not None, f"{name} got no gradient"
-        parts = torch.stack(
-            [torch.zeros_like(parameter) if part is None else part for part in parts]
-        ).double()
+        for rank, part in enumerate(parts):
+            if part is None:
+                parts[rank] = torch.zeros_like(parameter)
+        parts = torch.stack(parts).double()
         bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * parts.abs().mean(0) * slack
         error = (parameter.grad.double() - parts.mean(0)).abs()
         assert (error <= bound).all(), (
@@ -211,9 +212,10 @@ def check_sparse(parallel, step, words=first_words):
     loss(parallel, me()).backward()
     assert model.words.weight.grad.is_sparse
     shares = [alone(model, loss, rank)["words.weight"] for rank in ranks()]
-    exact = torch.stack(
-        [torch.zeros(20, 4) if share is None else share.to_dense() for share in shares]
-    ).double()
+    dense = []
+    for share in shares:
+        dense.append(torch.zeros(20, 4) if share is None else share.to_dense())
+    exact = torch.stack(dense).double()
     error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
     assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
 
@@ -264,7 +266,8 @@ def buckets_leave_in_order_and_keep_to_the_cap(DDP):
             "buckets left out of order"
         )
         assert [last for _, _, last in seen] == [False] * (len(seen) - 1) + [True]
-        assert len(seen) == (1 if step == 0 else 6), "the cap was not kept after the first pass"
+        buckets = 1 if step == 0 else 6
+        assert len(seen) == buckets, "the cap was not kept after the first pass"
         assert sum(size for _, size, _ in seen) == 6 * 30
         seen.clear()
 
@@ -279,7 +282,10 @@ def bucket_layout_follows_rank_0(DDP):
             self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
 
         def forward(self, x):
-            for layer in self.layers if me() == 0 else reversed(self.layers):
+            layers = list(self.layers)
+            if me() != 0:
+                layers.reverse()
+            for layer in layers:
                 x = layer(x)
             return x
 
