@@ -1,7 +1,8 @@
 """Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break.
 
 A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops the files
-that have become plain. docs/CONTRIBUTING.md shows each rule with code before and after.
+that have become plain. tests/authoring/test_plainness.py has an example of each break, and of what
+is meant.
 """
 
 import argparse

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -161,11 +161,8 @@ def program(number):
     draw = random.Random(number)
     traits = {trait for trait in TRAITS if draw.random() < 0.25}
     settings = {"bucket_cap_mb": draw.choice([None, 0.0001, 0.0002])}
-    settings |= {
-        name: True
-        for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-        if draw.random() < (0.15 if name == "static_graph" else 0.4)
-    }
+    often = {"gradient_as_bucket_view": 0.4, "find_unused_parameters": 0.4, "static_graph": 0.15}
+    settings |= {name: True for name, share in often.items() if draw.random() < share}
     if draw.random() < 0.2:
         settings["forward_sync_buffers"] = False
     if draw.random() < 0.2:
@@ -271,10 +268,10 @@ class Player:
         """Yield after each operation its name, the error that refused it (or None), and all
         tensors.
         """
-        for what, arguments in self.operations:
-            arguments = {
-                name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()
-            }
+        for what, of_all_ranks in self.operations:
+            arguments = {}
+            for name, value in of_all_ranks.items():
+                arguments[name] = value[self.rank] if isinstance(value, list) else value
             refused = None
             try:
                 getattr(self, what.replace(" ", "_"))(**arguments)
@@ -322,8 +319,9 @@ class Player:
 
     def no_sync(self, which, set_to_none):
         self.zero(set_to_none)
-        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
-        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+        with ExitStack() as contexts:
+            for wrapper in self.wrapped:
+                contexts.enter_context(wrapper.no_sync())
             self.loss(which).backward()
         self.loss(which).backward()
         self.optimizer.step()
@@ -363,8 +361,9 @@ class Player:
     def late_backward(self, which, set_to_none):
         """What counts is that the forward pass ran inside no_sync()."""
         self.zero(set_to_none)
-        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
-        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+        with ExitStack() as contexts:
+            for wrapper in self.wrapped:
+                contexts.enter_context(wrapper.no_sync())
             loss = self.loss(which)
         loss.backward()
 
@@ -421,10 +420,8 @@ def difference(number):
         for name, value in a[2].items():
             other = b[2][name]
             if (value is None) != (other is None):
-                return (
-                    f"step {step}, {a[0]}: {name} is {'None' if other is None else 'not None'} with"
-                    " ours"
-                )
+                kind = "None" if other is None else "not None"
+                return f"step {step}, {a[0]}: {name} is {kind} with ours"
             if value is not None and not torch.equal(value, other):
                 return (
                     f"step {step}, {a[0]}: {name} is off by"
@@ -459,15 +456,16 @@ def stage5_difference(number):
     rank = dist.get_rank()
     torch.manual_seed(number)
     widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
-    pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
-    both = nn.Sequential(
-        *(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)
-    )
-    alone = None
+    pair = []
+    for _ in range(2):
+        layers = [nn.Linear(*size) for size in pairwise(widths)]
+        pair.append(nn.Sequential(*layers).double())
+    both = nn.Sequential()
+    for module in pair:
+        both.append(nn.Sequential(module, nn.Linear(widths[-1], widths[0]).double()))
     if draw.random() < 0.3:
-        both[1][1].weight = both[0][
-            1
-        ].weight  # a weight tied across two wrappers would be averaged twice
+        # A weight tied across two wrappers would be averaged twice.
+        both[1][1].weight = both[0][1].weight
         both = both[:1]
     alone = copy.deepcopy(both)
     all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])

@@ -125,22 +125,24 @@ def drawn(seed, stage):
     # All ranks must run the same blocks.
     blocks = [] if "sometimes" in layers else chance.choice([None, []])
     if stage == "7" and blocks == []:  # a block has parameters of one dtype
-        layers = ["linear" if kind == "float32" else kind for kind in layers]
-    steps = [
-        {
+        for index, kind in enumerate(layers):
+            if kind == "float32":
+                layers[index] = "linear"
+    clips = [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
+    booms = [None, None, None, "forward", "backward", "hook"]
+    steps = []
+    for _ in range(chance.randrange(2, 6)):
+        step = {
             "passes": chance.choice([1, 1, 2, 3]),
             "evaluate": chance.random() < 0.2,
-            "clip": chance.choice(
-                [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
-            ),
+            "clip": chance.choice(clips),
             "left out": chance.random() < 0.1,
-            "boom": chance.choice([None, None, None, "forward", "backward", "hook"])
-            if stage != "8"
-            else None,
-            "reload": chance.random() < 0.2,
+            "boom": None,
         }
-        for _ in range(chance.randrange(2, 6))
-    ]
+        if stage != "8":
+            step["boom"] = chance.choice(booms)
+        step["reload"] = chance.random() < 0.2
+        steps.append(step)
     return {
         "seed": seed,
         "layers": layers,
@@ -209,10 +211,9 @@ class Player:
             self.pipeline = self.in_stages(dist.get_world_size())
             self.part = self.pipeline.module
             mine = set(self.part.parameters())
-            groups = [
-                {**group, "params": [p for p in group["params"] if p in mine]}
-                for group in self.groups()
-            ]
+            groups = []
+            for group in self.groups():
+                groups.append({**group, "params": [p for p in group["params"] if p in mine]})
             self.optimizer = kind(groups, lr=0.02, **settings)
         else:
             kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
