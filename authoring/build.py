@@ -151,7 +151,8 @@ def exercise(source, solved):
     """The notebook of one exercise: with its solutions, or with NotImplementedError in their
     places.
     """
-    cells, title = read_cells(source), {}
+    cells = read_cells(source)
+    title = {}
     for cell in cells:
         if cell.cell_type == "markdown":
             title.update(
@@ -181,7 +182,9 @@ def without_regions(text, where, solved, message):
     """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or
     unopened.
     """
-    kept, inside, at = [], None, 0
+    kept = []
+    inside = None
+    at = 0
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
         if not marker:
@@ -202,7 +205,8 @@ def without_regions(text, where, solved, message):
             kept.append(
                 f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})"
             )
-        inside, at = (kind if edge == "BEGIN" else None), number
+        inside = kind if edge == "BEGIN" else None
+        at = number
     if inside is not None:
         raise SourceError(f"{where}, line {at}: BEGIN {inside} is never closed")
     return "\n".join(kept).rstrip()
@@ -213,9 +217,7 @@ def mark_for_grading(cell, role, task, where):
     points = cell.metadata.pop("points", None)
     if (points is None) == (role == "check"):
         raise SourceError(f"{where}: a check cell states its points, an answer cell does not")
-    cell.metadata["ddp_course"] = {"role": role, "task": task} | (
-        {"points": points} if role == "check" else {}
-    )
+    cell.metadata["ddp_course"] = {"role": role, "task": task}
     cell.metadata["nbgrader"] = {
         "grade": role == "check",
         "grade_id": cell.id,
@@ -223,7 +225,10 @@ def mark_for_grading(cell, role, task, where):
         "schema_version": 3,
         "solution": role == "answer",
         "task": False,
-    } | ({"points": points} if role == "check" else {})
+    }
+    if role == "check":
+        cell.metadata["ddp_course"]["points"] = points
+        cell.metadata["nbgrader"]["points"] = points
 
 
 def check_tasks(cells, source):
@@ -243,7 +248,8 @@ def read_cells(source):
         parsed = jupytext.read(source, fmt="py:percent")
     except Exception as error:
         raise SourceError(f"{source.name}: {error}") from error
-    cells, taken = [], set()
+    cells = []
+    taken = set()
     for cell in parsed.cells:
         name = cell.metadata.pop("title", None) or first_words(cell)
         for own in ("lines_to_next_cell", "cell_marker"):
@@ -268,7 +274,8 @@ def slug(name):
 
 def unused(identifier, taken):
     """`identifier`, with a number behind it if it is taken."""
-    candidate, number = identifier, 2
+    candidate = identifier
+    number = 2
     while candidate in taken:
         candidate, number = f"{identifier}-{number}", number + 1
     taken.add(candidate)
@@ -315,7 +322,8 @@ def without_outputs(path):
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     return nbformat.writes(notebook, version=4)
 
 
@@ -337,9 +345,8 @@ def rungs():
     rows = []
     for module in ladder.MODULES:
         steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
-        ideas, times = (
-            dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time")
-        )
+        ideas = dict.fromkeys(step.idea for step in steps)
+        times = dict.fromkeys(step.time for step in steps)
         rows.append(
             (
                 module.split("_")[0].removeprefix("stage"),
@@ -495,10 +502,8 @@ def execute(notebook, path, root):
 
 def tidy(notebook, path, root):
     """Make outputs the same on every machine: no paths, no random widget ids, our own metadata."""
-    notebook.metadata["language_info"], notebook.metadata["kernelspec"] = (
-        dict(LANGUAGE),
-        dict(KERNEL),
-    )
+    notebook.metadata["language_info"] = dict(LANGUAGE)
+    notebook.metadata["kernelspec"] = dict(KERNEL)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -509,7 +514,8 @@ def tidy(notebook, path, root):
     for position, old in enumerate(widget_ids(notebook)):
         text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
     renamed = nbformat.reads(text, as_version=4)
-    notebook.metadata, notebook.cells = renamed.metadata, renamed.cells
+    notebook.metadata = renamed.metadata
+    notebook.cells = renamed.cells
 
 
 def widget_ids(notebook):
@@ -519,7 +525,8 @@ def widget_ids(notebook):
     widgets = notebook.metadata.get("widgets", {}).get(
         "application/vnd.jupyter.widget-state+json", {}
     )
-    waiting, ordered = [json.dumps([cell.get("outputs") for cell in notebook.cells])], []
+    waiting = [json.dumps([cell.get("outputs") for cell in notebook.cells])]
+    ordered = []
     states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
     while waiting:
         text = waiting.pop(0)
@@ -538,10 +545,10 @@ def widget_ids(notebook):
 def map_text(thing, change):
     """Apply `change` to every string in nested dicts and lists, except pictures."""
     if isinstance(thing, dict):
-        return {
-            key: value if key.startswith("image/p") else map_text(value, change)
-            for key, value in thing.items()
-        }
+        changed = {}
+        for key, value in thing.items():
+            changed[key] = value if key.startswith("image/p") else map_text(value, change)
+        return changed
     if isinstance(thing, list):
         return [map_text(value, change) for value in thing]
     return change(thing) if isinstance(thing, str) else thing
@@ -559,7 +566,8 @@ def without_paths(text, root):
 
 def local_paths(notebook, root):
     """Paths of this machine that are left in the outputs."""
-    names, texts = set(), []
+    names = set()
+    texts = []
     for cell in notebook.cells:
         map_text(cell.get("outputs", []), texts.append)
     for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):

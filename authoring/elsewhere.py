@@ -11,14 +11,17 @@ from pathlib import Path
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
-BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
+# These are the ids of the two cells.
+BADGES = "open-elsewhere"
+INSTALL = "install-elsewhere"
 FIRST = "00_start_here"
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
+# Colab and Kaggle lack these packages and have the rest.
 NEEDED = (
     "cloudpickle",
     "pyroute2",
     "simpy",
-)  # Colab and Kaggle lack these packages and have the rest.
+)
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.
 # Anywhere else it does nothing.

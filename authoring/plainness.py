@@ -1,7 +1,8 @@
 """Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break.
 
 A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops the files
-that have become plain. docs/CONTRIBUTING.md shows each rule with code before and after.
+that have become plain. tests/authoring/test_plainness.py has an example of each break, and of what
+is meant.
 """
 
 import argparse
@@ -167,12 +168,13 @@ def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
 
 def named_tuples(tree: ast.AST) -> set[str]:
     """Names of the classes in a module that are NamedTuples."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {
-        node.name
-        for node in classes
-        if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
-    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = map(ast.unparse, node.bases)
+            if any(base.endswith("NamedTuple") for base in bases):
+                names.add(node.name)
+    return names
 
 
 def called(node: ast.AST) -> str:
@@ -288,9 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
         name = path.relative_to(ROOT).as_posix()
         found += breaks(path.read_text(encoding="utf-8"), name)
     if options.shrink:
-        LIST.write_text(
-            "".join(f"{name}\n" for name in sorted(listed & {each.path for each in found}))
-        )
+        still_dense = listed & {each.path for each in found}
+        LIST.write_text("".join(f"{name}\n" for name in sorted(still_dense)))
     shown = [each for each in found if options.paths or each.path not in listed]
     print(*shown, sep="\n", end="\n" * bool(shown))
     return int(bool(shown))

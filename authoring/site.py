@@ -73,10 +73,9 @@ def write_sources(folder, pictures):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     shutil.copytree(WEB / "assets", folder / "assets")
     (folder / "index.md").write_text(first_page(), encoding="utf-8")
-    nav = [
-        {"Start": "index.md"},
-        *({name: [page.path for page in group]} for name, group in made.items()),
-    ]
+    nav = [{"Start": "index.md"}]
+    for name, group in made.items():
+        nav.append({name: [page.path for page in group]})
     return [*nav, {"Reference": reference(folder / "reference")}]
 
 

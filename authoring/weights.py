@@ -31,7 +31,8 @@ def measure(text):
         if can_have and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
             described.update(range(docstring.lineno, docstring.end_lineno + 1))
-    code, comments = set(), 0
+    code = set()
+    comments = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             comments += 1

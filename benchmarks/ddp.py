@@ -41,17 +41,19 @@ MODELS = {
     "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
     "encoder, 48 small parameters": ("encoder", {}, 16),
 }
+# One has few large parameters, the other many small ones.
 VIEWS = (
     "MLP, 4 M",
     "encoder, 48 small parameters",
-)  # One has few large parameters, the other many small ones.
+)
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
     "ours": DistributedDataParallel,
     "ours, ring": partial(DistributedDataParallel, all_reduce=pipelined_ring_all_reduce),
 }
 ORDERS = list(permutations(WRAPPERS))  # The last order is the first one reversed.
-MEMORY_LAUNCHES, VIEW_LAUNCHES = 9, 5
+MEMORY_LAUNCHES = 9
+VIEW_LAUNCHES = 5
 HOSTS_BANDWIDTH = "1Gbit"
 
 
@@ -71,9 +73,8 @@ def step_times(args: argparse.Namespace) -> Part:
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), MODELS, WORLD_SIZES):
-        orders = (
-            ORDERS if link is None else (ORDERS[0], ORDERS[-1])
-        )  # Over links times vary less: two orders will do.
+        # Over links times vary less: two orders will do.
+        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])
         train = partial(
             on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link
         )
@@ -85,10 +86,10 @@ def step_times(args: argparse.Namespace) -> Part:
 
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
     """{wrapper: the geometric mean of its seconds} of several launches."""
-    return {
-        kind: statistics.geometric_mean([medians[kind] for medians in launches])
-        for kind in launches[0]
-    }
+    seconds = {}
+    for kind in launches[0]:
+        seconds[kind] = statistics.geometric_mean([medians[kind] for medians in launches])
+    return seconds
 
 
 def ratios(row: Row) -> Row:
@@ -105,7 +106,9 @@ def networks() -> dict[str, Link | None]:
     links.
     """
     link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
-    return {"loopback": None} | ({"virtual hosts": link} if link else {})
+    if link is None:
+        return {"loopback": None}
+    return {"loopback": None, "virtual hosts": link}
 
 
 def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
@@ -190,7 +193,8 @@ def cost_without_communication(repeats: int) -> dict[str, float]:
         future.set_result(bucket.buffer())
         return future
 
-    ways, inputs = {}, torch.randn(4, 8)
+    ways = {}
+    inputs = torch.randn(4, 8)
     for name in ("bare", "torch", "ours"):
         module = WRAPPERS.get(name, torch.nn.Sequential)(
             torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(200)])
@@ -218,7 +222,8 @@ def memory(args: argparse.Namespace) -> Part:
     The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread
     frees a bucket, and how much of it malloc keeps.
     """
-    rows, promises = [], []
+    rows = []
+    promises = []
     for as_view in (False, True):
         kinds = {
             kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2)
@@ -226,7 +231,9 @@ def memory(args: argparse.Namespace) -> Part:
         }
         peaks = take_turns(kinds, MEMORY_LAUNCHES)
         for what in ("tensors", "resident"):
-            least = {kind: min(peak[what] for peak in peaks[kind]) for kind in kinds}
+            least = {}
+            for kind in kinds:
+                least[kind] = min(peak[what] for peak in peaks[kind])
             rows.append({"gradient_as_bucket_view": as_view, "bytes": what, **least})
             promise = f"peak {what}, gradient_as_bucket_view={as_view}, times torch's"
             promises.append(Promise(promise, least["ours"] / least["torch"], MEMORY))
@@ -250,7 +257,8 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    held, peak = 0, 0
+    held = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -261,7 +269,8 @@ def overlap(args: argparse.Namespace) -> Part:
     """Share of the all-reduces' time in which the backward pass was computing, from torch's
     profiler for both.
     """
-    rows, promises = [], []
+    rows = []
+    promises = []
     for model in ("MLP, 4 M", "GPT, 10 M"):
         row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
         rows.append(row)

@@ -28,17 +28,25 @@ from ddp_course.running.links import Link
 
 from .harness import Benchmark, Part, Promise
 
-SETTINGS, SEED, STEPS = 30, 11, 8
-RANKS, CAPS_MB = (2, 3, 4, 6, 8), (0.02, 0.05, 0.1, 0.25, 25.0)
+SETTINGS = 30
+SEED = 11
+STEPS = 8
+RANKS = (2, 3, 4, 6, 8)
+CAPS_MB = (0.02, 0.05, 0.1, 0.25, 25.0)
 RANK_SECONDS = 0.04  # A rank's step takes at least this long for each rank on this machine.
 MBITS = (30, 50, 80, 120)
-MEDIAN, WORST = 0.05, 0.15
+MEDIAN = 0.05
+WORST = 0.15
 OFF_IDEAL = {2: 0.08, 4: 0.20}
-OFF_RATE, OVERHEAD_US, OPERATIONS, TRIES = 0.03, 15.0, 2000, 9
+OFF_RATE = 0.03
+OVERHEAD_US = 15.0
+OPERATIONS = 2000
+TRIES = 9
+# At 4 ranks these stages must be this many times as fast as one device.
 FASTER = {
     "5": 3.2,
     "3": 1.2,
-}  # At 4 ranks these stages must be this many times as fast as one device.
+}
 
 
 def clock(args: argparse.Namespace) -> Part:
@@ -67,7 +75,8 @@ def clock(args: argparse.Namespace) -> Part:
 
 def operation_us() -> float:
     """Microseconds of processor time that a small product takes, at its best of several tries."""
-    matrix, best = torch.ones(8, 8), float("inf")
+    matrix = torch.ones(8, 8)
+    best = float("inf")
     for _ in range(TRIES):
         start = time.thread_time()
         for _ in range(OPERATIONS):
@@ -78,7 +87,8 @@ def operation_us() -> float:
 
 def steps(args: argparse.Namespace) -> Part:
     """The stages of the comparison, measured and ideal."""
-    rows, promises = [], []
+    rows = []
+    promises = []
     for world_size, allowed in OFF_IDEAL.items():
         results = comparison.run("digits", world_size, STEPS, link_mode=args.link_mode)
         for stage in results.stages:
@@ -102,7 +112,8 @@ def against_simulator(args: argparse.Namespace) -> Part:
     """Random settings of stage 5: what emulated devices take, and what the simulator says that they
     should.
     """
-    chance, rows = random.Random(SEED), []
+    chance = random.Random(SEED)
+    rows = []
     for _ in range(args.settings):
         setting = {
             "K": chance.choice(RANKS),

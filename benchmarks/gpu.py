@@ -55,17 +55,22 @@ from .training import Model, model_and_batch, step
 
 ONE_GPU = "NCCL wants a GPU for each of two ranks"
 UNDER_NCCL = ("a rank killed in mid-collective", "a rank that never comes")
-EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
+EXACT = 1e-12
+EACH = 1.05
+STEP_RATIO = 1.02
+MEMORY_RATIO = 1.05
 LARGE = 100_000_000
 SMALL = 1_000_000  # A model of so many parameters is for trying the command.
-FEW, ENOUGH = 8, 64  # With few samples the GPU waits for Python, with enough Python for the GPU.
+FEW = 8  # With so few samples the GPU waits for Python.
+ENOUGH = 64  # With these Python waits for the GPU.
 # Stage 6's hooks are Python and torch's are C++: where the GPU waits, 13 µs a parameter show.
 WAITING = 1.15
+# This problem needs no file of data.
 VECTORS = {
     "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,
     "samples": 256,
-}  # This problem needs no file of data.
+}
 NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "exactness": (
         "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own."
@@ -101,10 +106,9 @@ def exactness(args: argparse.Namespace) -> Part:
                 backend = placement(where, world_size)[0]
                 far = launch(distances, world_size=world_size, device=where, timeout=180)
             setting = {"device": where, "backend": backend, "world_size": world_size}
-            rows += [
-                {**setting, "stage": key, "distance": max(each[key] for each in far)}
-                for key in far[0]
-            ]
+            for key in far[0]:
+                furthest = max(each[key] for each in far)
+                rows.append({**setting, "stage": key, "distance": furthest})
     return Part(
         rows,
         [
@@ -129,21 +133,19 @@ def distances() -> dict[str, float]:
     """On each rank: train with every stage while the device is kept busy; how far each stage ends
     from stage 1.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # Ranks print cuBLAS warnings without this setting.
+    # Ranks print cuBLAS warnings without this setting.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
-    single, distance = problem.model(0), {}
+    single = problem.model(0)
+    distance = {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
         if stage.one_process or key == "torch":
             continue  # torch's DDP waits for gloo by a future, which knows only the default stream.
-        model, mine = (
-            problem.model(0),
-            (dist.get_rank(), world_size) if stage.splits_batch else (0, 1),
-        )
+        model = problem.model(0)
+        mine = (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
         with races(() if key == "9" else model.parameters()):  # Stage 9 splits no layer with hooks.
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
         pairs = zip(model.parameters(), single.parameters(), strict=True)
@@ -306,10 +308,9 @@ def steps(args: argparse.Namespace) -> Part:
             rows.append({**setting, "made first": order[0], **measured})
     promises = []
     if args.device != "cpu":
-        ratios = {
-            samples: [row["ours"] / row["torch"] for row in rows if row["samples"] == samples]
-            for samples in (FEW, ENOUGH)
-        }
+        ratios: dict[int, list[float]] = {FEW: [], ENOUGH: []}
+        for row in rows:
+            ratios[row["samples"]].append(row["ours"] / row["torch"])
         promises = promises_of_ratios("step time, times torch's", ratios[ENOUGH], STEP_RATIO, EACH)
         promises.append(
             Promise("the same where the GPU waits for Python, slowest", max(ratios[FEW]), WAITING)
@@ -335,10 +336,10 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
         train(), train()
         return train
 
-    two_steps(
-        lambda model: model
-    )  # CUDA's libraries take their own memory here, before a wrapper is measured.
-    ways, memory = {}, {}
+    # CUDA's libraries take their own memory here, before a wrapper is measured.
+    two_steps(lambda model: model)
+    ways = {}
+    memory = {}
     for name in order:
         before = allocated()
         train = two_steps(wrappers[name])
@@ -379,10 +380,12 @@ def compared(args: argparse.Namespace) -> Part:
         timeout=180,
     )
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
-    rows = [
-        {"world_size": ranks, **{name: getattr(stage, name) for name in columns}}
-        for stage in results.stages
-    ]
+    rows = []
+    for stage in results.stages:
+        row: Row = {"world_size": ranks}
+        for name in columns:
+            row[name] = getattr(stage, name)
+        rows.append(row)
     far = results.max_abs_diff
     return Part(rows, [Promise("distance to one device's weights in float32, largest", far, 1e-4)])
 
@@ -446,13 +449,10 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
 def lessons(args: argparse.Namespace) -> Part:
     """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
     results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
-    rows = [
-        {
-            name: getattr(stage, name)
-            for name in ("stage", "name", "step_ms", "max_abs_diff_vs_single")
-        }
-        for stage in results.stages
-    ]
+    columns = ("stage", "name", "step_ms", "max_abs_diff_vs_single")
+    rows = []
+    for stage in results.stages:
+        rows.append({name: getattr(stage, name) for name in columns})
     also = {"measured_on": results.measured_on, "message": results.message}
     if importlib.util.find_spec("matplotlib") is not None:
         from ddp_course.showing.plots import compare_figure
@@ -549,7 +549,8 @@ def finish(report: Row, folder: Path) -> list[Path]:
     report["answers"] = answers(report)
     print(table(report["answers"]))
     replace_file(folder / "gpu.json", (json.dumps(report, indent=1) + "\n").encode())
-    written = [path for path in [folder / "gpu_lessons.png"] if path.exists()]
+    of_lessons = folder / "gpu_lessons.png"
+    written = [of_lessons] if of_lessons.exists() else []
     if importlib.util.find_spec("matplotlib") is not None:
         device = report["parts"].get("scaling", {}).get("device", "this machine")
         written += figures(report["parts"], device, folder)

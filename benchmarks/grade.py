@@ -48,9 +48,11 @@ def throughput(args: argparse.Namespace) -> Part:
         make_submissions(Path(made), args.exercise, args.count)
         submissions, _ = find_submissions([made])
         with watching_memory() as memory:
-            start, before = time.perf_counter(), processor_seconds()
+            start = time.perf_counter()
+            before = processor_seconds()
             results = grade(submissions, exercises, 1, args.jobs)
-            seconds, processor = time.perf_counter() - start, processor_seconds() - before
+            seconds = time.perf_counter() - start
+            processor = processor_seconds() - before
     half = len(memory) // 2
     misjudged = [
         result
@@ -131,7 +133,8 @@ class watching_memory:
     """
 
     def __enter__(self):
-        self.samples, self.stop = [], threading.Event()
+        self.samples = []
+        self.stop = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
         return self.samples

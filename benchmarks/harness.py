@@ -38,10 +38,12 @@ class Promise:
 
     def record(self) -> Row:
         """The promise as an entry of the report, with None for a bound that is missing."""
-        bounds = {name: getattr(self, name) for name in ("at_least", "at_most")}
-        finite = {name: bound if math.isfinite(bound) else None for name, bound in bounds.items()}
+        bounds: dict[str, float | None] = {"at_least": None, "at_most": None}
+        for name in bounds:
+            if math.isfinite(getattr(self, name)):
+                bounds[name] = getattr(self, name)
         kept = self.at_least <= self.value <= self.at_most
-        return {"promise": self.what, "value": self.value, **finite, "kept": kept}
+        return {"promise": self.what, "value": self.value, **bounds, "kept": kept}
 
 
 def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
@@ -114,15 +116,17 @@ class Benchmark:
         """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not
         kept, else 0.
         """
-        folder, only = writable_folder(args.out), getattr(args, "only", None)
+        folder = writable_folder(args.out)
+        only = getattr(args, "only", None)
         file = folder / (self.file or f"bench_{self.name}.json")
         if getattr(args, "repeats", 1) < 1:
             raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
-        parts = earlier_parts(file, [only] if only else [*self.parts.keys() - set(self.on_request)])
+        names = [name for name in self.parts if name not in self.on_request]
+        if only:
+            names = [only]
+        parts = earlier_parts(file, names)
         report = {"benchmark": self.name, "machine": machine(), "parts": parts}
-        for name in (
-            [only] if only else [name for name in self.parts if name not in self.on_request]
-        ):
+        for name in names:
             part = self.parts[name](args)
             promises = [promise.record() for promise in part.promises]
             repeats = {"repeats": args.repeats} if self.repeats else {}
@@ -130,13 +134,13 @@ class Benchmark:
             print(f"{name}\n{table(part.table or part.rows)}\n", flush=True)
             print("\n".join(map(verdict, promises)), flush=True)
             replace_file(file, (json.dumps(report, indent=1) + "\n").encode())
-        for path in [file, *(self.finish(report, folder) if self.finish else [])]:
+        written = [file]
+        if self.finish:
+            written += self.finish(report, folder)
+        for path in written:
             print(f"wrote {path}")
-        return (
-            0
-            if all(promise["kept"] for part in parts.values() for promise in part["promises"])
-            else 1
-        )
+        promises = [promise for part in parts.values() for promise in part["promises"]]
+        return 0 if all(promise["kept"] for promise in promises) else 1
 
 
 def table(rows: list[Row]) -> str:
@@ -144,11 +148,17 @@ def table(rows: list[Row]) -> str:
     try:
         from tabulate import tabulate
     except ImportError:  # Some machines have torch and numpy only.
-        written = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-        return "\n".join(
-            ", ".join(f"{key}: {written(value)}" for key, value in row.items()) for row in rows
-        )
+        return "\n".join(map(line_of, rows))
     return tabulate(rows, headers="keys", floatfmt=".4g")
+
+
+def line_of(row: Row) -> str:
+    """A row in one line, its floating-point numbers with four digits."""
+    words = []
+    for key, value in row.items():
+        written = f"{value:.4g}" if isinstance(value, float) else str(value)
+        words.append(f"{key}: {written}")
+    return ", ".join(words)
 
 
 def verdict(promise: Row) -> str:
@@ -157,10 +167,8 @@ def verdict(promise: Row) -> str:
     limits = ", ".join(
         f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None
     )
-    return (
-        f"{'kept' if promise['kept'] else 'NOT KEPT'}: {promise['promise']}: {promise['value']:.3g}"
-        f" ({limits})"
-    )
+    kept = "kept" if promise["kept"] else "NOT KEPT"
+    return f"{kept}: {promise['promise']}: {promise['value']:.3g} ({limits})"
 
 
 def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row]:
@@ -183,11 +191,12 @@ def machine() -> Row:
             if line.startswith("model name")
         ]
         processor = names[0].partition(": ")[2] if names else processor
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return {
         "processor": processor or platform.machine(),
-        "cores": (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
+        "cores": cores,
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -206,11 +215,14 @@ def take_turns(
     The order rotates, and every second turn goes backwards: no way always follows the same other
     way.
     """
-    names, seconds = list(ways), {name: [] for name in ways}
+    names = list(ways)
+    seconds = {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
         shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]
-        for name in reversed(order) if turn % 2 else order:
+        if turn % 2:
+            order.reverse()
+        for name in order:
             value = agree(ways[name]()) if agree else ways[name]()
             if turn >= warm_up:
                 seconds[name].append(value)

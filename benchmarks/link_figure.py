@@ -30,11 +30,10 @@ def link_figure(rows: list[dict[str, Any]]) -> Picture:
     rows = [row for row in rows if row["bandwidth_bits_s"] == bandwidth]
     size = max(row["bytes"] for row in rows)
     modes = sorted({row["mode"] for row in rows})
-    ranks = max(
-        set.intersection(
-            *({row["world_size"] for row in rows if row["mode"] == mode} for mode in modes)
-        )
-    )
+    in_every_mode = {row["world_size"] for row in rows}
+    for mode in modes:
+        in_every_mode &= {row["world_size"] for row in rows if row["mode"] == mode}
+    ranks = max(in_every_mode)
     ratios = [
         row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"
     ]

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +164,8 @@ def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
     """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
     sorted.
     """
-    known = {tuple(row[column] for column in COLUMNS): row for row in [*earlier, *rows]}
+    setting_of = itemgetter(*COLUMNS)
+    known = {setting_of(row): row for row in [*earlier, *rows]}
     return [
         known[key]
         for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))

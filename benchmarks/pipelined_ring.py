@@ -43,11 +43,10 @@ def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGr
         for s in steps
         for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)
     ]
-    to_add = (
-        len(arriving) // 2
-    )  # reduce-scatter adds the segments that arrive; allgather keeps them as they are
+    # Reduce-scatter adds the segments that arrive; allgather keeps them as they are.
+    to_add = len(arriving) // 2
     scratch = torch.empty_like(max(arriving, key=len))
-    places = [scratch[: len(s)] if n < to_add else s for n, s in enumerate(arriving)]
+    places = [scratch[: len(segment)] for segment in arriving[:to_add]] + arriving[to_add:]
     with streams.to_neighbours(group, sum(chunk.nbytes for chunk in chunks)) as links:
         for segment in chunks[rank].tensor_split(parts):
             links.send(segment)

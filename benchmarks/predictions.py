@@ -54,9 +54,11 @@ def packed_rings(gpus: int) -> int:
 
     Where no ring exists along wires, a step may pass through a GPU in between and take two wires.
     """
-    free = {
-        way: count for (a, b), count in V100_WIRES.items() if b < gpus for way in ((a, b), (b, a))
-    }
+    free = {}
+    for (a, b), count in V100_WIRES.items():
+        if b < gpus:
+            free[a, b] = count
+            free[b, a] = count
     ways = list(free)
     around = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
     different = {tuple(sorted(ring)) for ring in around}

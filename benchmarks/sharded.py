@@ -41,10 +41,8 @@ MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 512}, 32),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
 }
-SHARDING, NAN_CHECK = (
-    1.10,
-    1.02,
-)  # Our step may take this many times torch's, and a checked step an unchecked one's.
+SHARDING = 1.10  # Our step may take this many times torch's.
+NAN_CHECK = 1.02  # A checked step may take this many times an unchecked one's.
 
 
 class Delay(torch.nn.Module):
@@ -57,7 +55,8 @@ class Delay(torch.nn.Module):
 
     def __init__(self, forward_ms, backward_ms):
         super().__init__()
-        self.forward_ms, self.backward_ms = forward_ms, backward_ms
+        self.forward_ms = forward_ms
+        self.backward_ms = backward_ms
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(N, …) to the same, after N times `forward_ms`."""
@@ -88,16 +87,16 @@ def against(
 
     def part(args: argparse.Namespace) -> Part:
         """Seconds of a step, a row for each model and world size."""
-        rows, table, promises = [], [], []
+        rows = []
+        table = []
+        promises = []
         for model in MODELS:
             for world_size in world_sizes:
                 seconds = launch(
                     measure, model, args.repeats, world_size=world_size, device="cpu", timeout=600
                 )[0]
-                ratio, setting = (
-                    seconds[ours] / seconds[other],
-                    {"model": model, "world_size": world_size},
-                )
+                ratio = seconds[ours] / seconds[other]
+                setting = {"model": model, "world_size": world_size}
                 rows.append({**setting, **seconds})
                 table.append(
                     {
@@ -123,7 +122,8 @@ def optimizer_times(model: str, repeats: int) -> dict[str, float]:
 
     warnings.simplefilter("ignore")
     make, *batch = model_and_batch(*MODELS[model])
-    theirs, ours = DistributedDataParallel(make()), make()
+    theirs = DistributedDataParallel(make())
+    ours = make()
     ways = {
         "torch": timed(
             step, theirs, ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001), *batch
@@ -140,8 +140,9 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
 
     warnings.simplefilter("ignore")
     make, *batch = model_and_batch(*MODELS[model])
-    theirs, mesh = make(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in theirs.blocks if hasattr(theirs, "blocks") else theirs:
+    theirs = make()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in getattr(theirs, "blocks", theirs):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
     fully_shard(theirs, mesh=mesh)
@@ -160,7 +161,8 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     make, inputs, targets = model_and_batch(*MODELS[model])
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     count = 2 * world_size
 
     def part():
@@ -185,7 +187,8 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
     happen: in the backward pass, when the gradient has just been computed.
     """
     make, *batch = model_and_batch(*MODELS[model])
-    watched, spent = make(), [0.0]
+    watched = make()
+    spent = [0.0]
 
     def check(parameter, name):
         began = time.perf_counter()
@@ -211,7 +214,8 @@ def hierarchy(args: argparse.Namespace) -> Part:
     """A flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the
     theory.
     """
-    link, nbytes = Link("100Mbit", hosts=2), 2**20
+    link = Link("100Mbit", hosts=2)
+    nbytes = 2**20
     seconds = launch(all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link)[
         0
     ]

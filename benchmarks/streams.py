@@ -193,9 +193,8 @@ def own_address() -> tuple[socket.AddressFamily, str]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat `tensor` as bytes."""
-    array: Any = (
-        tensor.detach().view(torch.uint8).numpy()
-    )  # an array is a buffer, but its type does not say so
+    # An array is a buffer, but its type does not say so.
+    array: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(array)
 
 

@@ -42,10 +42,11 @@ def model_and_batch(
     "synthetic".
     """
     problem = problems.make("synthetic" if name == "encoder" else name, **options)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return Encoder if name == "encoder" else problem.model, *next(
-        problem.batches(samples * world_size, 1, 0, rank, world_size)
-    )
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    make = Encoder if name == "encoder" else problem.model
+    inputs, targets = next(problem.batches(samples * world_size, 1, 0, rank, world_size))
+    return make, inputs, targets
 
 
 def step(forward: Callable, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:

@@ -27,11 +27,12 @@ COMMANDS = {
     "audit": "look for the usual mistakes in your own training script",
 }
 
+# These commands are not in ddp_course.
 PACKAGES = {
     "predict": "ddp_predictions",
     "grade": "ddp_grading",
     "check": "ddp_grading",
-}  # others: ddp_course
+}
 
 
 def version() -> str:

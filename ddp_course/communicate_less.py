@@ -37,9 +37,8 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged
     gradients.
     """
-    future = torch.futures.Future(
-        devices=[tensor.device] if tensor.is_cuda else None
-    )  # the GPU's streams wait for it
+    # The GPU's streams wait for it.
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future
 

@@ -151,9 +151,8 @@ class Digits(Problem):
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()
-        images = (
-            torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
-        )  # this normalises them
+        # This normalises them.
+        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
         labels = torch.tensor(labels, device=device)
         super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
         self.dropout = dropout
@@ -202,10 +201,8 @@ class Bytes(Problem):
         windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
         held_out = len(windows) // 10
         tested = windows[-held_out:][:: max(1, held_out // 128)][:128].long().to(device)
-        samples = (
-            windows[:-held_out, :-1],
-            windows[:-held_out, 1:],
-        )  # The target of each byte is the byte after it.
+        # The target of each byte is the byte after it.
+        samples = (windows[:-held_out, :-1], windows[:-held_out, 1:])
         super().__init__(samples, (tested[:, :-1], tested[:, 1:]), dtype, device)
         self.parameters = parameters
         self.context = context
@@ -279,9 +276,8 @@ class Synthetic(Problem):
         stack = nn.Sequential()
         for _ in range(self.layers):
             layer = nn.Linear(self.width, self.width, bias=False)
-            nn.init.kaiming_normal_(
-                layer.weight, nonlinearity="relu"
-            )  # Smaller weights would let the signal fade.
+            # Smaller weights would let the signal fade.
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             stack.extend([layer, nn.ReLU()])
         return stack[:-1]
 
@@ -331,10 +327,8 @@ class ByteGPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
-        for quiet in (
-            self.positions,
-            self.head,
-        ):  # The bytes' vectors, of deviation 1, differ from the first step on.
+        # The bytes' vectors, of deviation 1, differ from the first step on.
+        for quiet in (self.positions, self.head):
             nn.init.normal_(quiet.weight, std=0.02)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:

@@ -146,10 +146,12 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
     for result in results:
         by_learner.setdefault(result.learner, []).append(result)
     files: dict[str, str] = {}
-    for learner in by_learner:  # Names must differ even where a system does not tell A from a.
+    taken = set()  # Names must differ even where a system does not tell A from a.
+    for learner in by_learner:
         name = file_name(learner)
-        while f"hand_back/{name}.html".lower() in map(str.lower, files.values()):
+        while name.lower() in taken:
             name += "_"
+        taken.add(name.lower())
         files[learner] = f"hand_back/{name}.html"
     exercises: dict[int, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.exercise or 0):

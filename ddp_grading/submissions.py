@@ -108,7 +108,8 @@ def load_exercises() -> dict[int, Pristine]:
     exercises = {}
     for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
-        pristine = exercises[notebook.metadata.ddp_course.exercise] = Pristine({}, {}, {}, {})
+        pristine = Pristine({}, {}, {}, {})
+        exercises[notebook.metadata.ddp_course.exercise] = pristine
         for cell in notebook.cells:
             about = cell.metadata.get("ddp_course", {})
             source = about.get("given", cell.source)
@@ -150,6 +151,7 @@ def find_submissions(
         for work in works:
             work.learner = in_roster(work, work.parts, roster)
     check_owners(handed_in)
+    # A learner's folder without a notebook counts if it lies beside folders with one.
     learners = {work.learner for work in handed_in}
     beside = {holder_of(work) for work in handed_in}
     for work in works:

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # as in many containers: every rank would compile the course anew
+# Many containers set this, and then every rank would compile the course anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
@@ -28,14 +27,12 @@ def pytest_configure(config):
         tempfile.tempdir = folder = tempfile.mkdtemp(prefix="tests_")
         os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = folder
         keywords = {"ignore_errors": True}
-        Finalize(
-            None, shutil.rmtree, args=(folder,), kwargs=keywords, exitpriority=-200
-        )  # Python's own comes before
+        # multiprocessing's own finalizers come before this one.
+        Finalize(None, shutil.rmtree, args=(folder,), kwargs=keywords, exitpriority=-200)
 
 
-DURATIONS = Path(__file__).with_name(
-    "durations.csv"
-)  # seconds of tests, or of whole files with all their tests
+# This table has seconds of tests, or of whole files with all their tests.
+DURATIONS = Path(__file__).with_name("durations.csv")
 MOST_SECONDS = 3.5  # a test that takes longer is not for `make test`
 
 
@@ -69,11 +66,8 @@ def pytest_collection_modifyitems(items):
     )
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        names = [
-            name,
-            name.split("[")[0],
-            name.partition("::")[0],
-        ]  # the table may name any of these
+        # The table may name any of these.
+        names = [name, name.split("[")[0], name.partition("::")[0]]
         row = next((rows[name] for name in names if name in rows), None)
         if row and row["why"] != "keep" and float(row["seconds"]) > MOST_SECONDS:
             item.add_marker(pytest.mark.slow)
@@ -93,9 +87,8 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFileOrLesson(config, log) if config.option.dist == "loadfile" else None
 
 
-OWN = re.compile(
-    r"launching/server\.py|multiprocessing.(forkserver|resource_tracker)"
-)  # they end with this process
+# These processes end with the one that runs the tests.
+OWN = re.compile(r"launching/server\.py|multiprocessing.(forkserver|resource_tracker)")
 
 
 def descendants():

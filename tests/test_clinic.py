@@ -56,13 +56,18 @@ def torchrun(script, folder):
     return done.returncode, done.stdout + done.stderr
 
 
+def runs_of(number):
+    """How often a patient runs: the tenth goes on from its own checkpoint."""
+    return 2 if number == 10 else 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", FAILS)
 def test_a_patient_fails_as_it_says(number, tmp_path):
     code, words = FAILS[number]
     script = CLINIC / f"patient_{number:02}.py"
     assert script.read_text().count("\n") <= 40
-    for _ in range(1 + (number == 10)):  # the last one goes on from its own checkpoint
+    for _ in range(runs_of(number)):
         found, printed = torchrun(script, tmp_path)
         assert found == code and words in printed, printed[-3000:]
     if number == 10:
@@ -78,21 +83,25 @@ def test_a_mended_patient_trains(number, tmp_path):
     text = (CLINIC / f"patient_{number:02}.py").read_text()
     assert text.count(wrong) == 1
     (tmp_path / "mended.py").write_text(text.replace(wrong, right))
-    for _ in range(1 + (number == 10)):
+    for _ in range(runs_of(number)):
         code, printed = torchrun(tmp_path / "mended.py", tmp_path)
         assert code == 0 and "epoch 2" in printed and "nan" not in printed, printed[-3000:]
-    assert len(set(re.findall(r"weights ([-\d.]+)", printed))) == (number == 10), printed[-3000:]
+    sums = set(re.findall(r"weights ([-\d.]+)", printed))
+    expected = 1 if number == 10 else 0  # The tenth prints its weights, equal on all ranks.
+    assert len(sums) == expected, printed[-3000:]
 
 
 def solution():
     """What the solution of task 11.5 says is wrong in each patient, and what belongs there."""
     cells = json.loads(next(CLINIC.parents[1].glob("solutions/11_*.ipynb")).read_text())["cells"]
     names = {}
-    exec("".join(next(cell["source"] for cell in cells if cell["id"] == "answer-11-5")), names)
+    answer = next(cell for cell in cells if cell["id"] == "answer-11-5")
+    exec("".join(answer["source"]), names)
     return names["mended"]()
 
 
 def test_every_cause_is_a_line_of_its_patient():
     for number, (_, pieces) in CAUSES.items():
         lines = (CLINIC / f"patient_{number:02}.py").read_text().splitlines()
-        assert all(any(piece in line for line in lines) for piece in pieces), number
+        for piece in pieces:
+            assert any(piece in line for line in lines), number

@@ -2,6 +2,8 @@
 or counted.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,11 +20,12 @@ from ddp_course import (
     wire,
 )
 
-RATE, STEPS = 0.05, 6
+RATE = 0.05
+STEPS = 6
 MOMENTUM = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def made():
+def small_problem():
     return problems.make(
         "synthetic", parameters=3 * 32**2, width=32, samples=512, dtype=torch.float64
     )
@@ -34,7 +37,9 @@ def flat(model):
 
 def on_rank(way, steps=STEPS):
     """One rank: (weights, bytes sent) after some steps of `way(model, batches)`."""
-    problem, rank, world_size = made(), dist.get_rank(), dist.get_world_size()
+    problem = small_problem()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model = problem.model()
     with wire.counting() as traffic:
         way(model, problem.batches(24, steps, rank=rank, world_size=world_size))
@@ -59,8 +64,12 @@ def hooked(hook):
 
 
 def local(every, **outer):
-    make = (lambda parameters: SGD(parameters, **outer)) if outer else None
-    return lambda model, batches: communicate_less.train_local(model, batches, RATE, every, make)
+    make = partial(SGD, **outer) if outer else None
+
+    def way(model, batches):
+        communicate_less.train_local(model, batches, RATE, every, make)
+
+    return way
 
 
 def run(way, world_size=4, **options):
@@ -101,21 +110,23 @@ def test_where_nothing_is_left_out_it_is_ddp(way, averaged):
 def test_replicas_end_equal_near_to_ddp_and_not_as_ddp(way, averaged):
     weights, _ = run(way)
     assert all(torch.equal(weights[0], other) for other in weights)
-    moved, off = (averaged - flat(made().model())).norm(), (weights[0] - averaged).norm()
+    moved = (averaged - flat(small_problem().model())).norm()
+    off = (weights[0] - averaged).norm()
     assert 0 < off < 0.9 * moved, (off, moved)
 
 
 def test_replicas_that_have_not_met_yet_differ():
     weights, sent = run(local(STEPS + 1))
     assert not torch.equal(weights[0], weights[1])
-    start = flat(made().model())
+    start = flat(small_problem().model())
     assert sent == 3 * start.numel() * 8 + 6 * 8, (
         "nothing but the broadcast of rank 0, and that this is the end"
     )
 
 
 def test_bytes_are_those_of_the_formulas():
-    nbytes, world_size = flat(made().model()).numel() * 8, 4
+    nbytes = flat(small_problem().model()).numel() * 8
+    world_size = 4
 
     def sent(way):
         return run(way)[1] - run(way, steps=STEPS - 3)[1]  # of three steps, without the beginning
@@ -145,7 +156,8 @@ def test_what_is_left_out_is_sent_later():
 
 
 def asynchronous(steps):
-    problem, model = made(), made().model()
+    problem = small_problem()
+    model = small_problem().model()
     batches = problem.batches(
         24, steps, rank=max(0, dist.get_rank() - 1), world_size=max(1, dist.get_world_size() - 1)
     )
@@ -157,15 +169,14 @@ def test_a_server_with_one_worker_trains_as_one_device():
     (server, _, staleness), (worker, losses, _) = launch(
         asynchronous, 8, world_size=2, device="cpu"
     )
-    problem, model = made(), made().model()
+    problem = small_problem()
+    model = small_problem().model()
     assert losses == pytest.approx(
         stage1_single.train(model, problem.batches(24, 8), RATE), rel=1e-9
     )
-    assert (
-        torch.equal(server, worker)
-        and (server - flat(model)).abs().max() < 1e-12
-        and staleness == [0] * 8
-    )
+    assert torch.equal(server, worker)
+    assert (server - flat(model)).abs().max() < 1e-12
+    assert staleness == [0] * 8
 
 
 def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
@@ -178,7 +189,7 @@ def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
 def test_a_server_that_never_waits_refuses_nccl(monkeypatch):
     monkeypatch.setattr(wire, "on_nccl", lambda tensor, group=None: True)
     with pytest.raises(ValueError, match="keep the model on the CPU"):
-        communicate_less.train_asynchronously(made().model(), [], RATE)
+        communicate_less.train_asynchronously(small_problem().model(), [], RATE)
 
 
 class Awkward(torch.nn.Module):
@@ -187,14 +198,10 @@ class Awkward(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.frozen, self.norm = (
-            torch.nn.Linear(4, 4).requires_grad_(False),
-            torch.nn.BatchNorm1d(4),
-        )
-        self.scale, self.head = (
-            torch.nn.Parameter(torch.tensor(2.0)),
-            torch.nn.Linear(4, 3).double(),
-        )
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.head = torch.nn.Linear(4, 3).double()
         kernel = torch.nn.Conv2d(8, 16, 3, dtype=torch.bfloat16).to(
             memory_format=torch.channels_last
         )

@@ -123,9 +123,8 @@ def files_of(recipe):
 def house(tmp_path):
     """A copy of the project, as far as a recipe needs it."""
     for folder in ("ddp_course", "authoring", "notebooks", "exercises", "solutions"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder
-        )  # with what was compiled, which is as old as its source
+        # What was compiled is copied too, and is as old as its source.
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     for file in ("pyproject.toml", "README.md", "docs/figures/compare.json"):
         shutil.copy(ROOT / file, tmp_path / file)
@@ -212,7 +211,8 @@ def test_add_a_stage(house):
 
 
 def test_add_an_exercise(house):
-    lesson, task = "authoring/lessons/16_topic_exercise.py", "exercises/checks/16.py"
+    lesson = "authoring/lessons/16_topic_exercise.py"
+    task = "exercises/checks/16.py"
     hints = {"ddp_course/checking/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
     answers = {"exercises/answers/16.py": ANSWERS}
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **answers, **hints})

@@ -48,7 +48,8 @@ LOCKED = ["-r requirements.lock", "--no-deps --editable ."]
 )
 def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, learners, tools):
     """`make setup` and `make tools` with a Python that only writes down what it is to install."""
-    python = tmp_path / "venv" / ("Scripts" if system == "Windows_NT" else "bin") / "python"
+    programs = "Scripts" if system == "Windows_NT" else "bin"
+    python = tmp_path / "venv" / programs / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"""#!/bin/sh
 case "$*" in

@@ -88,7 +88,10 @@ def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, 
     try:
         done = lint_imports(house)
     finally:
-        path.unlink() if before is None else path.write_text(before)
+        if before is None:
+            path.unlink()
+        else:
+            path.write_text(before)
     assert done.returncode == 1 and shown in done.stdout, done.stdout
 
 

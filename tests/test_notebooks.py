@@ -53,9 +53,10 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
     """
     ini = folder / "nbval.ini"
     ini.write_text("[pytest]\n")
-    python = [sys.executable, *([denied.__file__] if without_namespaces else [])]
-    command = [
-        *python,
+    command = [sys.executable]
+    if without_namespaces:
+        command.append(denied.__file__)
+    command += [
         "-m",
         "pytest",
         "-c",
@@ -68,9 +69,10 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
         f"--nbval-cell-timeout={cell_seconds}",
         "-p",
         "no:cacheprovider",
-        *(["-p", "silence"] if listen else []),
-        *map(str, paths),
     ]
+    if listen:
+        command += ["-p", "silence"]
+    command += map(str, paths)
     return subprocess.run(
         command,
         cwd=folder,
@@ -99,10 +101,8 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-SMALLER = {
-    path: pytest.mark.slow if path.stem == "04_ring_all_reduce" else pytest.mark.weekly
-    for path in LESSONS
-}
+SMALLER = dict.fromkeys(LESSONS, pytest.mark.weekly)
+SMALLER |= {path: pytest.mark.slow for path in LESSONS if path.stem == "04_ring_all_reduce"}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,9 @@ PARTS = ["you can**", "## Predict", "## Check yourself", "<summary>Answer</summa
 def test_lesson_has_its_parts(path):
     text = prose(read(path))
     number = int(path.name[:2])
-    wanted = [*PARTS, *(["## What torch does"] if number else [])]
+    wanted = list(PARTS)
+    if number:
+        wanted.append("## What torch does")
     missing = [part for part in wanted if part not in text]
     assert not missing
     assert text.count("<details>") == 3 == text.count("</details>")
@@ -265,12 +267,10 @@ def test_what_is_shown_says_where_it_comes_from(path):
             elif "image/png" in data and f"{path.name[:2]}/{cell.id}" not in DRAWN:
                 alt = output.metadata.get("image/png", {}).get("alt", "")
                 assert any(kind in alt for kind in KINDS), f"{cell.id}: {alt}"
-            for line in (
-                output.get("text", "").splitlines() if output.get("name") == "stdout" else ()
-            ):
-                assert not line.startswith("Claim") or any(f"({kind})" in line for kind in KINDS), (
-                    line
-                )
+            printed = output.get("text", "") if output.get("name") == "stdout" else ""
+            for line in printed.splitlines():
+                if line.startswith("Claim"):
+                    assert any(f"({kind})" in line for kind in KINDS), line
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)

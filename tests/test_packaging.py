@@ -131,9 +131,8 @@ def installed(tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     outside = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "libraries.pth").write_text(
-        "\n".join(outside) + "\n"
-    )  # torch and the rest, without their .pth files
+    # torch and the rest can be imported, but their .pth files are not read.
+    (packages / "libraries.pth").write_text("\n".join(outside) + "\n")
     return folder / "venv" / "bin" / "python"
 
 
@@ -201,9 +200,8 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
 def test_the_pip_section_installs():
     """pip itself resolves the section, from here, without installing anything again."""
     [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
-    section = (
-        ROOT / ".environment-pip-section.txt"
-    )  # pip reads -e . from where the file is, as conda writes it
+    # pip reads -e . from where the file is, as conda writes it.
+    section = ROOT / ".environment-pip-section.txt"
     section.write_text("\n".join(pip) + "\n")
     command = [
         sys.executable,

@@ -64,7 +64,8 @@ def test_a_batch_larger_than_the_data_is_refused():
 def test_digits_are_scikit_learns():
     from sklearn.datasets import load_digits
 
-    problem, theirs = problems.make("digits"), load_digits()
+    problem = problems.make("digits")
+    theirs = load_digits()
     images = ((torch.cat([problem.inputs, problem.test_inputs]).reshape(-1, 64) + 0.8) * 6).round()
     labels = torch.cat([problem.targets, problem.test_targets])
     ours = torch.cat([labels[:, None], images], 1).long().tolist()
@@ -139,7 +140,9 @@ def test_weights_come_from_the_seed_and_leave_the_random_state_alone(name):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, same, other = problem.model(1), problem.model(1), problem.model(2)
+    first = problem.model(1)
+    same = problem.model(1)
+    other = problem.model(2)
     assert torch.equal(torch.rand(3), expected)
     assert all(
         torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True)

@@ -18,7 +18,8 @@ def by_hand(model, batches, lr):
 
 
 def test_training_is_gradient_descent():
-    ours, theirs = tiny_model(), tiny_model()
+    ours = tiny_model()
+    theirs = tiny_model()
     losses = stage1_single.train(ours, tiny_batches(), 0.1)
     assert torch.allclose(
         torch.tensor(losses), torch.tensor(by_hand(theirs, tiny_batches(), 0.1)), rtol=0, atol=1e-14

@@ -30,7 +30,8 @@ def test_scatter_covers_the_batch_in_order():
 
 
 def test_a_batch_smaller_than_the_devices_leaves_some_idle():
-    model, alone = tiny_model(), tiny_model()
+    model = tiny_model()
+    alone = tiny_model()
     parallel = stage2.DataParallel(model, ["cpu"] * 4)
     inputs, targets = next(tiny_batches(batch=3))
     torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
@@ -79,7 +80,8 @@ def test_no_devices_is_refused():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda():
-    model, batches = tiny_model(), ((inputs, targets.cuda(0)) for inputs, targets in tiny_batches())
+    model = tiny_model()
+    batches = ((inputs, targets.cuda(0)) for inputs, targets in tiny_batches())
     stage2.train(
         model, batches, 0.1, [f"cuda:{index % torch.cuda.device_count()}" for index in range(2)]
     )

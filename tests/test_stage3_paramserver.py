@@ -114,9 +114,8 @@ def test_broadcast_gives_everyone_parameters_and_buffers_of_the_source(world_siz
 
 
 def train_stage(steps=4):
-    model = tiny_model(
-        seed=dist.get_rank()
-    )  # different weights: only the broadcast makes them equal
+    # The weights differ: only the broadcast makes them equal.
+    model = tiny_model(seed=dist.get_rank())
     losses = stage3_paramserver.train(
         model, tiny_batches(dist.get_rank(), dist.get_world_size(), steps), 0.1
     )

@@ -27,10 +27,8 @@ def reduced(cases):
     """
     outcomes = []
     for name, shape, dtype in cases:
-        ours, theirs = (
-            rank_tensor(dist.get_rank(), shape, dtype),
-            rank_tensor(dist.get_rank(), shape, dtype),
-        )
+        ours = rank_tensor(dist.get_rank(), shape, dtype)
+        theirs = rank_tensor(dist.get_rank(), shape, dtype)
         with wire.counting() as traffic:
             returned = RINGS[name](ours)
         dist.all_reduce(theirs)
@@ -83,7 +81,8 @@ def test_only_the_chunked_ring_gives_all_ranks_the_same_bits():
 
 
 def reduce_scattered():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     chunks = [rank_tensor(rank, (6,), torch.int64, seed) for seed in range(world_size)]
     stage4_ring.reduce_scatter(chunks)
     return chunks
@@ -98,7 +97,8 @@ def test_after_reduce_scatter_rank_r_owns_chunk_r_plus_1(world_size):
 
 
 def gathered():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     chunks = [torch.full((2,), -1) for _ in range(world_size)]
     chunks[(rank + 1) % world_size] = torch.full((2,), (rank + 1) % world_size)
     stage4_ring.allgather(chunks)
@@ -147,17 +147,16 @@ def test_sub_groups_reduce_among_themselves():
 def off_by_one_chunk(chunks, group=None):
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
-        outgoing, target = (
-            chunks[(rank + 1 - step) % world_size],
-            chunks[(rank - step - 1) % world_size],
-        )
+        outgoing = chunks[(rank + 1 - step) % world_size]
+        target = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(target)
         wire.exchange(outgoing, right, incoming, left, group)
         target += incoming
 
 
 def broken_ring(fault):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     tensor = rank_tensor(rank, (24,))
     chunks = list(tensor.tensor_split(world_size))
     if fault == "off-by-one chunk":

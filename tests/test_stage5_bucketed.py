@@ -83,7 +83,9 @@ def test_buckets_are_torchs(cap, sizes):
     backwards = parameters[::-1]
     place = {id(parameter): index for index, parameter in enumerate(backwards)}
     theirs, _ = dist._compute_bucket_assignment_by_size(backwards, limits)
-    ours = [[place[id(member)] for member in bucket] for bucket in assign_buckets(parameters, cap)]
+    ours = []
+    for bucket in assign_buckets(parameters, cap):
+        ours.append([place[id(member)] for member in bucket])
     assert sorted(ours) == sorted(theirs)
 
 
@@ -128,9 +130,8 @@ def record_overlap():
         first_ring_is_over.set()
 
     parallel = BucketedDDP(model, bucket_cap_mb=1.0, all_reduce=ring)
-    next(model.parameters()).register_hook(
-        lambda _: first_ring_is_over.wait(20) and None
-    )  # the last gradient
+    # This gradient is the last to be ready.
+    next(model.parameters()).register_hook(lambda _: first_ring_is_over.wait(20) and None)
     inputs = torch.randn(256, 512)
     with timeline.recording() as spans, wire.counting() as traffic:
         parallel(inputs).sum().backward()
@@ -264,9 +265,8 @@ def test_what_it_cannot_do_is_refused_in_clear_words():
 def wrapped_again():
     model = tiny_model()
     for _ in range(2):
-        parallel = BucketedDDP(
-            model, bucket_cap_mb=0.001
-        )  # the first one is gone, and must not listen any more
+        # The first one is gone, and must not listen any more.
+        parallel = BucketedDDP(model, bucket_cap_mb=0.001)
         model.zero_grad()
         inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
         with wire.counting() as traffic:

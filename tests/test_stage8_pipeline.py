@@ -33,8 +33,6 @@ from ddp_course.stage8_pipeline import (
     zero_bubble,
 )
 
-KINDS = {kind.name: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
-
 
 def interleaved_zero_bubble(ranks, microbatches):
     return zero_bubble(ranks, microbatches, interleaved)
@@ -45,18 +43,14 @@ def wave(ranks, microbatches):
     to itself.
     """
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    actions = [
-        (action, m, way)
-        for m in range(microbatches)
-        for action, way in [("forward", 0), ("forward", 1)]
-    ]
-    actions += [
-        (action, m, way)
-        for m in range(microbatches)
-        for action, way in [("input", 1), ("input", 0)]
-    ]
-    actions += [("weight", m, way) for m in range(microbatches) for way in (0, 1)]
-    return [[KINDS[action](m, own[way]) for action, m, way in actions] for own in stages]
+    every = range(microbatches)
+    schedule = []
+    for there, back in stages:
+        forward = [Forward(m, stage) for m in every for stage in (there, back)]
+        inputs = [BackwardInput(m, stage) for m in every for stage in (back, there)]
+        weights = [BackwardWeight(m, stage) for m in every for stage in (there, back)]
+        schedule.append(forward + inputs + weights)
+    return schedule
 
 
 SCHEDULES = [gpipe, one_forward_one_backward]
@@ -85,7 +79,8 @@ def length_of(schedule, **times):
 def test_interleaved_and_split_schedules_shrink_the_bubble(ranks, microbatches):
     """In units of a forward pass through all stages of a rank: 3 M of work, and K-1 times …"""
     half = {"forward": 0.5, "backward": 1.0}
-    work, ends = 3 * microbatches, ranks - 1
+    work = 3 * microbatches
+    ends = ranks - 1
     assert length_of(one_forward_one_backward(ranks, microbatches)) == work + 3 * ends
     assert length_of(interleaved(ranks, microbatches), **half) == work + 1.5 * ends
     assert length_of(zero_bubble(ranks, microbatches)) == work + ends
@@ -225,7 +220,9 @@ def trained_in_microbatches(microbatches):
 
 def pipelines():
     """Train with all schedules, whole and uneven micro-batches; at K = 4 on a 2 x 2 grid too."""
-    results, rank, world_size = {}, dist.get_rank(), dist.get_world_size()
+    results = {}
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     cases = [(schedule, m) for schedule in SCHEDULES for m in (1, 4, 5)]
     cases += [(schedule, 2 * world_size) for schedule in (*ALL[2:], wave)] + [(zero_bubble, 5)]
     for schedule, microbatches in cases:
@@ -273,11 +270,14 @@ def test_a_pipeline_equals_one_device(world_size):
 def torchs_order(torchs, ranks, microbatches):
     """What a schedule of torch lets the ranks do, as our instructions."""
     names = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
-    rows = [[each for each in torchs.pipeline_order[rank] if each] for rank in range(ranks)]
-    return [
-        [names[kind.value](m, stage) for stage, kind, m, *_ in row if kind.value in names]
-        for row in rows
-    ]
+    orders = []
+    for rank in range(ranks):
+        order = []
+        for stage, kind, m, *_ in filter(None, torchs.pipeline_order[rank]):
+            if kind.value in names:
+                order.append(names[kind.value](m, stage))
+        orders.append(order)
+    return orders
 
 
 def against_torch(schedule, name):
@@ -286,14 +286,15 @@ def against_torch(schedule, name):
     """
     from torch.distributed import pipelining
 
-    rank, world_size, microbatches = dist.get_rank(), dist.get_world_size(), 6
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    microbatches = 6
     inputs, targets = next(tiny_batches())
     homes = home_ranks(schedule(world_size, microbatches))
     own = [stage for stage in homes if homes[stage] == rank]
-    parts = [
-        [split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own]
-        for _ in range(3)
-    ]
+    parts = []
+    for _ in range(3):
+        parts.append([split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own])
     ours = [Pipeline(parts[0], microbatches, schedule).step(inputs, targets)]
     stages = [
         pipelining.PipelineStage(part, stage, len(homes), torch.device("cpu"))
@@ -305,10 +306,10 @@ def against_torch(schedule, name):
         microbatches,
         cross_entropy,
     )
-    theirs, last = [], max(homes) in own
-    torchs.step(
-        *[inputs] * (0 in own), target=targets if last else None, losses=theirs if last else None
-    )
+    theirs = []
+    arguments = [inputs] if 0 in own else []
+    at_the_end = {"target": targets, "losses": theirs} if max(homes) in own else {}
+    torchs.step(*arguments, **at_the_end)
     if len(homes) > world_size:
         order = torchs_order(torchs, world_size, microbatches)
         ours.append(Pipeline(parts[2], microbatches, lambda *_: order).step(inputs, targets))
@@ -348,7 +349,8 @@ def batch_norm():
     """
     from torch.distributed import pipelining
 
-    rank, (inputs, targets) = dist.get_rank(), next(tiny_batches())
+    rank = dist.get_rank()
+    inputs, targets = next(tiny_batches())
     parts = [
         torch.nn.Sequential(torch.nn.Linear(13, 13), torch.nn.BatchNorm1d(13)).double()
         for _ in range(2)
@@ -360,9 +362,10 @@ def batch_norm():
         parts[1], rank, 2, torch.device("cpu"), input_args=shape, output_args=shape
     )
     torchs = pipelining.Schedule1F1B(stage, 4, cross_entropy)
-    torchs.step(
-        *[inputs] * (rank == 0), target=targets if rank else None, losses=[] if rank else None
-    )
+    if rank == 0:
+        torchs.step(inputs)
+    else:
+        torchs.step(target=targets, losses=[])
     return [part[1].running_mean for part in parts]
 
 
@@ -404,22 +407,20 @@ def traffic_of_a_step(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_only_activations_and_their_gradients_travel(schedule):
-    first, middle, last = launch(traffic_of_a_step, schedule, world_size=3)
-    sent, received = (
-        [getattr(t, name) for t, _ in (first, middle, last)]
-        for name in ("bytes_sent", "bytes_received")
-    )
-    assert sent == [10 * 7 * 4, 10 * (7 + 3) * 4, 10 * 3 * 4]
-    assert received == sent
-    assert [t.messages_sent for t, _ in (first, middle, last)] == [4, 8, 4]
-    assert [kept for _, kept in (first, middle, last)] == (
-        [4, 4, 4] if schedule is gpipe else [3, 2, 1]
-    )
+    ranks = launch(traffic_of_a_step, schedule, world_size=3)
+    traffic = [counts for counts, _ in ranks]
+    nbytes = [10 * 7 * 4, 10 * (7 + 3) * 4, 10 * 3 * 4]
+    assert [counts.bytes_sent for counts in traffic] == nbytes
+    assert [counts.bytes_received for counts in traffic] == nbytes
+    assert [counts.messages_sent for counts in traffic] == [4, 8, 4]
+    most_kept = [4, 4, 4] if schedule is gpipe else [3, 2, 1]
+    assert [kept for _, kept in ranks] == most_kept
 
 
 def saved_bytes(schedule):
     """The most bytes that autograd kept for the backward pass at any moment of a step."""
-    held, most = [0], [0]
+    held = [0]
+    most = [0]
 
     class Kept:
         def __init__(self, tensor):
@@ -452,8 +453,8 @@ def test_split_is_even_and_leaves_no_rank_without_parameters():
     for stages in (1, 2, 3, 4, 5):
         parts = split(layers, stages)
         assert [layer for part in parts for layer in part] == layers
-        sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
-        assert min(sizes) > 0
+        for part in parts:
+            assert sum(parameter.numel() for parameter in part.parameters()) > 0
     equal = [torch.nn.Linear(4, 4) for _ in range(8)]
     assert [len(part) for part in split(equal, 4)] == [2, 2, 2, 2]
     assert [len(part) for part in split(equal[:2], 2)] == [1, 1]
@@ -539,7 +540,8 @@ class Returns(torch.nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.layer, self.function = torch.nn.Linear(3, 3), function
+        self.layer = torch.nn.Linear(3, 3)
+        self.function = function
 
     def forward(self, inputs):
         return self.function(self.layer(inputs[:, :3]))
@@ -577,7 +579,8 @@ def test_what_cannot_be_passed_on_is_said(odd, words):
 
 
 def batches_that_differ(samples):
-    rank, model = dist.get_rank(), torch.nn.Linear(3, 3)
+    rank = dist.get_rank()
+    model = torch.nn.Linear(3, 3)
     Pipeline(model, 2).step(torch.ones(samples[rank], 3), torch.zeros(samples[rank]).long())
 
 
@@ -590,7 +593,8 @@ def test_ranks_with_batches_of_other_sizes_are_told():
 def lbfgs():
     """An optimizer that looks at all gradients, at those of one stage."""
     stage = torch.nn.Linear(3, 3)
-    pipeline, optimizer = Pipeline(stage, 2), torch.optim.LBFGS(stage.parameters())
+    pipeline = Pipeline(stage, 2)
+    optimizer = torch.optim.LBFGS(stage.parameters())
     optimizer.step(lambda: pipeline.step(torch.ones(4, 3), torch.zeros(4).long()) or 0.0)
 
 

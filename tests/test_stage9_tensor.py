@@ -54,7 +54,8 @@ def distance(make, tensor, breaking=None):
     """How far weights and losses (the mean over all ranks) are from those of one device."""
     if breaking:
         breaking()
-    model, one = make(), make()
+    model = make()
+    one = make()
     data = dist.get_world_size() // tensor
     losses = stage9_tensor.train(
         model, batches(dist.get_rank() // tensor, data), 0.1, tensor=tensor
@@ -99,17 +100,16 @@ def traffic(tensor):
     """Bytes that this rank sent in a step, what the formula says, and the bytes of its
     gradients.
     """
-    model, data = gpt(), dist.get_world_size() // tensor
+    model = gpt()
+    data = dist.get_world_size() // tensor
     groups = stage9_tensor.mesh(data=data, tensor=tensor)
     stage9_tensor.parallelize(model, groups["tensor"])
     inputs, targets = next(batches(dist.get_rank() // tensor, data))
     with wire.counting() as sent:
         cross_entropy(model(inputs), targets).backward()
         stage9_tensor.average_on_ring(stage9_tensor.gradients(model), group=groups["data"])
-    activations, gradients = (
-        inputs.numel() * 128 * 8,
-        sum(p.numel() * 8 for p in model.parameters()),
-    )
+    activations = inputs.numel() * 128 * 8
+    gradients = sum(p.numel() * 8 for p in model.parameters())
     formula = 2 * 4 * 2 * (tensor - 1) / tensor * activations + 2 * (data - 1) / data * gradients
     return sent.bytes_sent, formula, gradients
 
@@ -119,7 +119,8 @@ def test_bytes_are_those_of_the_formula(data, tensor):
     """Two blocks, four all-reduces of activations in each, and one of the gradients of this rank's
     slices.
     """
-    whole, biases = sum(p.numel() * 8 for p in gpt().parameters()), 2 * (3 + 4) * 128 * 8
+    whole = sum(p.numel() * 8 for p in gpt().parameters())
+    biases = 2 * (3 + 4) * 128 * 8
     split = 2 * 12 * 128**2 * 8 + biases
     for sent, formula, gradients in launch(traffic, tensor, world_size=data * tensor):
         assert sent == formula and gradients == whole - split + split / tensor
@@ -131,11 +132,10 @@ def against_torch(change):
     """
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
-    members = [
-        [dist.get_process_group_ranks(of(axis)) for axis in groups]
-        for of in (groups.get, devices.get_group)
-    ]
-    ours, theirs = gpt().blocks[0].mlp, gpt().blocks[0].mlp
+    our_members = [dist.get_process_group_ranks(groups[axis]) for axis in groups]
+    their_members = [dist.get_process_group_ranks(devices.get_group(axis)) for axis in groups]
+    ours = gpt().blocks[0].mlp
+    theirs = gpt().blocks[0].mlp
     parallelize_module(theirs, devices["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     stage9_tensor.parallelize(ours, groups["tensor"])
     change()
@@ -152,7 +152,7 @@ def against_torch(change):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
     ]
     gaps = [(a.detach().as_subclass(torch.Tensor) - b).abs().max().item() for a, b in pairs]
-    return members[0] == members[1], max(gaps)
+    return our_members == their_members, max(gaps)
 
 
 def test_it_agrees_with_torchs_parallelize_module():
@@ -180,10 +180,10 @@ def twice_over(option):
     """Two legs of a step, split and whole again: the distance to one device, and whether all
     modules are back.
     """
-    ours, one = gpt(), gpt()
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)
-    ]  # made before anything is split
+    ours = gpt()
+    one = gpt()
+    # The optimizers are made before anything is split.
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)]
     modules = list(ours.modules())
     for _ in range(2):
         stage9_tensor.parallelize(ours)
@@ -222,7 +222,8 @@ def test_dropout_drops_the_same_on_ranks_that_share_layers():
 
 
 def torchs_clipping():
-    model, (inputs, targets) = stage9_tensor.parallelize(gpt()), next(batches())
+    model = stage9_tensor.parallelize(gpt())
+    inputs, targets = next(batches())
     cross_entropy(model(inputs), targets).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 

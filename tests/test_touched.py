@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
         ("ddp_course/running/launching/rank.py", "tests/running/launching"),
         ("ddp_course/collectives/tree.py", "tests/collectives"),
         ("ddp_course/errors.py", "tests/test_house.py"),
+        ("ddp_course/errors.py", "tests/running/launching"),
         ("ddp_course/mesh.py", "tests/test_stage9_tensor.py"),
         ("ddp_course/measuring/results.py", "tests/running/clocks/test_clocks.py"),
         ("tests/test_problems.py", "tests/test_problems.py"),

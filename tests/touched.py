@@ -19,6 +19,7 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_grading": "tests/grading",
     "ddp_predictions": "tests/predictions",
     "ddp_course/measuring": "tests/measuring tests/commands tests/running/clocks/test_clocks.py",
+    "ddp_course/errors": "tests/test_house.py tests/running/launching tests/running/test_faults.py",
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
     "ddp_course/variants": "tests/commands/test_compare.py",

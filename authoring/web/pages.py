@@ -42,7 +42,8 @@ class Page:
 def notebook(path: Path) -> Page:
     """The page of a lesson or an exercise, with links between the two."""
     page = Page(f"{path.parent.name}/{path.stem}.md", "")
-    parts, predictions = [], []
+    parts = []
+    predictions = []
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.id == BADGES:
             parts.append(ways_in(path))
@@ -70,11 +71,8 @@ def ways_in(path: Path) -> str:
     ]
     links = ["Open in " + " · ".join(places)]
     if (ROOT / other / path.name).exists():
-        links.insert(
-            0,
-            f"[{'Lesson' if other == 'notebooks' else 'Exercise'}"
-            f" {int(path.stem[:2])}](../{other}/{path.stem}.md)",
-        )
+        kind = "Lesson" if other == "notebooks" else "Exercise"
+        links.insert(0, f"[{kind} {int(path.stem[:2])}](../{other}/{path.stem}.md)")
     return f'<p class="ways-in" markdown="1" data-search-exclude>{" · ".join(links)}</p>'
 
 
@@ -94,10 +92,8 @@ def prose(markdown: str, where: str) -> str:
 
 def formula(match: re.Match) -> str:
     """One TeX formula as MathML, which browsers show without help."""
-    tex, display = (
-        (match[1] or match[2]).strip().replace("\n", " "),
-        "block" if match[1] else "inline",
-    )
+    tex = (match[1] or match[2]).strip().replace("\n", " ")
+    display = "block" if match[1] else "inline"
     return convert(tex, display=display).replace("*", "&#42;").replace("_", "&#95;")
 
 
@@ -116,14 +112,16 @@ def target(link: str, where: str) -> str:
         return link
     if inside.as_posix().startswith("docs/") and there.is_file():
         return link  # a picture
-    return f"{repository()}/{'tree' if there.is_dir() else 'blob'}/main/{inside.as_posix()}"
+    kind = "tree" if there.is_dir() else "blob"
+    return f"{repository()}/{kind}/main/{inside.as_posix()}"
 
 
 def with_lists_apart(markdown: str) -> str:
     """An empty line before each list that CommonMark would begin in mid-paragraph; code is left
     alone.
     """
-    lines, fenced = [], False
+    lines = []
+    fenced = False
     for line in markdown.split("\n"):
         fenced ^= bool(re.match(r" *(```|~~~)", line))
         before = lines[-1] if lines else ""
@@ -173,7 +171,8 @@ def shown(output, page: Page, predictions: list, language: str | None) -> str:
         text = output.get("text") or "\n".join(output.get("traceback", []))
         lines = [line for line in text.splitlines() if not PROGRESS.search(line)]
         return fence("\n".join(lines), "text") if lines else ""
-    data, ours = output.data, output.data.get(MIME, {})
+    data = output.data
+    ours = output.data.get(MIME, {})
     if PROGRESS.search(data.get("text/plain", "")):
         return ""
     if "explorer" in ours:
@@ -188,9 +187,8 @@ def shown(output, page: Page, predictions: list, language: str | None) -> str:
     if language:
         return fence(data["text/plain"], language)
     if "text/html" in data:
-        without_gaps = re.sub(
-            r"\n\s*\n", "\n", data["text/html"]
-        )  # an empty line would end the block of HTML
+        # An empty line would end the block of HTML.
+        without_gaps = re.sub(r"\n\s*\n", "\n", data["text/html"])
         return f'<div class="output">{without_gaps}</div>'
     return fence(data.get("text/plain", ""), "text")
 

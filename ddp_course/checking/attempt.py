@@ -38,9 +38,8 @@ COLLECTIVES = tuple(
     for name, thing in vars(dist).items()
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
-groups: dict[
-    int, Any
-] = {}  # {size: group of the first `size` ranks}; the groups last for the whole launch.
+# {size: group of the first `size` ranks}; the groups last for the whole launch.
+groups: dict[int, Any] = {}
 reading = threading.Lock()  # A `read` may draw from torch's one state of chance.
 
 
@@ -122,6 +121,7 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     try:
         by_rank = list(map(unpack, content))
         if task.read:
+            # Where a task has a `read`, its probe yields all values for the part "".
             returned = [list(parts[""].values()) for parts in by_rank]
             one_or_all = returned[0] if task.ranks == 1 else returned
             with reading:

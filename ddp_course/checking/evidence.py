@@ -202,9 +202,11 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
     if not own:
         return None
     owners = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
-    numbers = [owners[function] for _, _, function, _ in own if function in owners] or [task.number]
+    owner = task.number
+    for _, _, function, _ in own:
+        owner = owners.get(function, owner)
     _, line, function, text = own[-1]
-    return Frame(numbers[-1], line, function, text.strip())
+    return Frame(owner, line, function, text.strip())
 
 
 def place(frame: Frame | None, task: Task) -> str:

@@ -113,9 +113,8 @@ def main(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
     if rank:
         return
-    written = save(
-        results, args.out
-    )  # Files come first: the program that reads the table may close the pipe.
+    # Files come first: the program that reads the table may close the pipe.
+    written = save(results, args.out)
     print(table(results), KEY, *(f"wrote {path}" for path in written), "", sep="\n")
     print(
         "How to read it: the loss is everywhere the same, the time of a step is not;"

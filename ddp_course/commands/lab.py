@@ -129,9 +129,8 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
-    os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(
-        home / "workspaces"
-    )  # Each copy has its own tabs.
+    # Each copy has its own tabs.
+    os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
     folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
 

@@ -156,9 +156,8 @@ def make_job(
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    next(
-        job.batches(0, world_size)
-    )  # This call refuses a batch that is too large or that ranks cannot share equally.
+    # This call refuses a batch that is too large or that ranks cannot share equally.
+    next(job.batches(0, world_size))
     return job
 
 

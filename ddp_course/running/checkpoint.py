@@ -53,9 +53,8 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     content = packed(state)
     with writing_to(folder):
         try:
-            for leftover in folder.glob(
-                ".*.tmp"
-            ):  # A writer that was killed left it: there is one writer at a time.
+            # A writer that was killed left it: there is one writer at a time.
+            for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
             number = max(map(number_of, checkpoints(folder)), default=0) + 1
             file = files.write_whole(folder / f"checkpoint-{number:08}.pt", content, OWNER_ONLY)

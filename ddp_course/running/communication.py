@@ -110,9 +110,8 @@ class CommunicationThread:
         """Return the thread's own stream on a CUDA `device`, or None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
-            if "nccl" in dist.get_backend_config(
-                self.group
-            ):  # NCCL wants a collective before the first message
+            # NCCL wants a collective before the first message.
+            if "nccl" in dist.get_backend_config(self.group):
                 self.start(
                     lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group),
                     device,

@@ -29,9 +29,8 @@ CALLS_PER_RANK = 64  # ranks are never more than this many calls apart
 TEXT_BYTES = 200
 MOST_MEMBERS = 128
 
-_own = SimpleNamespace(
-    memory=None, rank=0
-)  # a process takes part in at most one launch, and shares its table
+# A process takes part in at most one launch, and shares its table.
+_own = SimpleNamespace(memory=None, rank=0)
 # this maps a group's name to the number of our collectives that this rank entered in it
 sequences: dict = {}
 _inside = threading.local()

@@ -53,9 +53,8 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         os.environ["DDP_COURSE_DEVICE"] = own_device
         settle_on(own_device)
         if local == world_size and sys.platform == "linux":
-            os.environ.setdefault(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # the machine's name may resolve to another card
+            # The machine's name may resolve to another card.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = fresh_store(timeout, local == world_size)
         check_step(meeting["store"], meeting["rank"])
         backend = common_backend(meeting["store"], meeting["rank"], world_size, own_device)

@@ -230,10 +230,8 @@ def available_memory() -> int:
         import psutil  # Most processes that load this module do not need psutil.
 
         return psutil.virtual_memory().available
-    except (
-        ImportError,
-        OSError,
-    ):  # A borrowed machine may not have the package, and a container no /proc.
+    except (ImportError, OSError):
+        # A borrowed machine may not have the package, and a container no /proc.
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

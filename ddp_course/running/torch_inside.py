@@ -39,18 +39,15 @@ is_wrapper = is_traceable_wrapper_subclass_type
 Operator = torch._ops.OpOverload  # A dispatch mode is given these.
 busy_gpu = torch.cuda._sleep
 with_weights = _reparametrize_module  # In this block a module has other tensors as its weights.
-default_group = (
-    distributed_c10d._get_default_group
-)  # The function raises ValueError where no group has been made.
+# The function raises ValueError where no group has been made.
+default_group = distributed_c10d._get_default_group
 default_store = distributed_c10d._get_default_store
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = _get_current_dispatch_mode_stack
-as_plain_tensors = (
-    torch._C.DisableTorchFunctionSubclass
-)  # In this block functions treat subclasses as plain tensors.
-backward_pass = (
-    torch._C._current_graph_task_id
-)  # Backward passes have numbers from 0; -1 means no pass.
+# In this block functions treat subclasses as plain tensors.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+# Backward passes have numbers from 0; -1 means no pass.
+backward_pass = torch._C._current_graph_task_id
 
 
 def tensors_in(*operands: Any) -> list[torch.Tensor]:
@@ -190,9 +187,8 @@ def messages() -> int:
     """Return how many of torch's own collectives, sends and receives this process has begun, in all
     process groups.
     """
-    groups: Any = (
-        distributed_c10d._world.pg_map
-    )  # the stubs do not know that groups count their operations
+    # The stubs do not know that groups count their operations.
+    groups: Any = distributed_c10d._world.pg_map
     count = 0
     for group in groups:
         with suppress(RuntimeError):  # the backend of a mesh's group does not count its operations

@@ -29,9 +29,8 @@ def __getattr__(name):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_HOME[name]}", __name__)
-    return getattr(
-        module, name, module
-    )  # Where the module lacks the name, the name means the module.
+    # Where the module lacks the name, the name means the module.
+    return getattr(module, name, module)
 
 
 def __dir__():

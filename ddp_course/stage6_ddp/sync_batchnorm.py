@@ -131,9 +131,8 @@ def whole_batch_statistics(inputs, group=None):
     dist.all_gather(everyone, own, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
-    if (
-        count <= 1 and total <= 1
-    ):  # with 2 values a rank does not read `total`, for which it would wait on a GPU
+    # With 2 values a rank does not read `total`, for which it would wait on a GPU.
+    if count <= 1 and total <= 1:
         raise ValueError(
             "training needs more than 1 value per channel over all ranks together, got"
             f" {int(total)}"

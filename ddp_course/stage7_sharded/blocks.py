@@ -93,9 +93,8 @@ class Block(Flat):
         `Sharded`.
         """
         if self.gathering is not None:
-            with suppress(
-                Exception
-            ):  # the block that waited for the parameters has raised the error
+            # The block that waited for the parameters has raised the error.
+            with suppress(Exception):
                 self.gathering()
             self.gathering = None
         for parameter in self.parameters:

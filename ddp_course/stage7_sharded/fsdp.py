@@ -135,9 +135,8 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.backward_pass = None
         self.latest = None
         for wait in reducing:
-            with suppress(
-                Exception
-            ):  # the communication thread raises the error again in its next job
+            # The communication thread raises the error again in its next job.
+            with suppress(Exception):
                 wait()
         for block in self.blocks:
             block.drop_gradients()

@@ -23,10 +23,11 @@ def weights(model):
 
 def batches_of(random, count, size):
     """`count` batches of (inputs, targets) for the little net."""
-    return [
-        (inputs, torch.tensor([random.randrange(3) for _ in range(size)]))
-        for inputs in tensors(random, count, size, 5, dtype=torch.float64)
-    ]
+    batches = []
+    for inputs in tensors(random, count, size, 5, dtype=torch.float64):
+        targets = torch.tensor([random.randrange(3) for _ in range(size)])
+        batches.append((inputs, targets))
+    return batches
 
 
 @task("1.1", "train_step", {"weights": 1, "loss": 1}, bound=1e-9)
@@ -58,7 +59,8 @@ class Accumulate:
 
     def probe(accumulate, seed, rounds):
         model, optimizer = small_model(seed)
-        steps, step = [], optimizer.step
+        steps = []
+        step = optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
         for number, micro_batches in enumerate(rounds, 1):
             yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)

@@ -6,7 +6,7 @@ from torch import nn
 from ddp_course.checking.checks import task
 from ddp_course.checking.diagnosis import same
 
-from .shared import tensors
+from .shared import copied_gradient, tensors
 
 
 @task(
@@ -34,16 +34,10 @@ class Scatter:
     def probe(scatter, cases):
         for tensor, devices in cases:
             part = "uneven sizes" if len(tensor) % devices else "even sizes"
-            about, shards = (
-                f"{len(tensor)} samples on {devices} devices",
-                scatter(tensor, ["cpu"] * devices),
-            )
+            about = f"{len(tensor)} samples on {devices} devices"
+            shards = scatter(tensor, ["cpu"] * devices)
             if isinstance(shards, list | tuple):
-                yield (
-                    part,
-                    f"{about}, shards of",
-                    [len(shard) if shard.ndim else 0 for shard in shards],
-                )
+                yield part, f"{about}, shards of", [rows_of(shard) for shard in shards]
             yield part, f"{about}, the shards", shards
             if isinstance(shards, list | tuple):
                 on_meta = scatter(tensor, ["meta"] * devices)
@@ -52,6 +46,11 @@ class Scatter:
                     f'{about} called "meta", where the shards are',
                     [str(shard.device) for shard in on_meta],
                 )
+
+
+def rows_of(shard):
+    """How many samples a shard has; none if it is a single number."""
+    return len(shard) if shard.ndim else 0
 
 
 def replicas_of(seed, count, frozen):
@@ -70,7 +69,7 @@ def replicas_of(seed, count, frozen):
 
 def gradients(model):
     """All gradients as a list, None where there is none."""
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [copied_gradient(parameter) for parameter in model.parameters()]
 
 
 @task(
@@ -93,9 +92,9 @@ class Reduce:
                 before = [gradients(model) for model in models]
                 reduce(models[0], models)
                 after = [gradients(model) for model in models]
-                about = f"{count} replicas" + (
-                    ", of which only the last has a gradient in the last layer" * frozen
-                )
+                about = f"{count} replicas"
+                if frozen:
+                    about += ", of which only the last has a gradient in the last layer"
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
                     yield part, f"{about}: the master's gradient of parameter {index}", gradient
@@ -131,11 +130,9 @@ class MasterSends:
 
     def draw(random):
         for k in (2, 4, 8, 1):
-            p, inputs, outputs = (
-                random.randrange(10**5, 10**8),
-                random.randrange(10, 9999),
-                random.randrange(1, 99),
-            )
+            p = random.randrange(10**5, 10**8)
+            inputs = random.randrange(10, 9999)
+            outputs = random.randrange(1, 99)
             batch = (840 * inputs, 840 * outputs)
             yield "the model", f"{k} devices, p={p}, no batch", (p, 0, 0, k)
             yield (

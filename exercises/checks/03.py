@@ -70,14 +70,12 @@ class RanksThatPay:
     def draw(random):
         best = [*random.sample(range(2, 9), 3), random.randrange(15, 30)]
         for k, most in [*((k, 4 * k) for k in best), (0.3, 6), (40, 16)]:
-            parameters, bits = random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8
+            parameters = random.randrange(1, 400) * 10**6
+            bits = random.randrange(1, 100) * 10**8
             computing = 64 * parameters / bits * k**2
             about = (
                 f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at"
                 f" most {most} ranks"
             )
-            yield (
-                "some of them" if k in best else "one or all",
-                about,
-                (computing, parameters, bits, most),
-            )
+            part = "some of them" if k in best else "one or all"
+            yield part, about, (computing, parameters, bits, most)

@@ -38,9 +38,10 @@ def draw_chunks(random):
     them with.
     """
     odd = 12 * random.randrange(1, 3) + random.choice((5, 7))
-    lengths = {
-        size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)
-    }
+    lengths = {}
+    for size in (3, 4, 2):
+        chunks = torch.arange(odd).tensor_split(size)
+        lengths[size] = [len(chunk) for chunk in chunks]
     return {"lengths": lengths, "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
 
@@ -49,18 +50,16 @@ def probe_chunks(function, lengths, values, part, what):
     sends.
     """
     for size, group in worlds(3, 4, 2):
-        rank, case = dist.get_rank(), f"with {size} ranks"
+        rank = dist.get_rank()
+        case = f"with {size} ranks"
         own = values[rank]
         if size == 3:
             try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             function(list(chunks), group)
-        yield (
-            part,
-            f"{case}, {what}",
-            torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size],
-        )
+        finished = torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size]
+        yield part, f"{case}, {what}", finished
         yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
         yield "the other chunks", case, torch.cat(chunks)
@@ -126,9 +125,11 @@ class RingAllReduce:
                 tensor = tensor.t() if name == "not contiguous" else tensor
                 with wire.counting() as traffic:
                     ring_all_reduce(tensor, group)
-                case, sent = f"{size} ranks, a tensor {name}", traffic.bytes_sent
+                case = f"{size} ranks, a tensor {name}"
+                sent = traffic.bytes_sent
                 chunk = -(-tensor.numel() // size) * tensor.element_size()
-                yield "sums" if name == "in one row" else "any shape", case, tensor
+                part = "sums" if name == "in one row" else "any shape"
+                yield part, case, tensor
                 few = sent <= 2 * (size - 1) * chunk and (sent > 0 or not chunk or size == 1)
                 yield "bytes", f"{case}, a rank sends something, and at most 2 (K-1) chunks", few
 
@@ -149,12 +150,14 @@ class StepSeconds:
             (8, 0.4, 1),
             (6, 0.9, 60),  # Here the slow cables join, whatever else is drawn.
         ]:
-            bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
+            bits = random.randrange(1, 90) * 10**8
+            parameters = random.randrange(1, 400) * 10**6
             count = 2 if ranks > 5 else 1
             cables = [slow * bits] * count + [bits] * (ranks - count)
             random.shuffle(cables)
             unit = 1e-5 if share > 9 else 1e-3
-            latency, computing = random.randrange(1, 90) * unit, share * 64 * parameters / bits
+            latency = random.randrange(1, 90) * unit
+            computing = share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
             about = (
                 f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.3g} ms of"

@@ -38,10 +38,8 @@ class AssignBuckets:
 
     def draw(random):
         sizes = [random.randrange(20, 200) for _ in range(13)]
-        alike, mixed = (
-            ["float32"] * len(sizes),
-            ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))],
-        )
+        alike = ["float32"] * len(sizes)
+        mixed = [("float64", "float32", "float32")[i % 3] for i in range(len(sizes))]
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
         cases = [
@@ -58,20 +56,21 @@ class AssignBuckets:
             parameters = [
                 nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes
             ]
-            index, dtypes = (
-                {id(parameter): i for i, parameter in enumerate(parameters)},
-                len(set(kinds)),
-            )
-            buckets = [
-                [index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)
-            ]
-            buckets = sorted(buckets, reverse=True) if dtypes > 1 else buckets
-            taken = [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
-            about = (
-                f"{len(sizes)} parameters{f' of {dtypes} dtypes' * (dtypes > 1)}, cap {cap} bytes"
-            )
-            part = "dtypes" if dtypes > 1 else "caps"
-            yield part, f"{about}, bytes of the buckets", taken
+            index = {id(parameter): i for i, parameter in enumerate(parameters)}
+            dtypes = len(set(kinds))
+            buckets = []
+            for bucket in assign_buckets(parameters, cap):
+                buckets.append([index.get(id(parameter), -1) for parameter in bucket])
+            part = "caps"
+            about = f"{len(sizes)} parameters, cap {cap} bytes"
+            if dtypes > 1:
+                buckets.sort(reverse=True)
+                part = "dtypes"
+                about = f"{len(sizes)} parameters of {dtypes} dtypes, cap {cap} bytes"
+            nbytes = []
+            for bucket in buckets:
+                nbytes.append(sum(parameters[i].nbytes for i in bucket))
+            yield part, f"{about}, bytes of the buckets", nbytes
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
 
 
@@ -80,7 +79,9 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.twice, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
         self.frozen.requires_grad_(False)
 
     def forward(self, x):
@@ -97,12 +98,15 @@ class TellWhenReady:
 
     def probe(tell_when_ready, seed, inputs):
         torch.manual_seed(seed)
-        model, calls = Shared(), []
+        model = Shared()
+        calls = []
         index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
 
         def ready(parameter):
             grad = getattr(parameter, "grad", None)
-            calls.append((index.get(id(parameter), -1), None if grad is None else grad.clone()))
+            if grad is not None:
+                grad = grad.clone()
+            calls.append((index.get(id(parameter), -1), grad))
 
         tell_when_ready(list(model.parameters()), ready)
         yield (
@@ -115,10 +119,14 @@ class TellWhenReady:
             calls.clear()
             model.zero_grad()
             model(x).square().sum().backward()
-            called, last, early = called or bool(calls), [p.grad for p in model.parameters()], []
+            called = called or bool(calls)
+            last = [parameter.grad for parameter in model.parameters()]
+            early = []
             for i, grad in calls:
-                if grad is None or not grad.equal(last[i]):
-                    early.append(f"parameter {i}: {'none yet' if grad is None else 'not complete'}")
+                if grad is None:
+                    early.append(f"parameter {i}: none yet")
+                elif not grad.equal(last[i]):
+                    early.append(f"parameter {i}: not complete")
             called_for = sorted(i for i, _ in calls)
             yield (
                 "calls",
@@ -143,13 +151,17 @@ class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
     def draw(random):
-        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, 9, 2)] for _ in range(3)]}
+        values = []
+        for _ in range(3):
+            values.append([tensors(random, 1, n)[0] for n in (7, 12, 5, 9, 2)])
+        return {"values": values}
 
     def probe(average_in_background, values):
         flats = [flat.clone() for flat in values[dist.get_rank()]]
         with ThreadPoolExecutor(1, "communication") as executor:
             order, threads, touched, alone = watched(average_in_background, flats, executor)
-            done, means = len(threads), [flat.clone() for flat in flats]
+            done = len(threads)
+            means = [flat.clone() for flat in flats]
         in_background = all(name.startswith("communication") for name in threads)
         yield "waiting", "all_reduce was called", bool(order)
         yield "waiting", "all_reduce runs in the executor's thread", in_background
@@ -176,16 +188,20 @@ def watched(function, flats, executor):
     and its sum.
     """
     ((size, group),) = worlds(3)
-    order, threads, touched, alone = [], [], [], []
-    begun, second, submit = threading.Event(), threading.Event(), executor.submit
+    order = []
+    threads = []
+    touched = []
+    alone = []
+    begun = threading.Event()
+    second = threading.Event()
+    submit = executor.submit
 
     def submitted(*args, **kwargs):
         if begun.is_set():
             second.set()
         future = submit(*args, **kwargs)
-        begun.wait(
-            0.5
-        )  # An answer that changes the bucket now changes it while it is being reduced.
+        # An answer that changes the bucket now changes it while it is being reduced.
+        begun.wait(0.5)
         return future
 
     def all_reduce(flat):
@@ -247,7 +263,8 @@ class FindTheBugInTheOrder:
                 yield "mended", about, departures([list(bucket) for bucket in buckets], list(ready))
 
 
-LAYERS, WIDTH = 6, 8
+LAYERS = 6
+WIDTH = 8
 
 
 def buckets_of(model):
@@ -280,7 +297,9 @@ class AssembleBucketedDDP:
         ((size, group),) = worlds(3)
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        ready, threads, early = [], [], []
+        ready = []
+        threads = []
+        early = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(ready.append)
 
@@ -310,11 +329,10 @@ class AssembleBucketedDDP:
                         f"backward pass {number}: {error}: what pass {number - 1} has counted must"
                         " begin anew"
                     ) from error
-                about, gradient = (
-                    f"backward pass {number}",
-                    torch.cat([p.grad.reshape(-1) for p in model.parameters()]),
-                )
-                yield "mean" if number == 1 else "every pass", about, gradient
+                about = f"backward pass {number}"
+                gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                part = "mean" if number == 1 else "every pass"
+                yield part, about, gradient
                 yield "overlap", f"{about}, messages for 3 buckets", len(threads)
                 yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))
                 yield (

@@ -16,7 +16,7 @@ from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-from .shared import RING, SERVER, noted_ring, require, tensors, worlds
+from .shared import RING, SERVER, copied_gradient, noted_ring, require, tensors, worlds
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
@@ -38,11 +38,9 @@ class AccumulateUnsynchronised:
     def probe(accumulate, seed, batches):
         mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
-            (model, optimizer), called, (all_reduce, reduced) = (
-                ONE.small_model(seed),
-                [],
-                noted_ring(group),
-            )
+            model, optimizer = ONE.small_model(seed)
+            called = []
+            all_reduce, reduced = noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
             nn.functional.cross_entropy(
                 parallel(mine[0][0]), mine[0][1]
@@ -71,17 +69,15 @@ class UsedAnywhere:
             (0, 1, 1, 0),
             (0, 1, 0, 0),
         ]
-        columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(305)]
-        return {
-            "used": [
-                torch.tensor([column[rank] for column in columns], dtype=torch.bool)
-                for rank in range(4)
-            ]
-        }
+        for _ in range(305):
+            columns.append(tuple(random.randrange(2) for _ in range(4)))
+        of_ranks = zip(*columns, strict=True)
+        return {"used": [torch.tensor(used, dtype=torch.bool) for used in of_ranks]}
 
     def probe(used_anywhere, used):
         for size, group in worlds(4, 3, 2):
-            mine, (all_reduce, calls) = used[dist.get_rank()].clone(), noted_ring(group)
+            mine = used[dist.get_rank()].clone()
+            all_reduce, calls = noted_ring(group)
             result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
             yield "union", f"{about}, bools are added up", "bool" in dict(calls)
@@ -128,14 +124,13 @@ class ShareBuffers:
 
     def probe(share_buffers, seed, sources):
         for size, group in worlds(3, 4, 2, 1):
-            model, src = buffered(seed, dist.get_rank()), sources[size]
+            model = buffered(seed, dist.get_rank())
+            src = sources[size]
             places = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
                 share_buffers(model, src, group)
-            about, places_now = (
-                f"with {size} ranks, source {src}",
-                [buffer.data_ptr() for buffer in model.buffers()],
-            )
+            about = f"with {size} ranks, source {src}"
+            places_now = [buffer.data_ptr() for buffer in model.buffers()]
             for index, buffer in enumerate(model.buffers()):
                 yield (
                     "buffers",
@@ -165,7 +160,8 @@ class CompressedAverage:
 
     def probe(compressed_average, values):
         for size, group in worlds(3, 4, 2):
-            flat, (all_reduce, calls) = values[dist.get_rank()].clone(), noted_ring(group)
+            flat = values[dist.get_rank()].clone()
+            all_reduce, calls = noted_ring(group)
             result = compressed_average(flat, all_reduce, size)
             yield (
                 "sent in half",
@@ -199,8 +195,10 @@ class RealScript:
 
     def probe(main, seed, inputs, targets):
         torch.manual_seed(seed)
-        model, seen = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), []
-        before, data = ONE.weights(model), torch.utils.data.TensorDataset(inputs, targets)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        seen = []
+        before = ONE.weights(model)
+        data = torch.utils.data.TensorDataset(inputs, targets)
 
         def note(_, batch):
             if torch.is_grad_enabled():
@@ -213,7 +211,9 @@ class RealScript:
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         state = state if isinstance(state, dict) else {}
-        after, first, second = ONE.weights(model), seen[: len(seen) // 2], seen[len(seen) // 2 :]
+        after = ONE.weights(model)
+        first = seen[: len(seen) // 2]
+        second = seen[len(seen) // 2 :]
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (first, after))
         yield "shares", "samples that a rank sees in the first epoch", len(set(first))
@@ -254,17 +254,20 @@ def symptoms(random, wrong, size):
     count = size * 7 - 1
     orders = [random.sample(range(count), count) for _ in range(2)]
     orders = [orders[0], orders[0]] if "epoch" in wrong else orders
-    samples = [
-        [list(order) if "sampler" in wrong else (order + order[:1])[rank::size] for order in orders]
-        for rank in range(size)
-    ]
     total = random.uniform(-3, 3)
-    sums = [total + (0.01 * rank if "wrapper" in wrong else 0) for rank in range(size)]
-    names = [
-        ("module." if "names" in wrong else "") + name
-        for name in ("0.weight", "0.bias", "submodule.weight")
-    ]
-    saved = [names if rank == 0 or "writers" in wrong else [] for rank in range(size)]
+    apart = 0.01 if "wrapper" in wrong else 0
+    prefix = "module." if "names" in wrong else ""
+    names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
+    samples = []
+    sums = []
+    saved = []
+    for rank in range(size):
+        if "sampler" in wrong:
+            samples.append([list(order) for order in orders])
+        else:
+            samples.append([(order + order[:1])[rank::size] for order in orders])
+        sums.append(total + apart * rank)
+        saved.append(names if rank == 0 or "writers" in wrong else [])
     return samples, sums, saved
 
 
@@ -352,12 +355,16 @@ class AReducer:
 
     def probe(Reducer, seed, inputs):
         ((size, group),) = worlds(3)
-        rank, model, started, waits = dist.get_rank(), Branches(seed), [], []
+        rank = dist.get_rank()
+        model = Branches(seed)
+        started = []
+        waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        lengths = [
-            sum(weight.numel() for weight in bucket) for bucket in buckets
-        ]  # Each bucket has a length of its own.
+        # Each bucket has a length of its own.
+        lengths = []
+        for bucket in buckets:
+            lengths.append(sum(weight.numel() for weight in bucket))
 
         def start(tensor):
             started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)
@@ -378,5 +385,5 @@ class AReducer:
                 sorted(bucket for bucket in started if bucket >= 0),
             )
             part = "unused" if "nobody" in about else "mean"
-            for index, grad in enumerate(weight.grad for weight in weights):
-                yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()
+            for index, weight in enumerate(weights):
+                yield part, f"{about}, gradient {index}", copied_gradient(weight)

@@ -1,6 +1,7 @@
 """Exercise 8: pipeline schedules, their bubble, and the memory they need."""
 
 import math
+from itertools import product
 from numbers import Integral
 
 import torch
@@ -29,7 +30,9 @@ def steps_of(steps, about, *kinds):
         isinstance(steps, list | tuple),
         f"{about}: a list of steps was expected, not {kind_of(steps)}",
     )
-    pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
+    pairs = []
+    for step in steps:
+        pairs.append(tuple(step) if isinstance(step, list | tuple) else (step,))
     good = all(
         len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral) for pair in pairs
     )
@@ -131,10 +134,10 @@ def letters(schedule, stages, micro_batches):
     """A schedule of the course's own as the exercise writes it: for each stage pairs such as ("F",
     0).
     """
-    return [
-        [(each.letter, each.microbatch) for each in order]
-        for order in schedule(stages, micro_batches)
-    ]
+    orders = []
+    for order in schedule(stages, micro_batches):
+        orders.append([(each.letter, each.microbatch) for each in order])
+    return orders
 
 
 @task("8.4", "most_held", {"GPipe and 1F1B": 1, "any order": 1})
@@ -158,7 +161,9 @@ class MostHeld:
 
 def any_order(random, count):
     """A schedule in which any micro-batch that went forward may go backward next."""
-    waiting, begun, order = [], 0, []
+    waiting = []
+    begun = 0
+    order = []
     while len(order) < 2 * count:
         if begun < count and (not waiting or random.random() < 0.6):
             waiting.append(begun)
@@ -174,9 +179,9 @@ def ticks(orders):
     wait for ever.
     """
     actions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
-    schedule = [
-        [actions[kind](m, stage) for kind, m in order] for stage, order in enumerate(orders)
-    ]
+    schedule = []
+    for stage, order in enumerate(orders):
+        schedule.append([actions[kind](m, stage) for kind, m in order])
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
     except ValueError:
@@ -192,7 +197,10 @@ def peak(order):
     """The most micro-batches that a stage holds, from their F to their W."""
     held = most = 0
     for kind, _ in order:
-        held += (kind == "F") - (kind == "W")
+        if kind == "F":
+            held += 1
+        elif kind == "W":
+            held -= 1
         most = max(most, held)
     return most
 
@@ -235,30 +243,38 @@ class Schedule:
                     f"{about}, all steps of stage {stage}, in alphabetical order",
                     sorted(order),
                 )
-            complete = all(
-                sorted(order) == [(kind, m) for kind in "BFW" for m in range(count)]
-                for order in orders
-            )
+            every = list(product("BFW", range(count)))
+            complete = all(sorted(order) == every for order in orders)
             took = ticks(orders) if complete else math.inf
-            yield "valid", f"{about}, waiting", "" if took < math.inf or not complete else WAIT
-            plain = letters(one_forward_one_backward, stages, count)
-            plain = ticks(
-                [
-                    [(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")]
-                    for order in plain
-                ]
-            )
-            most = max(map(peak, orders)) if took < math.inf else math.inf
+            waits = complete and took == math.inf
+            most = math.inf if took == math.inf else max(map(peak, orders))
+            fits = most <= stages
+            plain = ticks_of_1f1b(stages, count)
+            words = WAIT if waits else ""
+            yield "valid", f"{about}, waiting", words
             held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
-            yield "memory", held, "at most as many as there are stages" if most <= stages else most
+            words = "at most as many as there are stages" if fits else most
+            yield "memory", held, words
             beaten = f"{about}, ticks (1F1B needs {plain}, so let W wait)"
-            yield "1F1B beaten", beaten, "fewer" if took < plain else in_ticks(took)
+            words = "fewer" if took < plain else in_ticks(took)
+            yield "1F1B beaten", beaten, words
             possible = (
                 f"{3 * count + stages - 1} are possible: which stage is idle while it has a W"
                 " to do?"
             )
-            counts = took if most <= stages else math.inf
+            counts = took if fits else math.inf
             yield "the best", f"{about}, ticks ({possible})", in_ticks(counts)
+
+
+def ticks_of_1f1b(stages, count):
+    """How long 1F1B takes if each backward pass is B and, at once, W."""
+    orders = []
+    for order in letters(one_forward_one_backward, stages, count):
+        steps = []
+        for kind, m in order:
+            steps += [("F", m)] if kind == "F" else [("B", m), ("W", m)]
+        orders.append(steps)
+    return ticks(orders)
 
 
 def one_at_a_time(ranks, micro_batches):
@@ -277,7 +293,9 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": 
 
 def played(random, name, stages, count, slow):
     """The timeline of a schedule in which stage `slow` takes longer for everything."""
-    times = [1.5 if stage == slow else random.uniform(0.95, 1.05) for stage in range(stages)]
+    times = []
+    for stage in range(stages):
+        times.append(1.5 if stage == slow else random.uniform(0.95, 1.05))
     rows = timetable(SCHEDULES[name](stages, count), times, [2 * time for time in times])
     spans = [
         (each.stage, each.letter, each.microbatch, round(start, 3), round(end, 3))
@@ -304,10 +322,9 @@ class WhichSchedule:
         for number, ((timeline,), pair) in enumerate(zip(cases, returned, strict=True)):
             schedule, stage = several(pair, 2, "return a pair: (schedule, slow stage)")
             in_time = sorted(timeline, key=lambda span: span[3])
-            first, last = (
-                "".join(span[1] for span in in_time if span[0] == stage)
-                for stage in (0, max(in_time)[0])
-            )
+            end = max(in_time)[0]
+            first = "".join(letter for stage, letter, *_ in in_time if stage == 0)
+            last = "".join(letter for stage, letter, *_ in in_time if stage == end)
             yield (
                 "schedule",
                 f"timeline {number}: the first stage does {first}, the last {last}",

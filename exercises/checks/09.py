@@ -47,11 +47,13 @@ class MySlices:
     def probe(my_slices, cases):
         for gate_and_up, down, x, ranks in cases:
             total = torch.zeros_like(x)
-            sizes, misfit = [], ""
+            sizes = []
+            misfit = ""
             for rank in range(ranks):
                 fused, back = my_slices(gate_and_up.clone(), down.clone(), rank, ranks)
                 sizes.append(fused.numel() + back.numel())
-                rows, columns = len(fused), back.shape[1]
+                rows = len(fused)
+                columns = back.shape[1]
                 if rows != 2 * columns:
                     misfit = misfit or (
                         f"rank {rank} has {rows} rows for {columns} columns of down; each column"
@@ -87,7 +89,8 @@ class EnterAndLeave:
                 calls.append(tensor)
                 return tensor.mul_(RANKS)
 
-            given, back = x.clone().requires_grad_(), gradient.clone()
+            given = x.clone().requires_grad_()
+            back = gradient.clone()
             inside = given * 1
             output = function.apply(inside, all_reduce)
             forward = len(calls)

@@ -43,9 +43,8 @@ class EpochIndices:
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
-                torch.manual_seed(
-                    100 * number + rank
-                )  # In training, too, ranks' generators have different states.
+                # In training, too, ranks' generators have different states.
+                torch.manual_seed(100 * number + rank)
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
@@ -58,11 +57,9 @@ class LearningRate:
     """
 
     def draw(random):
-        warmup, total, peak = (
-            random.randrange(5, 20),
-            random.randrange(60, 200),
-            random.randrange(11, 60) / 10,  # At a peak of 1 nobody sees that it is missing.
-        )
+        warmup = random.randrange(5, 20)
+        total = random.randrange(60, 200)
+        peak = random.randrange(11, 60) / 10  # At a peak of 1 nobody sees that it is missing.
         steps = [
             0,
             1,
@@ -76,7 +73,8 @@ class LearningRate:
         ]
         for step in steps:
             about = f"step {step}, warm-up {warmup}, total {total}, peak {peak}"
-            yield "warm-up" if step <= warmup else "cosine", about, (step, warmup, total, peak)
+            part = "warm-up" if step <= warmup else "cosine"
+            yield part, about, (step, warmup, total, peak)
 
 
 @task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
@@ -93,16 +91,15 @@ class GlobalMean:
     def probe(global_mean, means, counts):
         rank = dist.get_rank()
         for size, group in worlds(4, 3, 2):
-            (all_reduce, calls), about = (
-                noted_ring(group),
-                f"with {size} ranks of {counts[:size]} samples",
-            )
+            all_reduce, calls = noted_ring(group)
+            about = f"with {size} ranks of {counts[:size]} samples"
             mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
             part = "a rank without samples" if 0 in counts[:size] else "mean"
-            yield part, about, "not a number" if result != result else result
+            value = "not a number" if result != result else result
+            yield part, about, value
             yield part, f"{about}, all_reduce was called", bool(calls)
             if counts[rank]:
                 yield part, f"{about}, the input afterwards", mean

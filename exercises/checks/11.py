@@ -153,7 +153,8 @@ class ExactResume:
     """A run that stops and starts again is the same as one that does not stop."""
 
     def draw(random):
-        seed, stop = random.randrange(10**6), random.randrange(3, 6)
+        seed = random.randrange(10**6)
+        stop = random.randrange(3, 6)
         return {"seed": seed, "stop": stop, "batches": EX1.batches_of(random, 8, 6)}
 
     def probe(capture, resume, seed, stop, batches):
@@ -218,13 +219,14 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
+# A row is (culprit, ranks, 1 if its line is last).
 LATE = (
     (2, 4, 1),
     (1, 3, 0),
     (5, 12, 1),
     (11, 12, 0),
     (1, 6, 1),
-)  # A row is (culprit, ranks, 1 if its line is last).
+)
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):
@@ -363,7 +365,8 @@ class Clinic:
         (named,) = returned
         require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
         for number, (culprit, pieces) in CAUSES.items():
-            patient, diagnosis = f"patient {number}", named.get(number)
+            patient = f"patient {number}"
+            diagnosis = named.get(number)
             if diagnosis is None:
                 yield patient, f"{patient}, the rank", "nothing is said"
                 continue
@@ -382,9 +385,12 @@ class Clinic:
                 else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
             )
             wrong_rank = "not all of them" if rank is None else f"not rank {rank}"
-            yield patient, f"{patient}, the rank", "" if rank == culprit else wrong_rank
-            yield patient, f"{patient}, the line", "" if at_fault else f"not line {line}: {text}"
-            yield patient, f"{patient}, the kind", "" if kind == KINDS[number - 1] else wrong_kind
+            of_rank = "" if rank == culprit else wrong_rank
+            of_line = "" if at_fault else f"not line {line}: {text}"
+            of_kind = "" if kind == KINDS[number - 1] else wrong_kind
+            yield patient, f"{patient}, the rank", of_rank
+            yield patient, f"{patient}, the line", of_line
+            yield patient, f"{patient}, the kind", of_kind
 
 
 @task("11.6", "reshard", {"fewer ranks": 1, "more ranks": 1, "memory": 1}, bound=0)
@@ -435,7 +441,9 @@ class Reshard:
 def memory_behind(state):
     """{name: all of the memory that a tensor keeps alive, as a tensor}."""
     wholes = {}
-    for name, tensor in state.items() if isinstance(state, dict) else ():
+    if not isinstance(state, dict):
+        return wholes
+    for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
             wholes[name] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return wholes

@@ -6,6 +6,7 @@ from ddp_course.checking.checks import task
 
 from .shared import require, several
 
+# These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
 GPIPE = [
     (2, 1, 1.0),
     (4, 1, 1.07),
@@ -16,7 +17,7 @@ GPIPE = [
     (2, 32, 1.8),
     (4, 32, 3.4),
     (8, 32, 6.3),
-]  # These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
+]
 
 
 def formula(stages, micro_batches):
@@ -57,7 +58,8 @@ class TooGood:
                     " first row"
                 )
                 part = "too good" if times > 1.1 * most else "possible"
-                yield part, case, "impossible" if (stages, batches) in named else "possible"
+                verdict = "impossible" if (stages, batches) in named else "possible"
+                yield part, case, verdict
 
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
@@ -71,13 +73,15 @@ class ReadABenchmark:
             (random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks)
             for ranks in (2, 8, 32)
         ]
-        start, rate = random.uniform(2e-5, 5e-5), random.uniform(5e9, 9e9)
+        start = random.uniform(2e-5, 5e-5)
+        rate = random.uniform(5e9, 9e9)
         latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
         usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
         idle = {"LL": rate, "LL128": 1.1 * rate, "Simple": 11 * rate}
-        made = [{name: (latencies[name], rates[name]) for name in rates} for rates in (usual, idle)]
-        backwards = {name: made[0][name] for name in ("Simple", "LL128", "LL")}
-        return {"benches": benches, "machines": [*made, backwards]}
+        with_ll128 = {name: (latencies[name], usual[name]) for name in usual}
+        without = {name: (latencies[name], idle[name]) for name in idle}
+        backwards = {name: with_ll128[name] for name in ("Simple", "LL128", "LL")}
+        return {"benches": benches, "machines": [with_ll128, without, backwards]}
 
     def probe(seconds, crossover, used, benches, machines):
         for bus, nbytes, ranks in benches:
@@ -140,7 +144,9 @@ class Plans:
     def probe(kept_gb, wrong_with, cases):
         for plan, job in cases:
             tensor, pipeline, data, sharded = plan
-            about = f"{tensor} tensor x {pipeline} pipeline x {data} data{', sharded' * sharded}"
+            about = f"{tensor} tensor x {pipeline} pipeline x {data} data"
+            if sharded:
+                about += ", sharded"
             about += f", batch {job['batch']}, {job['gpus']:,} GPUs of {job['memory_gb']} GB"
             yield "memory", f"{about}, GB per GPU", kept_gb(plan, dict(job))
             yield "what is wrong", about, wrong_with(plan, dict(job))
@@ -153,7 +159,8 @@ class HeldOut:
     def draw(random):
         tables = {}
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
-            computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
+            computing = random.uniform(1e4, 4e4)
+            sending = random.uniform(5, 40)
             rows = [
                 (k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise))
                 for k in (96, 384, 1536)
@@ -175,7 +182,8 @@ class HeldOut:
             for gpus, _ in sorted(rows):
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"
-                yield "held out", case, 1 + error if isinstance(error, float) else error
+                ratio = 1 + error if isinstance(error, float) else error
+                yield "held out", case, ratio
 
 
 @task("13.5", ("passes", "fsdp_layer"), {"passes": 1, "layer": 2})

@@ -27,12 +27,15 @@ class Compress:
 
     def probe(compress, cases):
         for gradients, share in cases:
-            left, size = torch.zeros(len(gradients[0])), len(gradients[0])
+            left = torch.zeros(len(gradients[0]))
+            size = len(gradients[0])
             for step, gradient in enumerate(gradients, 1):
-                given, about = gradient.clone(), f"{size} values, share {share:g}, step {step}"
+                given = gradient.clone()
+                about = f"{size} values, share {share:g}, step {step}"
                 answer = compress(given, left, share)
                 values, places, left = several(answer, 3, f"{about}: return (values, places, left)")
-                part, sent = "largest" if step == 1 else "feedback", torch.zeros(size)
+                part = "largest" if step == 1 else "feedback"
+                sent = torch.zeros(size)
                 yield part, f"{about}, how many values; max(1, round(share * n)) are", len(values)
                 yield (
                     part,
@@ -52,7 +55,8 @@ class Meet:
     def draw(random):
         settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
         more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))]
-        (shared, velocity), own = tensors(random, 2, 30), tensors(random, 4, 30)
+        shared, velocity = tensors(random, 2, 30)
+        own = tensors(random, 4, 30)
         return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
 
     def probe(meet, shared, own, velocity, settings):
@@ -84,7 +88,8 @@ class FindTheLossyHook:
         return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
 
     def probe(the_bug, make_hook, drifts, noise):
-        hook, sent = make_hook(0.25), [[], []]
+        hook = make_hook(0.25)
+        sent = [[], []]
         for step in range(40):
             for number, drift in enumerate(drifts):
                 sent[number].append(
@@ -100,7 +105,8 @@ def kept_promises(about, steps, owed, drift):
     """What a hook must send: at most a quarter per step, no more than there was, either sign, in
     the end nearly all.
     """
-    arrived, most = steps.sum(0), int((steps != 0).sum(1).max())
+    arrived = steps.sum(0)
+    most = int((steps != 0).sum(1).max())
     never = (arrived == 0) & (owed.abs() > 4)
     more = int((arrived.abs() > 1.5 * owed.abs() + 4).sum())
     late = (owed - arrived).abs().max().item() / max(1.0, drift.abs().max().item())
@@ -110,7 +116,8 @@ def kept_promises(about, steps, owed, drift):
     yield "mended", f"{about}, values sent in a step, when 6 of 24 are a quarter", max(6, most)
     yield "mended", f"{about}, places at which more was sent than there was", more
     behind = f"{about}, steps that some place is behind after 40, if more than 12"
-    yield "mended", behind, round(late) if late >= 12 else 0
+    steps_behind = round(late) if late >= 12 else 0
+    yield "mended", behind, steps_behind
 
 
 @task("14.4", ("winner", "break_even"), {"winner": 1, "break-even": 1})
@@ -153,11 +160,8 @@ class Winner:
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
-            yield (
-                "break-even",
-                case,
-                float(f"{level:.6g}") if type(level) in (int, float) else level,
-            )
+            rounded = float(f"{level:.6g}") if type(level) in (int, float) else level
+            yield "break-even", case, rounded
 
 
 @task("14.5", "int8_mean", {"mean": 2, "feedback": 1, "bytes": 1}, bound=1e-5)

@@ -4,6 +4,7 @@ and measurement.
 
 import hashlib
 import json
+from operator import itemgetter
 
 from ddp_course.checking.checks import task
 
@@ -69,21 +70,23 @@ class WhatTheRunsWrote:
         for name, run in zip(names, runs, strict=True):
             yield "evidence", f'run "{name}"', unlike_a_run(run)
         ddp, sharded, killed = runs
-        jobs = [
-            [run[key] for key in ("world_size", "steps", "parameters")]
-            for run in (ddp, sharded, killed)
-        ]
-        alike, after = "DDP and fully_shard", "after a kill"
+        job_of = itemgetter("world_size", "steps", "parameters")
+        alike = "DDP and fully_shard"
+        after = "after a kill"
         yield "the same training", "the wraps", [ddp["wrap"], sharded["wrap"]]
         yield "the same training", "two ranks or more", ddp["world_size"] > 1
         yield (
             "the same training",
             f"{alike} train the same model, as long, on as many ranks",
-            jobs[0] == jobs[1],
+            job_of(ddp) == job_of(sharded),
         )
         yield "the same training", f"{alike} end with the same loss", close(ddp, sharded)
         yield after, "it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
-        yield after, "it trains the same model, as long, on as many ranks", jobs[0] == jobs[2]
+        yield (
+            after,
+            "it trains the same model, as long, on as many ranks",
+            job_of(ddp) == job_of(killed),
+        )
         yield after, "it ends with the loss of the run that was not killed", close(ddp, killed)
 
 

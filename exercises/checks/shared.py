@@ -46,6 +46,11 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
     return all_reduce, calls
 
 
+def copied_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a parameter's gradient; None where there is none."""
+    return None if parameter.grad is None else parameter.grad.clone()
+
+
 def tensors(
     random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False
 ) -> list:

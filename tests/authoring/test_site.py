@@ -37,7 +37,8 @@ def site(tmp_path_factory):
     """The whole site, with few pictures for the explorers that tests move, and fewest for the
     others.
     """
-    folder, module = tmp_path_factory.mktemp("site"), builder()
+    folder = tmp_path_factory.mktemp("site")
+    module = builder()
     module.draw = lambda recipes, most: {
         place: explorers.drawn(recipe, most if place.startswith(Path(RING).stem) else 2)
         for place, recipe in recipes.items()
@@ -83,9 +84,8 @@ def test_lessons_and_exercises_lead_to_each_other_and_on(site):
     for name in (path.name for path in (site / "exercises").glob("*.html")):
         assert f"../exercises/{name}" in links_of(site / "notebooks" / name)
         assert f"../notebooks/{name}" in links_of(site / "exercises" / name)
-    assert "05_bucketed_ddp.html" in links_of(
-        site / RING
-    ) and "03_parameter_server.html" in links_of(site / RING)
+    neighbours = {"03_parameter_server.html", "05_bucketed_ddp.html"}
+    assert neighbours <= set(links_of(site / RING))
     assert all(
         'class="md-footer__link' in page.read_text() for page in site.glob("notebooks/*.html")
     )
@@ -114,11 +114,8 @@ def test_the_search_knows_words_and_reference_but_no_import_lines(site):
 
 
 def test_every_figure_has_a_text_that_says_what_it_shows(site):
-    for page in (
-        page
-        for folder in ("notebooks", "exercises", ".")
-        for page in (site / folder).glob("*.html")
-    ):
+    every = [*site.glob("notebooks/*.html"), *site.glob("exercises/*.html"), *site.glob("*.html")]
+    for page in every:
         for picture in re.findall(r"<img[^>]*>", page.read_text()):
             text = re.search(r'alt="?([^">]*)', picture)
             assert text and len(text[1]) > 15, f"{page.name}: {picture[:120]}"
@@ -144,20 +141,21 @@ def test_a_folded_cell_is_folded_on_its_page_too():
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     ranks = small.controls["world_size"]
-    ranks.options, ranks.value = [2, 3], 3  # of 8: this is about positions, not about time
+    ranks.options = [2, 3]  # of 8: this is about positions, not about time
+    ranks.value = 3
     monkeypatch.setattr(explorers.widgets, "rebuild", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
-    names, labels = zip(
-        *((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True
-    )
-    assert names == ("ranks K", "step") and labels == (["2", "3"], [str(step) for step in range(5)])
+    first, second = drawn["sliders"]
+    assert (first["name"], first["labels"]) == ("ranks K", ["2", "3"])
+    assert (second["name"], second["labels"]) == ("step", ["0", "1", "2", "3", "4"])
     assert [len(steps) for steps in drawn["tree"]] == [3, 5]
-    pictures = [
-        "".join(drawn["lines"][row] for row in end[2]) for steps in drawn["tree"] for end in steps
-    ]
+    pictures = []
+    for steps in drawn["tree"]:
+        for _, _, rows in steps:
+            pictures.append("".join(drawn["lines"][row] for row in rows))
     assert len(set(pictures)) == len(pictures), "two positions show the same"
     assert all(picture.startswith("<?xml") and picture.endswith("</svg>") for picture in pictures)
-    assert drawn["sliders"][0]["at"] == 1 and "after step 4 of 4" in drawn["tree"][1][4][0]
+    assert first["at"] == 1 and "after step 4 of 4" in drawn["tree"][1][4][0]
 
 
 def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
@@ -167,9 +165,9 @@ def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
     assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {
         value for _, value in kept["b"]
     }
-    many = {
-        name: [(str(n), n) for n in range(5)] for name in "abcdef"
-    }  # where not even the ends of all find room
+    # Here not even the ends of all sliders find room.
+    five = [(str(n), n) for n in range(5)]
+    many = dict.fromkeys("abcdef", five)
     kept = explorers.thinned(many, dict.fromkeys(many, 2), 12)
     assert 1 < math.prod(map(len, kept.values())) <= 12 and all(
         ("2", 2) in pairs for pairs in kept.values()
@@ -179,9 +177,8 @@ def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
 def test_a_folder_that_is_no_site_is_left_alone(tmp_path, capsys):
     (tmp_path / "precious.txt").write_text("mine")
     assert builder().main(["--out", str(tmp_path)]) == 2
-    assert (
-        tmp_path / "precious.txt"
-    ).read_text() == "mine" and "not empty" in capsys.readouterr().err
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert "not empty" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -225,16 +222,13 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
             before = picture(explorer)
             box = slider.bounding_box()
             assert box["width"] >= 300, "too short to drag"
-            to_the_left = int(slider.input_value()) > int(slider.get_attribute("max")) / 2
-            page.mouse.move(
-                box["x"] + box["width"] * (0.95 if to_the_left else 0.05),
-                box["y"] + box["height"] / 2,
-            )
+            ends = (0.05, 0.98)
+            if int(slider.input_value()) > int(slider.get_attribute("max")) / 2:
+                ends = (0.95, 0.02)
+            middle = box["y"] + box["height"] / 2
+            page.mouse.move(box["x"] + ends[0] * box["width"], middle)
             page.mouse.down()
-            page.mouse.move(
-                box["x"] + box["width"] * (0.02 if to_the_left else 0.98),
-                box["y"] + box["height"] / 2,
-            )
+            page.mouse.move(box["x"] + ends[1] * box["width"], middle)
             page.mouse.up()
             assert picture(explorer) != before, slider.evaluate(
                 "slider => slider.parentElement.textContent"
@@ -356,19 +350,15 @@ def test_the_first_page_sells_the_course_in_one_screen(site, offline):
         *offline.locator(".ladder li").all(),
     ]
     assert len(seen) == 1 + 2 + len(build.rungs())
-    ends = [box["y"] + box["height"] for box in (part.bounding_box() for part in seen)]
-    assert max(ends) <= 900, ends
+    for part in seen:
+        box = part.bounding_box()
+        assert box["y"] + box["height"] <= 900, part.text_content()
     offline.set_viewport_size({"width": 390, "height": 844})
     for rung in offline.locator(".ladder li, .ladder li span").all():
         box = rung.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390, rung.text_content()
-        assert (
-            float(rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")) >= 12
-        )
-    letters = (
-        9
-        / 72
-        * 120
-        * offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
-    )
-    assert letters >= 8, "the smallest letters of the figure, of 9 points at 120 dots an inch"
+        pixels = rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")
+        assert float(pixels) >= 12
+    drawn = 9 / 72 * 120  # The figure's smallest letters have 9 points, at 120 dots an inch.
+    shrunk = offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
+    assert shrunk * drawn >= 8, "the smallest letters of the figure"

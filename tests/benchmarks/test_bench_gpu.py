@@ -68,9 +68,8 @@ def test_a_part_that_fails_does_not_cost_the_others():
     assert part.rows == [
         {"ended by": "RuntimeError: CUDA error: an illegal memory access was encountered"}
     ]
-    assert [promise.record()["kept"] for promise in part.promises] == [False] and part.also[
-        "device"
-    ] == "cpu"
+    assert [promise.record()["kept"] for promise in part.promises] == [False]
+    assert part.also["device"] == "cpu"
 
 
 def report(GPUs, backend, left=True, kept=True):
@@ -126,13 +125,11 @@ def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     )
     assert ended.returncode == 0 and (tmp_path / "gpu.json").exists(), ended.stderr
     assert "Not looked at without a GPU: NCCL" in ended.stdout
-    assert (
-        "No module named 'tqdm'"
-        in subprocess.run(
-            [sys.executable, "-c", "import tqdm"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stderr
-    ), "nothing was absent"
+    control = subprocess.run(
+        [sys.executable, "-c", "import tqdm"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "No module named 'tqdm'" in control.stderr, "nothing was absent"

@@ -21,7 +21,8 @@ NBYTES = 400
 def passed_on():
     """Send three tensors to the right, of different sizes; return those that came."""
     sent = [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
-    coming, received = [torch.empty_like(tensor) for tensor in sent], []
+    coming = [torch.empty_like(tensor) for tensor in sent]
+    received = []
     with streams.to_neighbours(None, NBYTES) as links:
         for tensor in sent:
             links.send(tensor)

@@ -93,11 +93,9 @@ def traffic(elements=9600):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_bytes_and_messages(world_size):
-    ranks, size, rounds = (
-        launch(traffic, world_size=world_size),
-        9600 * 4,
-        int(math.log2(world_size)),
-    )
+    ranks = launch(traffic, world_size=world_size)
+    size = 9600 * 4
+    rounds = int(math.log2(world_size))
     share = 2 * (world_size - 1) * size // world_size
     for rank, found in enumerate(ranks):
         assert found["halving_doubling"] == (share, 2 * rounds)

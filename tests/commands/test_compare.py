@@ -14,11 +14,12 @@ from ddp_course.measuring.results import VERSION, Comparison
 from ddp_course.running import files
 
 ALL = tuple(ladder.STAGES)
+# These options take the processor and its memory as they are.
 RAW = {
     "device_speed": "none",
     "link": None,
     "dtype": "float64",
-}  # the processor and its memory as they are
+}
 NOT_COUNTED = ("1", "2", "6", "torch")
 NEARLY = ("2", "8")  # the closed forms of these leave something out
 
@@ -41,7 +42,8 @@ def test_all_stages_compute_the_same(results):
 
 
 def test_bytes_are_exactly_the_formula(results):
-    K, payload = results.world_size, results.gradient_bytes
+    K = results.world_size
+    payload = results.gradient_bytes
     assert payload == 8 * results.parameters == 8 * 88_092
     stages = {stage.stage: stage for stage in results.stages}
     ring = 2 * (K - 1) * payload // K
@@ -53,9 +55,8 @@ def test_bytes_are_exactly_the_formula(results):
         "7": 3 * (K - 1) * payload // K,
     }
     for key, stage in stages.items():
-        padding = (
-            0.001 if key == "7" else 0
-        )  # shards of equal size: some elements that no tensor has
+        # Shards are of equal size, so some of their elements belong to no tensor.
+        padding = 0.001 if key == "7" else 0
         formula = (
             None if key in NOT_COUNTED else pytest.approx(stage.bytes_formula, rel=padding, abs=0)
         )
@@ -196,7 +197,9 @@ def compared(stages=ALL, link="100Mbit"):
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
-    p, b, single = on_devices.gradient_bytes, 100e6 / 8, on_devices.stages[0].ideal_ms
+    p = on_devices.gradient_bytes
+    b = 100e6 / 8
+    single = on_devices.stages[0].ideal_ms
     assert single == pytest.approx(1000 * on_devices.emulated_device["rate"] ** -1 * 783_834_624)
     ideal = {stage.stage: stage.ideal_ms for stage in on_devices.stages}
     assert ideal["3"] == pytest.approx(single / 2 + 2000 * p / b)
@@ -259,15 +262,17 @@ def differing(results):
     keys = []
     for stage in results.stages:
         lanes = stage.timeline
-        assert len(lanes) == (1 if stage.stage == "1" else 2)
+        devices = 1 if stage.stage == "1" else 2
+        assert len(lanes) == devices
         blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
         busiest = max(
             drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes
         )
-        upper = [
-            sorted((start, end) for _, start, end, where in lane if where == "compute")
-            for lane in lanes
-        ]
+        upper = []
+        for lane in lanes:
+            upper.append(
+                sorted((start, end) for _, start, end, where in lane if where == "compute")
+            )
         apart = all(
             end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane)
         )

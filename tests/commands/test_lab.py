@@ -58,19 +58,16 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
         cell = {"cell_type": "code", "source": source, "outputs": outputs, "execution_count": 1}
         return json.dumps({"cells": [cell], "metadata": metadata})
 
-    original, mine = (
-        course / "notebooks" / "00_start_here.ipynb",
-        tmp_path / "notebooks" / "00_start_here.ipynb",
-    )
+    original = course / "notebooks" / "00_start_here.ipynb"
+    mine = tmp_path / "notebooks" / "00_start_here.ipynb"
     original.write_text(lesson("1 + 1", "2", widgets={"state": {}}))
     lab.bring(tmp_path)
     copied = json.loads(mine.read_text())
     assert copied["cells"][0]["outputs"] == []
     assert copied["metadata"]["language_info"]["version"] == platform.python_version()
     assert "widgets" not in copied["metadata"]  # JupyterLab takes unused ones out: a change to save
-    mine.write_text(
-        lesson(["1 ", "+ 1"], "2", language_info={"name": "python"})
-    )  # opened, run and saved
+    # The learner has opened, run and saved it.
+    mine.write_text(lesson(["1 ", "+ 1"], "2", language_info={"name": "python"}))
     original.write_text(lesson("1 + 2", "3"))
     assert lab.bring(tmp_path) == [] and "1 + 2" in mine.read_text()
 

@@ -41,10 +41,10 @@ def command(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ddp_grading.grader.grade_one", grade_one)
     (tmp_path / "by_hand.csv").write_text(COMMENTS)
-    options = {"json": "r.json", "csv": "r.csv", "html": "html", "comments": "by_hand.csv"}
-    options |= {"grades": "moodle.csv"}
-    words = [word for name, file in options.items() for word in (f"--{name}", tmp_path / file)]
-    return ["grade", tmp_path / "class", "--format", "moodle", *words]
+    words = ["grade", tmp_path / "class", "--format", "moodle"]
+    words += ["--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv"]
+    words += ["--html", tmp_path / "html", "--comments", tmp_path / "by_hand.csv"]
+    return [*words, "--grades", tmp_path / "moodle.csv"]
 
 
 @pytest.mark.parametrize("again", [[], ["--resume"]])

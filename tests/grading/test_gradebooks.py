@@ -64,15 +64,18 @@ def read_by_canvas(text):
     if "SIS Login ID" in header[2]:
         own += 1
     elif "SIS User ID" in header[2] and "SIS Login ID" in header[3]:
-        own += 2 + ("Integration ID" in header[4])
-        own += "Root Account" in header[own - 1]
+        own += 2
+        if "Integration ID" in header[4]:
+            own += 1
+        if "Root Account" in header[own - 1]:
+            own += 1
     assert "Section" in header[own - 1]
     (possible,) = (row[own:] for row in rows if "Points Possible" in row[0])
     learners = [row for row in rows if "Points Possible" not in row[0]]
     keys = [(1, "ID"), (2, "SIS User ID"), (3, "SIS Login ID"), (0, "Student")]
-    found = [
-        next((header[place], row[place]) for place, name in keys if row[place]) for row in learners
-    ]
+    found = []
+    for row in learners:
+        found.append(next((header[place], row[place]) for place, _ in keys if row[place]))
     assert all(header[place] == name for place, name in keys) and all(
         len(row) == len(header) for row in rows
     )

@@ -232,7 +232,8 @@ def the_class(tmp_path_factory):
     """A class, graded once: {learner: result}, the results' tasks by number, and how to grade it
     again.
     """
-    folder, report = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("report") / "r.json"
+    folder = tmp_path_factory.mktemp("class")
+    report = tmp_path_factory.mktemp("report") / "r.json"
     hand_in_a_class(folder)
     command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
     with pytest.MonkeyPatch.context() as patch:
@@ -241,9 +242,9 @@ def the_class(tmp_path_factory):
     own = f"{tempfile.gettempdir()}/ddp_course_grading_"
     assert not [process for process in psutil.process_iter() if folder_of(process).startswith(own)]
     results = {result["learner"]: result for result in json.loads(report.read_text())}
-    tasks = {
-        name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()
-    }
+    tasks = {}
+    for name, result in results.items():
+        tasks[name] = {task["id"]: task for task in result["tasks"]}
     return results, tasks, command
 
 

@@ -116,10 +116,11 @@ def messages(tmp_path_factory):
     report = tmp_path_factory.mktemp("report") / "r.json"
     cli.main(["grade", str(folder), "--json", str(report), "--seed", "7"])
     found = {result["learner"]: result["tasks"] for result in json.loads(report.read_text())}
-    return {
-        name: {task["id"]: task["message"] for task in found[name.replace(":", "")]}
-        for name in MISTAKES
-    }
+    by_mistake = {}
+    for name in MISTAKES:
+        tasks = found[name.replace(":", "")]
+        by_mistake[name] = {task["id"]: task["message"] for task in tasks}
+    return by_mistake
 
 
 @pytest.mark.parametrize("name", MISTAKES)

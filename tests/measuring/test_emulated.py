@@ -30,6 +30,13 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
     assert share == pytest.approx(emulated.SHARE, rel=0.1)
 
 
+def test_beside_a_slow_link_the_device_is_slow_too():
+    bandwidth = 5e6
+    device = emulated.default_device(job_of(), bandwidth)
+    share = 8 * BYTES / bandwidth / (FLOPS / device.rate)
+    assert share == pytest.approx(emulated.SHARE, rel=0.05)
+
+
 @pytest.mark.parametrize("problem", ["digits", "synthetic"])
 def test_device_and_link_are_the_same_for_any_number_of_ranks(problem):
     devices = set()

@@ -29,7 +29,8 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size):
 @pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])
 @pytest.mark.parametrize("mbit", [20, 100, 1000])
 def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
-    job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
+    job = job_of(4, cap_mb)
+    costs = theory.Costs.of_link(mbit * 1e6)
     work = job.work(DEVICE, 4)
     sizes = [layer.gradient_bytes for layer in work.layers if layer.gradient_bytes]
     assert (
@@ -45,8 +46,10 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(problem):
-    job, stage = job_of(problem=problem), ladder.find("7")
-    compute_s, p = job.work(DEVICE, 4).compute_s, job.gradient_bytes
+    job = job_of(problem=problem)
+    stage = ladder.find("7")
+    compute_s = job.work(DEVICE, 4).compute_s
+    p = job.gradient_bytes
 
     def seconds(bits_per_second):
         return ideals.gathered_seconds(stage, job, DEVICE, theory.Costs.of_link(bits_per_second))
@@ -55,6 +58,15 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
     assert seconds(1e18) == pytest.approx(compute_s)
     assert seconds(1e3) == pytest.approx(traffic_s, rel=0.01) and seconds(1e3) >= traffic_s
     assert compute_s < seconds(8 * 3 * 0.75 * p / compute_s) < 2 * compute_s
+
+
+def test_fully_sharded_ranks_update_their_part_only():
+    job = job_of()
+    device = Device("2GFLOP/s", memory="10MB/s")
+    work = job.work(device, 4)
+    seconds = ideals.gathered_seconds(ladder.find("7"), job, device, theory.Costs(0.0, 0.0))
+    assert work.update_s > 0.1
+    assert seconds == pytest.approx(work.compute_s - work.update_s + work.update_s / 4)
 
 
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():

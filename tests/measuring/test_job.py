@@ -10,7 +10,8 @@ from ddp_course.measuring.job import make_job
 
 
 def test_what_follows_from_a_job_is_worked_out_once():
-    job, device = make_job("digits", 2), Device("2GFLOP/s")
+    job = make_job("digits", 2)
+    device = Device("2GFLOP/s")
     assert job.problem is job.problem and job.work(device, 2) is job.work(device, 2)
     assert job.work(device, 2).flops == job.work(device).flops / 2
     assert replace(job, steps=3).problem is not job.problem

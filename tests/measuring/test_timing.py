@@ -35,9 +35,8 @@ def test_own_messages_take_the_seconds_of_the_formula(algorithm, world_size):
     formulas = {name: theory.seconds(name, NBYTES, world_size, COSTS) for name in OWN}
     saved_s = LATENCIES_SAVED.get((algorithm, world_size), 0) * COSTS.alpha
     assert seconds == pytest.approx(formulas.pop(algorithm) - saved_s, rel=1e-6)
-    assert world_size < 4 or all(
-        abs(other / seconds - 1) > 1e-3 for other in formulas.values()
-    )  # control
+    # As a control, no other formula gives these seconds.
+    assert world_size < 4 or all(abs(other / seconds - 1) > 1e-3 for other in formulas.values())
 
 
 @pytest.mark.parametrize(

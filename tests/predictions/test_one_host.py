@@ -30,13 +30,11 @@ def test_rings_fit_on_the_wires_of_small_hosts(monkeypatch, gpus, wires, rings):
 def test_wires_explain_why_more_v100s_are_faster():
     assert [one_host.rings(count) for count in (2, 3, 4)] == [1, 2, 4]
     assert predictions.packed_rings(4) == one_host.rings(4)
-    assert all(
-        sum(n for pair, n in predictions.V100_WIRES.items() if gpu in pair) == 6 for gpu in range(8)
-    )
+    for gpu in range(8):
+        assert sum(n for pair, n in predictions.V100_WIRES.items() if gpu in pair) == 6
     _, _, wire_us_mib, _ = one_host.fitted("V100")
-    assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(
-        22, rel=0.1
-    )  # GB/s; 25 is what one wire can carry
+    # GB/s; 25 is what one wire can carry.
+    assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(22, rel=0.1)
 
 
 def test_the_fit_follows_the_published_times_and_a_model_without_wires_does_not(monkeypatch):

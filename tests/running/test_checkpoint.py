@@ -174,9 +174,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        checkpoint.save(
-            tmp_path / "checkpoint-00000001.pt" / "run", state_of(1)
-        )  # no folder can be made there
+        # No folder can be made there.
+        checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told(tmp_path):
@@ -214,12 +213,14 @@ def killed_writers(folder):
     Returns for each: the step last known to be saved, the step that is loaded, whether all that was
     loaded is right, and whether the writer was caught with a temporary file.
     """
-    chance, outcomes = random.Random(1), []
+    chance = random.Random(1)
+    outcomes = []
     warnings.simplefilter("error")  # a damaged checkpoint would be skipped with a warning
     for attempt in range(250):
         if attempt >= 25 and sum(caught for *_, caught in outcomes) >= 3:
             break
-        place, known = Path(folder, str(attempt)), Path(folder, f"{attempt}.known")
+        place = Path(folder, str(attempt))
+        known = Path(folder, f"{attempt}.known")
         writer = os.fork()
         if writer == 0:
             for step in range(1, 1000):
@@ -231,7 +232,8 @@ def killed_writers(folder):
         time.sleep(chance.uniform(0, 0.06))
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-        state, caught = checkpoint.load(place), bool(list(place.glob(".*.tmp")))
+        state = checkpoint.load(place)
+        caught = bool(list(place.glob(".*.tmp")))
         right = same(state, state_of(state["step"], size=500_000))
         outcomes.append((int(known.read_text() or 0), state["step"], right, caught))
         shutil.rmtree(place)

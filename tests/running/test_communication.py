@@ -99,7 +99,8 @@ def in_overlapping_groups():
     """Ranks are in different numbers of groups when their threads are made; sums tell which
     messages met.
     """
-    rank, sums = dist.get_rank(), []
+    rank = dist.get_rank()
+    sums = []
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for group in [None, *pairs]:
         if group is None or rank in dist.get_process_group_ranks(group):
@@ -118,7 +119,8 @@ def test_every_group_has_a_thread_and_only_its_members_make_it():
 
 
 def one_job_fails():
-    thread, said = communication_thread(), []
+    thread = communication_thread()
+    said = []
 
     def broken(group):
         raise OSError("the network is down")
@@ -164,7 +166,8 @@ def wrapped_for_one_pass(wrapper):
     inputs.
     """
     torch.manual_seed(0)
-    model, gradients = torch.nn.Linear(3, 2), []
+    model = torch.nn.Linear(3, 2)
+    gradients = []
     for _ in range(2):
         wrapper(model)(torch.full((4, 3), 1.0 + dist.get_rank())).sum().backward()
         gradients.append(model.weight.grad.clone())
@@ -175,16 +178,16 @@ def wrapped_for_one_pass(wrapper):
 @pytest.mark.parametrize("wrapper", [BucketedDDP, DistributedDataParallel])
 def test_a_wrapper_that_nobody_holds_still_averages(wrapper):
     for passes in launch(wrapped_for_one_pass, wrapper, world_size=2, device="cpu"):
-        assert all(
-            torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes
-        )  # 4 samples of 1 and of 2
+        # There are 4 samples of 1 and 4 of 2.
+        assert all(torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes)
 
 
 def listening_wrappers():
     """How many wrappers hear of a gradient after a model was wrapped three times, and a pass made
     with the last.
     """
-    model, alive = torch.nn.Linear(3, 2), []
+    model = torch.nn.Linear(3, 2)
+    alive = []
     for _ in range(3):
         parallel = BucketedDDP(model)
         alive.append(weakref.ref(parallel))

@@ -23,7 +23,9 @@ class Counter:
     """A GPU with one stream: work is queued at once, and takes the time that it says."""
 
     def __init__(self):
-        self.done, self.waited, self.caught_up = 0.0, 0, 0.0
+        self.done = 0.0
+        self.waited = 0
+        self.caught_up = 0.0
         self.at = lambda: self.done
 
     def work(self, seconds):
@@ -63,7 +65,8 @@ class Working(torch.nn.Module):
 
     def __init__(self, gpu):
         super().__init__()
-        self.gpu, self.weight = gpu, torch.nn.Parameter(torch.ones(3))
+        self.gpu = gpu
+        self.weight = torch.nn.Parameter(torch.ones(3))
         self.weight.register_hook(lambda gradient: gpu.work(4))
 
     def forward(self, inputs):
@@ -107,18 +110,11 @@ def test_steps_are_timed_where_nothing_is_recorded(gpu):
     told = []
     record = recording.Recording()
     train(gpu, record.stamped([torch.ones(3)] * 6), told)
-    assert [later - sooner for sooner, later in pairwise(told)] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]  # waits: steps 2, 4, 6, both ends
+    # Steps 2, 4 and 6 are timed: the rank waits for the GPU at both ends of each.
+    assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]
     assert record.steps(drawn=False) == [2, 4] and record.steps(drawn=True) == [3, 5]
-    assert all(
-        {span.name for span in record.spans[step]} >= {"forward", "backward", "wait"}
-        for step in (3, 5)
-    )
+    for step in (3, 5):
+        assert {span.name for span in record.spans[step]} >= {"forward", "backward", "wait"}
 
 
 def test_what_gloo_does_ends_on_the_processor_and_what_nccl_does_on_the_gpu(gpu, monkeypatch):
@@ -152,10 +148,8 @@ def kernels_and_spans():
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.Tanh())]
     parallel = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))
-    optimizer, inputs = (
-        torch.optim.SGD(parallel.parameters(), lr=0.1),
-        torch.randn(4096, 2048, device=rank_device()),
-    )
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    inputs = torch.randn(4096, 2048, device=rank_device())
     for _ in range(4):
         with profile(activities=[ProfilerActivity.CUDA]) as profiler, timeline.recording() as spans:
             parallel(inputs).square().mean().backward()
@@ -168,10 +162,8 @@ def kernels_and_spans():
         if e.device_type() == on_gpu and e.duration_ns()
     ]
     sums = [event.duration_ns() / 1e9 for event in kernels if "nccl" in event.name().lower()]
-    begin, end = (
-        min(e.start_ns() for e in kernels),
-        max(e.start_ns() + e.duration_ns() for e in kernels),
-    )
+    begin = min(e.start_ns() for e in kernels)
+    end = max(e.start_ns() + e.duration_ns() for e in kernels)
     return (end - begin) / 1e9, sums, spans
 
 

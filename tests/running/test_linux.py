@@ -10,6 +10,14 @@ from ddp_course.running import linux
 
 GIB = 1 << 30
 VERSION_2 = {"memory.max": "max", "memory.current": GIB, "memory.stat": "anon 7\ninactive_file 0"}
+# The limits stand above the own group, as systemd sets them for a user.
+OF_A_USER = {
+    "user.slice/memory.max": 2 * GIB,
+    "user.slice/memory.current": GIB,
+    "user.slice/memory.stat": "anon 7\ninactive_file 0",
+    "user.slice/cpu.max": "200000 100000",
+    "user.slice/session.scope/memory.max": "max",
+}
 VERSION_1 = {
     "memory/hub/memory.limit_in_bytes": 3 * GIB,
     "memory/hub/memory.usage_in_bytes": 2 * GIB,
@@ -25,16 +33,7 @@ VERSION_1 = {
         ("0::/", VERSION_2, 100, 8),
         ("0::/", {**VERSION_2, "memory.max": 4 * GIB, "cpu.max": "50000 100000"}, 3, 0.5),
         ("0::/", {"cpu.max": "max 100000"}, 100, 8),
-        (  # the limit stands above the own group, as systemd sets it for a user
-            "0::/user.slice/session.scope",
-            {
-                f"user.slice/{name}": value
-                for name, value in {**VERSION_2, "memory.max": 2 * GIB}.items()
-            }
-            | {"user.slice/session.scope/memory.max": "max", "user.slice/cpu.max": "200000 100000"},
-            1,
-            2,
-        ),
+        ("0::/user.slice/session.scope", OF_A_USER, 1, 2),
         ("0::/unseen/by/this/container", {**VERSION_2, "memory.max": 4 * GIB}, 3, 8),
         ("3:cpuset:/\n4:memory:/hub\n0::/", VERSION_1, 2, 8),
         (
@@ -61,9 +60,8 @@ def test_what_a_container_may_use(tmp_path, monkeypatch, own, files, gib, cores)
 
 def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "missing")
-    assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(
-        linux.available_memory(), 0.1
-    )
+    assert linux.cgroup_folders("memory") == []
+    assert linux.free_memory() == pytest.approx(linux.available_memory(), 0.1)
 
 
 def huge_kib(process):

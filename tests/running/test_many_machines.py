@@ -198,9 +198,8 @@ def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     assert results["emulated_device"] is None and results["link"] is None
     single, ring, sharded = results["stages"]
     assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
-    assert sharded["bytes_sent_max"] == pytest.approx(
-        1.5 * ring["bytes_sent_max"], rel=0.1
-    )  # 3 (K-1)/K p
+    # Sharded ranks send 3 (K-1)/K p.
+    assert sharded["bytes_sent_max"] == pytest.approx(1.5 * ring["bytes_sent_max"], rel=0.1)
     for entry in (ring, sharded):
         assert len(entry["timeline"]) >= 2
         assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
@@ -266,7 +265,8 @@ def test_a_job_with_a_failed_rank_is_queued_again(tmp_path, code, restarts, queu
 def test_the_kubernetes_job(tmp_path):
     job = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())
     assert job["apiVersion"] == "kubeflow.org/v1" and job["kind"] == "PyTorchJob"
-    policy, workers = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    policy = job["spec"]["elasticPolicy"]
+    workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     [container] = workers["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for this name"
     environment = {entry["name"]: entry["value"] for entry in container["env"]}

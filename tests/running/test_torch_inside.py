@@ -15,16 +15,16 @@ from ddp_course.running import torch_inside
 
 PACKAGE = Path(ddp_course.__file__).parent
 INSIDE = Path(torch_inside.__file__)
-TAUGHT = {
-    ("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")
-}  # lesson 05 shows it
+# Lesson 05 shows it.
+TAUGHT = {("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")}
+# These belong to groups, options and storages.
 ON_OBJECTS = {
     "_cdata",
     "_device_types",
     "_get_backend",
     "_timeout",
     "_world",
-}  # of groups, options and storages
+}
 DOCUMENTED = ("torch._foreach_", "torch.ops.")
 
 
@@ -48,7 +48,11 @@ def private_uses(source):
             if ours or (node.attr in ON_OBJECTS and not words.startswith("self.")):
                 found.add(words)
     found = {words for words in found if not words.startswith(DOCUMENTED)}
-    return {words for words in found if not any(longer.startswith(f"{words}.") for longer in found)}
+    longest = set()
+    for words in found:
+        if not any(longer.startswith(f"{words}.") for longer in found):
+            longest.add(words)
+    return longest
 
 
 def test_no_other_module_names_a_private_part_of_torch():
@@ -85,7 +89,8 @@ def twin_of_the_default_group():
     """
     group = torch_inside.default_group()
     twin = torch_inside.group_like(group)
-    mine, theirs = torch.ones(1), torch.full((1,), 10.0)
+    mine = torch.ones(1)
+    theirs = torch.full((1,), 10.0)
     waiting = dist.all_reduce(mine, group=group, async_op=True)
     dist.all_reduce(theirs, group=twin)
     waiting.wait()

@@ -46,7 +46,10 @@ def observed():
     events = []
     tensor = torch.zeros(25)
     with wire.observing(events.append), wire.span("outer"):
-        wire.send(tensor, 1) if dist.get_rank() == 0 else wire.recv(tensor, 0)
+        if dist.get_rank() == 0:
+            wire.send(tensor, 1)
+        else:
+            wire.recv(tensor, 0)
     return events
 
 

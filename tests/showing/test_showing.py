@@ -48,6 +48,7 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
     results = []
     for place, stage in enumerate(stages):
         sent = None if stage in "12torch" else p * (1 + place)
+        lanes = 1 if stage in "12" else world_size
         results.append(
             StageResult(
                 stage=stage,
@@ -62,7 +63,7 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
                 loss=[2.3 / (1 + step) for step in range(12)],
                 max_abs_diff_vs_single=1e-7 * place,
                 evaluation=None,
-                timeline=[spans] * (1 if stage in "12" else world_size),
+                timeline=[spans] * lanes,
             )
         )
     return Comparison(
@@ -197,14 +198,16 @@ def overlapping(picture):
         texts = [text for text in texts if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
         for (left, a), (right, b) in combinations(boxes, 2):
-            width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            width = min(a.x1, b.x1) - max(a.x0, b.x0)
+            height = min(a.y1, b.y1) - max(a.y0, b.y0)
             if width > 1.5 and height > 1.5:
                 pairs.append((left, right))
     return pairs
 
 
 def test_lines_of_theory_are_told_from_what_was_measured():
-    series, theory = {"a": ([1, 2], [1.0, 2.0])}, {"b": ([1, 2], [1.0, 2.0])}
+    series = {"a": ([1, 2], [1.0, 2.0])}
+    theory = {"b": ([1, 2], [1.0, 2.0])}
     assert plots.curves(series, "x", "y", "t", theory=theory).kind == "measured; lines derived"
     assert plots.curves(series, "x", "y", "t").kind == "measured"
     assert (
@@ -235,10 +238,8 @@ def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
     everyone = frozenset(range(world_size))
     assert len(states) == 2 * (world_size - 1) + 1
     half = states[world_size - 1]
-    assert all(
-        [chunk == everyone for chunk in half[rank]].index(True) == (rank + 1) % world_size
-        for rank in everyone
-    )
+    for rank in everyone:
+        assert half[rank].index(everyone) == (rank + 1) % world_size
     assert sum(chunk == everyone for rank in half for chunk in rank) == world_size
     assert all(chunk == everyone for rank in states[-1] for chunk in rank)
 
@@ -398,9 +399,8 @@ def in_the_dark(colour):
 
 
 def brightness(colour):
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour
-    ]
+    colour = np.asarray(colour)
+    linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
     return np.dot([0.2126, 0.7152, 0.0722], linear)
 
 

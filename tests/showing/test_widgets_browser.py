@@ -285,12 +285,14 @@ def explorers_answer_their_questions(page, alpha_beta, buckets):
 
 def texts(page, cell, index):
     """What an explorer says for each setting of a slider, from the lowest to the highest."""
-    handle, said = cell.locator(".noUi-handle").nth(index), []
+    handle = cell.locator(".noUi-handle").nth(index)
+    said = []
     readout = cell.locator(".widget-readout").nth(index)
     message = cell.locator(".widget-html-content").last
     handle.focus()
     for key in ["Home"] + ["ArrowRight"] * 9:
-        value, text = readout.inner_text(), message.inner_text()
+        value = readout.inner_text()
+        text = message.inner_text()
         page.keyboard.press(key)
         page.wait_for_timeout(1500)
         moved = readout.inner_text() != value
@@ -303,9 +305,8 @@ def texts(page, cell, index):
 
 
 def run_all(page):
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(
-        timeout=90_000
-    )  # before that nothing is run
+    # Before the kernel is idle, nothing is run.
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
     page.get_by_role("menuitem", name="Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
@@ -327,16 +328,13 @@ def drag_every_slider(page, cell, name):
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
-        for last in (
-            False,
-            False,
-            False,
-            True,
-        ):  # the page may still move between the look and the grasp
+        # The page may still move between the look and the grasp.
+        for last in (False, False, False, True):
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"
             drag(page, settled(handles.nth(index)), track)
-            with nullcontext() if last else suppress(NotInTime):
+            late = nullcontext() if last else suppress(NotInTime)
+            with late:
                 changed = "([cell, before]) => cell.querySelector('img').src !== before"
                 page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=30_000)
                 break
@@ -347,9 +345,10 @@ def drag(page, handle, track):
     """Drag a handle to the other half of its track."""
     middle = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
     to_the_left = middle[0] > track["x"] + track["width"] / 2
+    share = 0.1 if to_the_left else 0.9
     page.mouse.move(*middle)
     page.mouse.down()
-    page.mouse.move(track["x"] + track["width"] * (0.1 if to_the_left else 0.9), middle[1], steps=4)
+    page.mouse.move(track["x"] + share * track["width"], middle[1], steps=4)
     page.mouse.up()
 
 
@@ -357,13 +356,16 @@ def settled(element):
     """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
     above get drawn.
     """
-    box, since, deadline = element.bounding_box(), time.monotonic(), time.monotonic() + 20
+    box = element.bounding_box()
+    since = time.monotonic()
+    deadline = time.monotonic() + 20
     while time.monotonic() < since + 0.3:
         assert time.monotonic() < deadline, "the page does not come to rest"
         time.sleep(0.03)
         now = element.bounding_box()
         if now != box:
-            box, since = now, time.monotonic()
+            box = now
+            since = time.monotonic()
     return box
 
 

@@ -77,7 +77,8 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
         f"--nproc-per-node={world_size}",
     ]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
-    hurry, faults = Path(folder, "hurry"), 0
+    hurry = Path(folder, "hurry")
+    faults = 0
     environment = {
         "OMP_NUM_THREADS": "1",
         "TMPDIR": folder,
@@ -88,7 +89,8 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
         command += ["--checkpoint", f"{folder}/run"]
         agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
         begun = time.monotonic()
-        end, due = begun + 60 * minutes, begun + every
+        end = begun + 60 * minutes
+        due = begun + every
         try:
             while agent.poll() is None:
                 now = time.monotonic()

@@ -52,7 +52,8 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--gib", type=float, default=2.0, help="memory that a learner may take")
     options = parser.parse_args()
-    began, stop = time.monotonic(), threading.Event()
+    began = time.monotonic()
+    stop = threading.Event()
     with ExitStack() as stack, ThreadPoolExecutor(options.learners + 1) as pool:
         kernels = list(
             pool.map(lambda _: stack.enter_context(running_kernel()), range(options.learners))

@@ -55,14 +55,17 @@ def main():
     names = {"__name__": "__main__"}
     exec(HEADER, names)
     faults = [*FAULTS, *FROM_OUTSIDE.values(), *[NONE] * 5]
-    seconds, wrong, before = defaultdict(list), [], None
+    seconds = defaultdict(list)
+    wrong = []
+    before = None
     handlers = [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
     ]
     for done in range(options.count):
         if done == min(WARM_UP, options.count // 2):
             before = measure()
-        fault, world_size = chance.choice(faults), chance.choice([2, 3, 4])
+        fault = chance.choice(faults)
+        world_size = chance.choice([2, 3, 4])
         begin = time.monotonic()
         error, message = attempt(fault, world_size, names, chance)
         seconds[fault.name].append(time.monotonic() - begin)

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,20 +37,22 @@ from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
+# None is about sparse gradients: torch 2.13 spoils dense ones beside them.
 TRAITS = [
     "tied",
     "frozen",
     "double",
     "buffers",
     "two wrappers",
-]  # torch 2.13 spoils dense gradients beside sparse ones
+]
+# These are what other code does with gradients and outputs.
 NEIGHBOURS = [
     "reads",
     "scales",
     "flat",
     "field",
     "spare",
-]  # what other code does with gradients and outputs
+]
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = (
     ["train"] * 6
@@ -101,7 +103,9 @@ class Model(nn.Module):
     def __init__(self, traits):
         super().__init__()
         self.traits = traits
-        self.a, self.b, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.a = nn.Linear(5, 5)
+        self.b = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
         if "tied" in traits:
             self.b.weight = self.a.weight
         if "frozen" in traits:
@@ -157,19 +161,15 @@ def program(number):
     draw = random.Random(number)
     traits = {trait for trait in TRAITS if draw.random() < 0.25}
     settings = {"bucket_cap_mb": draw.choice([None, 0.0001, 0.0002])}
-    settings |= {
-        name: True
-        for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-        if draw.random() < (0.15 if name == "static_graph" else 0.4)
-    }
+    often = {"gradient_as_bucket_view": 0.4, "find_unused_parameters": 0.4, "static_graph": 0.15}
+    settings |= {name: True for name, share in often.items() if draw.random() < share}
     if draw.random() < 0.2:
         settings["forward_sync_buffers"] = False
     if draw.random() < 0.2:
         settings["bucket_cap_mb_list"] = [0.0001, 0.0003]
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
-    if (
-        hook == "power"
-    ):  # it communicates several times per bucket, in gloo's threads, when nothing else may
+    # It communicates several times per bucket, in gloo's threads, when nothing else may.
+    if hook == "power":
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("bucket_cap_mb_list", None)
         settings.pop("find_unused_parameters", None)
@@ -188,9 +188,8 @@ def program(number):
         # torch's class counts parameters used here as used in the next pass too, and hangs or
         # reports its own bug.
         arguments["which"] = "ab"
-    if settings.get(
-        "static_graph"
-    ):  # torch's class needs a plain first pass, and another one after copying
+    # torch's class needs a plain first pass, and another one after copying.
+    if settings.get("static_graph"):
         operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
     traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
     if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
@@ -212,28 +211,25 @@ def operation(draw, traits, settings):
         "set_to_none": draw.random() < 0.5,
     }
     if what == "raise":
+        # All ranks fail at the same point.
         arguments |= {
             "bomb": draw.choice(PLACES),
             "which": draw.choice(branches),
-        }  # all ranks fail at one point
-    if (
-        what == "two backwards" and changing
-    ):  # torch's class can then hang in the next pass, or reports its own bug
+        }
+    # torch's class can then hang in the next pass, or reports its own bug.
+    if what == "two backwards" and changing:
         what = "train"
-    if (
-        what == "abandon" and changing
-    ):  # otherwise one rank alone may refuse the next pass, and another waits for it
+    # With other branches one rank alone may refuse the next pass, and another waits for it.
+    if what == "abandon" and changing:
         arguments["which"] = "ab"
     if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
         what = "train"
     if what == "join":
         steps = [draw.randint(0, 3) for _ in range(8)]
-        if settings.get(
-            "find_unused_parameters"
-        ):  # with torch 2.13, a rank that joins before its first
-            steps = [
-                max(1, count) for count in steps
-            ]  # pass sends uninitialised memory as its bitmap
+        # With torch 2.13, a rank that joins before its first pass sends uninitialised memory as its
+        # bitmap.
+        if settings.get("find_unused_parameters"):
+            steps = [max(1, count) for count in steps]
         arguments |= {"steps": steps, "by_all": draw.random() < 0.5}
     return what, arguments
 
@@ -242,7 +238,8 @@ class Player:
     """One rank that plays a program with one of the classes."""
 
     def __init__(self, kind, number):
-        self.kind, self.number = kind, number
+        self.kind = kind
+        self.number = number
         self.traits, self.settings, self.hook, self.operations = program(number)
         torch.manual_seed(number)
         self.models = [Model(self.traits) for _ in range(2 if "two wrappers" in self.traits else 1)]
@@ -252,7 +249,8 @@ class Player:
         trained = [p for model in self.models for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.05)
         self.start = copy.deepcopy([wrapper.state_dict() for wrapper in self.wrapped])
-        self.rank, self.count = dist.get_rank(), 0
+        self.rank = dist.get_rank()
+        self.count = 0
 
     def register(self, wrapper):
         """Register the program's communication hook."""
@@ -270,10 +268,10 @@ class Player:
         """Yield after each operation its name, the error that refused it (or None), and all
         tensors.
         """
-        for what, arguments in self.operations:
-            arguments = {
-                name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()
-            }
+        for what, of_all_ranks in self.operations:
+            arguments = {}
+            for name, value in of_all_ranks.items():
+                arguments[name] = value[self.rank] if isinstance(value, list) else value
             refused = None
             try:
                 getattr(self, what.replace(" ", "_"))(**arguments)
@@ -306,9 +304,8 @@ class Player:
         x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
         for wrapper in self.wrapped:
             outputs = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
-            x = (
-                outputs[0] if isinstance(outputs, tuple) else outputs
-            )  # the loss does not use the spare output
+            # The loss does not use the spare output.
+            x = outputs[0] if isinstance(outputs, tuple) else outputs
         return x.square().sum()
 
     def zero(self, set_to_none):
@@ -322,8 +319,9 @@ class Player:
 
     def no_sync(self, which, set_to_none):
         self.zero(set_to_none)
-        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
-        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+        with ExitStack() as contexts:
+            for wrapper in self.wrapped:
+                contexts.enter_context(wrapper.no_sync())
             self.loss(which).backward()
         self.loss(which).backward()
         self.optimizer.step()
@@ -363,8 +361,9 @@ class Player:
     def late_backward(self, which, set_to_none):
         """What counts is that the forward pass ran inside no_sync()."""
         self.zero(set_to_none)
-        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
-        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+        with ExitStack() as contexts:
+            for wrapper in self.wrapped:
+                contexts.enter_context(wrapper.no_sync())
             loss = self.loss(which)
         loss.backward()
 
@@ -421,10 +420,8 @@ def difference(number):
         for name, value in a[2].items():
             other = b[2][name]
             if (value is None) != (other is None):
-                return (
-                    f"step {step}, {a[0]}: {name} is {'None' if other is None else 'not None'} with"
-                    " ours"
-                )
+                kind = "None" if other is None else "not None"
+                return f"step {step}, {a[0]}: {name} is {kind} with ours"
             if value is not None and not torch.equal(value, other):
                 return (
                     f"step {step}, {a[0]}: {name} is off by"
@@ -454,18 +451,21 @@ def stage5_difference(number):
     """A random model, batches and settings: how far stage 5's weights are from one device's on the
     whole batch.
     """
-    draw, world_size, rank = random.Random(number), dist.get_world_size(), dist.get_rank()
+    draw = random.Random(number)
+    world_size = dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(number)
     widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
-    pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
-    both, alone = (
-        nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)),
-        None,
-    )
+    pair = []
+    for _ in range(2):
+        layers = [nn.Linear(*size) for size in pairwise(widths)]
+        pair.append(nn.Sequential(*layers).double())
+    both = nn.Sequential()
+    for module in pair:
+        both.append(nn.Sequential(module, nn.Linear(widths[-1], widths[0]).double()))
     if draw.random() < 0.3:
-        both[1][1].weight = both[0][
-            1
-        ].weight  # a weight tied across two wrappers would be averaged twice
+        # A weight tied across two wrappers would be averaged twice.
+        both[1][1].weight = both[0][1].weight
         both = both[:1]
     alone = copy.deepcopy(both)
     all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])
@@ -511,7 +511,8 @@ def collective_difference(number, groups):
     """Integers of a random shape, stride and type, summed in one or two threads, each on a group of
     its own.
     """
-    draw, rank = random.Random(number), dist.get_rank()
+    draw = random.Random(number)
+    rank = dist.get_rank()
     threads = []
     found = []
     for group in groups[: draw.randint(1, 2)]:
@@ -521,7 +522,8 @@ def collective_difference(number, groups):
         tensor = torch.randint(-8, 8, shape, generator=generator).to(dtype)
         if len(shape) > 1 and draw.random() < 0.5:
             tensor = tensor.transpose(0, -1)
-        expected, name = tensor.clone(), draw.choice(sorted(EVERY))
+        expected = tensor.clone()
+        name = draw.choice(sorted(EVERY))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             continue
         whole = expected.contiguous()
@@ -548,7 +550,9 @@ def run(play, first, count, world_size, batch=100, timeout=300.0):
     """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs
     counts as wrong.
     """
-    wrong, start, end = {}, first, first + count
+    wrong = {}
+    start = first
+    end = first + count
     while start < end:
         size = min(batch, end - start)
         with tempfile.NamedTemporaryFile("r") as reached:
@@ -572,7 +576,9 @@ def main():
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="launches beside each other")
     args = parser.parse_args()
-    started, played, failed = time.time(), 0, 0
+    started = time.time()
+    played = 0
+    failed = 0
     parts = [
         (play, first, min(50, args.first + args.count - first))
         for first in range(args.first, args.first + args.count, 50)

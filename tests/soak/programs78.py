@@ -37,7 +37,8 @@ from ddp_course.stage8_pipeline import (
     zero_bubble,
 )
 
-WIDTH, BATCH = 6, 12
+WIDTH = 6
+BATCH = 12
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -117,31 +118,31 @@ def drawn(seed, stage):
     ]
     kinds += ["twice", "normalised"]
     layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
-    for index, (before, kind) in enumerate(
-        pairwise(layers), 1
-    ):  # some layers need their output in backward
+    # Some layers need their output in backward.
+    for index, (before, kind) in enumerate(pairwise(layers), 1):
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
-    blocks = (
-        [] if "sometimes" in layers else chance.choice([None, []])
-    )  # all ranks must run the same blocks
+    # All ranks must run the same blocks.
+    blocks = [] if "sometimes" in layers else chance.choice([None, []])
     if stage == "7" and blocks == []:  # a block has parameters of one dtype
-        layers = ["linear" if kind == "float32" else kind for kind in layers]
-    steps = [
-        {
+        for index, kind in enumerate(layers):
+            if kind == "float32":
+                layers[index] = "linear"
+    clips = [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
+    booms = [None, None, None, "forward", "backward", "hook"]
+    steps = []
+    for _ in range(chance.randrange(2, 6)):
+        step = {
             "passes": chance.choice([1, 1, 2, 3]),
             "evaluate": chance.random() < 0.2,
-            "clip": chance.choice(
-                [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
-            ),
+            "clip": chance.choice(clips),
             "left out": chance.random() < 0.1,
-            "boom": chance.choice([None, None, None, "forward", "backward", "hook"])
-            if stage != "8"
-            else None,
-            "reload": chance.random() < 0.2,
+            "boom": None,
         }
-        for _ in range(chance.randrange(2, 6))
-    ]
+        if stage != "8":
+            step["boom"] = chance.choice(booms)
+        step["reload"] = chance.random() < 0.2
+        steps.append(step)
     return {
         "seed": seed,
         "layers": layers,
@@ -177,7 +178,8 @@ def build(program, stage):
             torch.nn.Linear(WIDTH, WIDTH)
         ).double(),
     }
-    layers, trap = [make[kind]() for kind in program["layers"]], Trap()
+    layers = [make[kind]() for kind in program["layers"]]
+    trap = Trap()
     for index in program["frozen"]:
         layers[index].requires_grad_(False)
     layers[-1].requires_grad_(True)
@@ -196,7 +198,8 @@ class Player:
     """One stage with what a program needs: the wrapped model, the optimizer and its schedule."""
 
     def __init__(self, program, stage, state=None):
-        self.program, self.stage = program, stage
+        self.program = program
+        self.stage = stage
         self.model, self.trap = build(program, stage)
         if state:
             self.model.load_state_dict(state["model"])
@@ -208,10 +211,9 @@ class Player:
             self.pipeline = self.in_stages(dist.get_world_size())
             self.part = self.pipeline.module
             mine = set(self.part.parameters())
-            groups = [
-                {**group, "params": [p for p in group["params"] if p in mine]}
-                for group in self.groups()
-            ]
+            groups = []
+            for group in self.groups():
+                groups.append({**group, "params": [p for p in group["params"] if p in mine]})
             self.optimizer = kind(groups, lr=0.02, **settings)
         else:
             kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
@@ -227,10 +229,8 @@ class Player:
             homes = home_ranks(schedule(world_size, self.program["microbatches"]))
             self.parts = split(layers_of(self.model), len(homes))
         except ValueError:  # this schedule needs more layers, or micro-batches that can go around
-            schedule, self.parts = (
-                one_forward_one_backward,
-                split(layers_of(self.model), world_size),
-            )
+            schedule = one_forward_one_backward
+            self.parts = split(layers_of(self.model), world_size)
         stages = self.parts[dist.get_rank() :: world_size]
         return Pipeline(
             stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss
@@ -295,15 +295,14 @@ def play(program, stage, steps, start=None):
     """Play the `steps` (a slice) of a program, from the result `start` of another player; return
     what is compared.
     """
-    player, norms = Player(program, stage, start and start["state"]), []
+    player = Player(program, stage, start and start["state"])
+    norms = []
     if start:
         player.load(start["state"])
         player.schedule.load_state_dict(start["schedule"])
     for number in range(*steps.indices(len(program["steps"]))):
-        step, generator = (
-            program["steps"][number],
-            torch.Generator().manual_seed(1000 * program["seed"] + number),
-        )
+        step = program["steps"][number]
+        generator = torch.Generator().manual_seed(1000 * program["seed"] + number)
         batches = [
             torch.randn(2, BATCH, WIDTH, generator=generator).double()
             for _ in range(step["passes"])
@@ -361,7 +360,8 @@ def apart(one, other):
     """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not
     match.
     """
-    ours, theirs = numbers(one), numbers(other)
+    ours = numbers(one)
+    theirs = numbers(other)
     if [part.shape for part in ours] != [part.shape for part in theirs]:
         return float("inf")
     gaps = [(a - b).abs() / b.abs().clamp(min=1) for a, b in zip(ours, theirs, strict=True)]
@@ -382,7 +382,8 @@ def failures(stage, world_sizes, seeds):
     programs = [drawn(seed, stage) for seed in seeds]
     expected = launch(whole, programs, world_size=1, timeout=600)[0]
     half = launch(play_all, programs, stage, world_size=world_sizes[0], timeout=600)
-    ranks, before = half, [[] for _ in programs]
+    ranks = half
+    before = [[] for _ in programs]
     if stage != "8":
         ranks = launch(
             play_all, programs, stage, False, half[0], world_size=world_sizes[1], timeout=600
@@ -398,10 +399,8 @@ def failures(stage, world_sizes, seeds):
             }
             want = {"model": right["state"]["model"], "norms": right["norms"]}
             if stage != "8":
-                got["optimizer"], want["optimizer"] = (
-                    rank[number]["state"]["optimizer"],
-                    right["state"]["optimizer"],
-                )
+                got["optimizer"] = rank[number]["state"]["optimizer"]
+                want["optimizer"] = right["state"]["optimizer"]
             gap = apart(got, want)
             if not gap <= tolerance(program):
                 wrong.append((program, gap))

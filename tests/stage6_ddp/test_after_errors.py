@@ -27,7 +27,8 @@ STAGES = {
         model, bucket_cap_mb=0.0001, gradient_as_bucket_view=True
     ),
 }
-WORKS, REFUSES = "works", "refuses"
+WORKS = "works"
+REFUSES = "refuses"
 
 
 def explode(*_, **__):

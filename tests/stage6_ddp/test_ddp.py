@@ -13,7 +13,8 @@ class Noting(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.met = torch.nn.Parameter(torch.ones(1)), []
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.met = []
 
     def forward(self, first, *, others):
         self.met = [first.device.type, others["more"].device.type, others["name"]]
@@ -25,7 +26,9 @@ def on_a_device():
     parallel = DistributedDataParallel(Noting())
     arrived = []
     for ids in (None, [0]):
-        parallel.device_ids, parallel.device = ids, torch.device("meta") if ids else parallel.device
+        parallel.device_ids = ids
+        if ids:
+            parallel.device = torch.device("meta")
         parallel(torch.ones(1), others={"more": torch.ones(1), "name": "kept"})
         arrived.append(parallel.module.met)
     return arrived

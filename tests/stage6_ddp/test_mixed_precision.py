@@ -20,7 +20,8 @@ class Mixed(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.cast, self.kept = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.cast = torch.nn.Linear(3, 3)
+        self.kept = torch.nn.Linear(3, 3)
         self.order = torch.nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
         self.register_buffer("moving", torch.ones(3))
         self.register_buffer("kept_buffer", torch.ones(3))
@@ -42,7 +43,9 @@ def run(**wanted):
 
 
 def test_floating_point_weights_and_inputs_are_cast():
-    low, full, whole = torch.bfloat16, torch.float32, torch.int64
+    low = torch.bfloat16
+    full = torch.float32
+    whole = torch.int64
     assert run(param_dtype=low)[2] == [low, whole, low, low, full, whole]
     assert run(reduce_dtype=low)[2] == [full, whole, full, full, full, whole]
 
@@ -60,7 +63,8 @@ class Checkpointed(torch.nn.Module):
     def __init__(self, again):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
         self.again = again
 
     def last(self, inputs):

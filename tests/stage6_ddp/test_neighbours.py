@@ -32,7 +32,8 @@ def train(forward, module, steps=6):
     """Gradients and weights after each step of training `module` with `forward`, on inputs of this
     rank's own.
     """
-    optimizer, results = torch.optim.SGD(module.parameters(), lr=0.01), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    results = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         inputs = torch.randn(
@@ -90,7 +91,8 @@ def flat_gradients(DDP):
 
     for parameter in layers.parameters():
         parameter.register_post_accumulate_grad_hook(lay)
-    parallel, seen = DDP(layers), []
+    parallel = DDP(layers)
+    seen = []
     for step in range(3):
         layers.zero_grad()
         inputs = torch.randn(
@@ -113,7 +115,8 @@ def parameter_as_output(DDP):
             return self.layer(inputs), self.layer.weight
 
     model = Returning()
-    parallel, weight = DDP(model), model.layer.weight
+    parallel = DDP(model)
+    weight = model.layer.weight
     results = train(
         lambda inputs: torch.stack([output.square().mean() for output in parallel(inputs)]), model
     )
@@ -235,7 +238,8 @@ def launched():
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_torchs_class_and_ours_do_the_same_beside(name):
     for rank in launched():
-        theirs, ours = rank[name]["torch"], rank[name]["ours"]
+        theirs = rank[name]["torch"]
+        ours = rank[name]["ours"]
         assert isinstance(theirs, list) and isinstance(ours, list), (theirs, ours)
         assert len(theirs) == len(ours)
         differences = [

@@ -21,10 +21,12 @@ def ready(value):
 
 
 def test_a_hook_may_return_a_tensor_or_a_list_with_it():
-    first, second = torch.ones(3), torch.zeros(3)
+    first = torch.ones(3)
+    second = torch.zeros(3)
     for value in (first, [first], (first, second)):
         assert by_hook(lambda state, bucket, value=value: ready(value), None)(bucket())() is first
-    seen, given = [], bucket()
+    seen = []
+    given = bucket()
     by_hook(lambda *arguments: (seen.extend(arguments), ready(first))[1], "state")(given)
     assert seen == ["state", given]
 

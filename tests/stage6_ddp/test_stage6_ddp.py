@@ -106,7 +106,8 @@ def odd_model():
 
 def layouts(kind, settings, steps=3):
     """The shapes in each bucket, in the order of communication, over all steps."""
-    seen, model = [], odd_model()
+    seen = []
+    model = odd_model()
     parallel = CLASSES[kind](model, **settings)
 
     def hook(state, bucket):
@@ -120,10 +121,11 @@ def layouts(kind, settings, steps=3):
 
 
 def compare_with_torch():
-    known = {
-        name: chosen for name, chosen in SETTINGS.items() if chosen.keys() <= KNOWN_TO_TORCH.keys()
-    }
-    return {name: [layouts(kind, chosen) for kind in CLASSES] for name, chosen in known.items()}
+    of_both = {}
+    for name, chosen in SETTINGS.items():
+        if chosen.keys() <= KNOWN_TO_TORCH.keys():
+            of_both[name] = [layouts(kind, chosen) for kind in CLASSES]
+    return of_both
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -267,7 +269,8 @@ def another_grad_dtype(DDP):
 def seen_on_the_timeline(DDP):
     """Both ways to communicate report their spans, and so does the wait at the end."""
     for all_reduce, name in ((None, "all_reduce"), (ring_all_reduce, "ring_all_reduce")):
-        parallel, events = DDP(stage6_cases.Net(), all_reduce=all_reduce), []
+        parallel = DDP(stage6_cases.Net(), all_reduce=all_reduce)
+        events = []
         with wire.observing(events.append):
             stage6_cases.squared(parallel, 0).backward()
             deadline = time.monotonic() + 10
@@ -280,9 +283,8 @@ def the_loop(DDP):
     model = tiny_model(seed=dist.get_rank())
     losses = stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
     assert (weights(model) - trained_alone()).abs().max() < 1e-14
-    mean = (
-        torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
-    )  # equal shares: K divides 24
+    # Equal shares: K divides 24.
+    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     expected = stage1_single.train(tiny_model(), tiny_batches(), 0.1)
     assert (mean - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12

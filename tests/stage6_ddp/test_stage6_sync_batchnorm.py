@@ -39,7 +39,8 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
         sizes[: dist.get_world_size()],
         getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d"),
     )
-    mine, whole = layer_class(6, **settings), kind(6, **settings).double()
+    mine = layer_class(6, **settings)
+    whole = kind(6, **settings).double()
     for layer in (mine, whole):
         if layer.affine:
             torch.nn.init.uniform_(
@@ -51,13 +52,13 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
     errors = []
     for step in range(3):
         inputs = shares(sizes, shape, step)
-        x, reference = (
-            inputs[dist.get_rank()].clone().requires_grad_(),
-            torch.cat(inputs).double().requires_grad_(),
-        )
-        out, expected = mine(x), whole(reference)
+        x = inputs[dist.get_rank()].clone().requires_grad_()
+        reference = torch.cat(inputs).double().requires_grad_()
+        out = mine(x)
+        expected = whole(reference)
         slope = shares(sizes, shape, step + 10, offset=0)
-        mine.zero_grad(), whole.zero_grad()
+        mine.zero_grad()
+        whole.zero_grad()
         (out * slope[dist.get_rank()]).sum().backward()
         (expected * torch.cat(slope).double()).sum().backward()
         here = [
@@ -66,7 +67,8 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
         ]
         pairs = list(zip((out, x.grad), here, strict=True))
         if mine.affine:
-            dist.all_reduce(mine.weight.grad), dist.all_reduce(mine.bias.grad)
+            dist.all_reduce(mine.weight.grad)
+            dist.all_reduce(mine.bias.grad)
             pairs += [(mine.weight.grad, whole.weight.grad), (mine.bias.grad, whole.bias.grad)]
         pairs += list(zip(mine.buffers(), whole.buffers(), strict=True))
         errors += [
@@ -104,7 +106,8 @@ def test_the_comparison_rejects_unsynchronised_layers():
 
 def collectives():
     """The names of the collectives of a pass, and of a forward pass in evaluation."""
-    layer, calls = SyncBatchNorm(3), []
+    layer = SyncBatchNorm(3)
+    calls = []
     with ExitStack() as patches:
         for name in ("all_reduce", "all_gather"):
             function = getattr(dist, name)
@@ -128,7 +131,8 @@ def in_evaluation():
     """How far the layer is from BatchNorm on this rank's batch alone, with and without running
     averages.
     """
-    inputs, errors = shares((4, 3), (6,), 0)[dist.get_rank()], []
+    inputs = shares((4, 3), (6,), 0)[dist.get_rank()]
+    errors = []
     for track in (True, False):
         pair = [
             kind(6, track_running_stats=track) for kind in (SyncBatchNorm, torch.nn.BatchNorm1d)
@@ -156,9 +160,8 @@ def in_half_precision(dtype):
             .requires_grad_()
         )
         outputs = layer(inputs)
-        outputs.backward(
-            torch.full_like(outputs, 400.0)
-        )  # its sum over the batch is beyond float16
+        # Its sum over the batch is beyond float16.
+        outputs.backward(torch.full_like(outputs, 400.0))
         results.append((outputs, inputs.grad, layer.weight.grad, layer.bias.grad))
     return results[0][0].dtype, [
         (a.float() - b).abs().max().item() for a, b in zip(*results, strict=True)
@@ -185,10 +188,12 @@ def in_a_model():
             torch.nn.Linear(24, 2),
         )
 
-    whole, mine = make(), SyncBatchNorm.convert_sync_batchnorm(make())
+    whole = make()
+    mine = SyncBatchNorm.convert_sync_batchnorm(make())
     parallel = DistributedDataParallel(mine)
     assert isinstance(mine[1], SyncBatchNorm)
-    k, r = dist.get_world_size(), dist.get_rank()
+    k = dist.get_world_size()
+    r = dist.get_rank()
     for step in range(4):
         batch = torch.randn(4 * k, 1, 4, 4, generator=torch.Generator().manual_seed(step))
         for model, inputs in ((whole, batch), (parallel, batch[4 * r : 4 * r + 4])):

@@ -26,7 +26,8 @@ def train(parallel, steps):
         batch = torch.randn(
             3, 2, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
         )
-        with parallel.no_sync() if step == 1 else nullcontext():
+        synchronisation = parallel.no_sync() if step == 1 else nullcontext()
+        with synchronisation:
             parallel(batch).square().sum().backward()
     handle.remove()
     return began

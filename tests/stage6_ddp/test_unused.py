@@ -7,7 +7,8 @@ from ddp_course.stage6_ddp.unused import behind_entrance, used_by
 
 def test_each_node_is_met_once():
     """A graph with more ways through it than could ever be walked."""
-    weight, other = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    weight = torch.nn.Parameter(torch.ones(1))
+    other = torch.nn.Parameter(torch.ones(1))
     total = weight
     for _ in range(60):
         total = total + total
@@ -20,7 +21,9 @@ def test_outputs_behind_the_entrance_keep_their_structure():
     """Tensors with a graph are copied, so that they may be changed in place; the others stay the
     same objects.
     """
-    weight, plain, entered = torch.nn.Parameter(torch.ones(2)), torch.zeros(2), []
+    weight = torch.nn.Parameter(torch.ones(2))
+    plain = torch.zeros(2)
+    entered = []
     product = weight * 2
     passed = behind_entrance(
         {"product": product, "others": (plain, None)}, lambda: entered.append("yes")

@@ -34,9 +34,8 @@ def two_wrappers():
     wrapped = [
         FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
     ]
-    trained(
-        None, torch.nn.Sequential(*wrapped), tiny_batches(*place())
-    )  # its parameters are those of both wrappers
+    # Its parameters are those of both wrappers.
+    trained(None, torch.nn.Sequential(*wrapped), tiny_batches(*place()))
     return torch.cat([weights(wrapper.restore()) for wrapper in wrapped])
 
 
@@ -69,12 +68,15 @@ def beside_torch(name):
     models = {way: tiny_model() for way in ("zero", "7o", "fully_shard", "7")}
     for model in models.values():
         model[2].weight.requires_grad_(False)
-    mesh, forward = init_device_mesh("cpu", (dist.get_world_size(),)), dict(models)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    forward = dict(models)
     forward["zero"] = DistributedDataParallel(models["zero"])
     for layer in [models["fully_shard"][0], models["fully_shard"][4], models["fully_shard"]]:
         fully_shard(layer, mesh=mesh)
     forward["7"] = FullyShardedDataParallel(models["7"])
-    trainable = {way: [p for p in forward[way].parameters() if p.requires_grad] for way in models}
+    trainable = {}
+    for way in models:
+        trainable[way] = [p for p in forward[way].parameters() if p.requires_grad]
     optimizers = {
         "zero": ZeroRedundancyOptimizer(trainable["zero"], kind, **settings),
         "7o": ShardedOptimizer(trainable["7o"], kind, **settings),
@@ -87,8 +89,10 @@ def beside_torch(name):
             optimizer.zero_grad()
             for x, y in zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True):
                 cross_entropy(forward[way](x), y).backward()
-            if way in ("7", "7o"):
-                (optimizer if way == "7o" else forward[way]).clip_grad_norm_(0.2)
+            if way == "7":
+                forward[way].clip_grad_norm_(0.2)
+            elif way == "7o":
+                optimizer.clip_grad_norm_(0.2)
             else:
                 torch.nn.utils.clip_grad_norm_(forward[way].parameters(), 0.2)
             optimizer.step()
@@ -97,7 +101,8 @@ def beside_torch(name):
         [p.full_tensor().detach().reshape(-1) for p in models["fully_shard"].parameters()]
     )
     forward["7"].restore()
-    return {way: whole if way == "fully_shard" else weights(model) for way, model in models.items()}
+    ends = {way: weights(model) for way, model in models.items() if way != "fully_shard"}
+    return {**ends, "fully_shard": whole}
 
 
 @pytest.mark.parametrize("name", KINDS)

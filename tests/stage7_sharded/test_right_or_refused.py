@@ -38,10 +38,8 @@ class Embeds(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = (
-            torch.nn.Embedding(7, 5, padding_idx=0, sparse=True),
-            Linear(5, 5),
-        )
+        self.embedding = torch.nn.Embedding(7, 5, padding_idx=0, sparse=True)
+        self.head = Linear(5, 5)
 
     def forward(self, inputs):
         return self.head(self.embedding((10 * inputs[:, 0].abs()).long() % 7))
@@ -98,7 +96,8 @@ def trained(name, sharded):
 def all_trained():
     apart = {}
     for name in MODELS:
-        one, ours = trained(name, False), trained(name, True)
+        one = trained(name, False)
+        ours = trained(name, True)
         assert list(one) == list(ours), name
         apart[name] = max((one[key] - ours[key]).abs().max().item() for key in one)
     return apart
@@ -189,7 +188,8 @@ def clipped_and_forgotten(model, optimizer):
 
 def stale_graph():
     parallel = sharded()
-    optimizer, loss = torch.optim.SGD(parallel.parameters(), lr=0.1), parallel(INPUTS).sum()
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    loss = parallel(INPUTS).sum()
     optimizer.step()
     loss.backward()
 
@@ -207,14 +207,10 @@ def first(parallel):
     return parallel.module[0].weight
 
 
-ENDED, MEMORY = (
-    "has made the module an ordinary one",
-    "lies in other memory than when its optimizer was made",
-)
-ELSEWHERE, PART = (
-    "is sharded, and whole only while its block computes",
-    "this rank has a part of the tensor only",
-)
+ENDED = "has made the module an ordinary one"
+MEMORY = "lies in other memory than when its optimizer was made"
+ELSEWHERE = "is sharded, and whole only while its block computes"
+PART = "this rank has a part of the tensor only"
 REFUSED = {
     "an optimizer from before": (ELSEWHERE, lambda: made_too_early().step()),
     "its zero_grad": (ELSEWHERE, lambda: made_too_early().zero_grad()),
@@ -425,7 +421,8 @@ def test_what_would_train_nothing_or_something_else_is_refused():
 
 def alone():
     """What rank 0 is told when it comes by itself to something that all ranks do together."""
-    calls, messages = {}, {}
+    calls = {}
+    messages = {}
     for what in (
         "state_dict",
         "optimizer_state_dict",
@@ -449,7 +446,9 @@ def alone():
             "evaluation": partial(torch.no_grad()(parallel), INPUTS),
             "evaluation with graphs": partial(parallel.train(what == "a pass"), INPUTS),
         }.get(what, partial(parallel, INPUTS))
-    for what, call in calls.items() if dist.get_rank() == 0 else ():
+    if dist.get_rank() != 0:
+        return messages
+    for what, call in calls.items():
         with pytest.raises(RuntimeError) as raised:
             call()
         messages[what] = str(raised.value)

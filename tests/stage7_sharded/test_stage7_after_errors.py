@@ -27,7 +27,8 @@ from ddp_course.stage8_pipeline import Pipeline, split
 
 def trapped():
     """A net with a trap in its middle, and the trap."""
-    model, trap = tiny_model(), Trap()
+    model = tiny_model()
+    trap = Trap()
     return torch.nn.Sequential(*list(model)[:3], trap, *list(model)[3:]), trap
 
 
@@ -72,7 +73,8 @@ def outside_launch():
     and goes on.
     """
     flight_recorder._own.memory = None
-    model, trap = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double(), Trap()
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double()
+    trap = Trap()
     parallel = FullyShardedDataParallel(
         torch.nn.Sequential(*model[:2], trap, *model[2:]),
         process_group=dist.new_group(timeout=timedelta(seconds=4)),
@@ -109,7 +111,8 @@ def update_fails(ranks):
     """
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    said, right = [], optimizer.local.step
+    said = []
+    right = optimizer.local.step
     for number, (inputs, targets) in enumerate(
         tiny_batches(dist.get_rank(), dist.get_world_size(), steps=3)
     ):
@@ -141,8 +144,10 @@ def pipelined(place, ranks, anew):
     """Three steps of a pipeline, or of one pipeline each; in the second something goes wrong, and
     is caught.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    part, trap = split(list(tiny_model()), world_size)[rank], Trap()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    part = split(list(tiny_model()), world_size)[rank]
+    trap = Trap()
     pipeline = Pipeline(torch.nn.Sequential(*part, trap), 4)
     for number, (inputs, targets) in enumerate(tiny_batches(steps=3)):
         trap.place = place if number == 1 and rank in ranks else None
@@ -183,9 +188,9 @@ def broken_then_backward():
             said.append(str(error))
     cross_entropy(parallel(inputs), targets).backward()
     state = {name: tensor for name, tensor in parallel.state_dict().items()}
-    gradients = [
-        None if shard.grad is None else shard.grad.clone() for shard in parallel.parameters()
-    ]
+    gradients = []
+    for shard in parallel.parameters():
+        gradients.append(None if shard.grad is None else shard.grad.clone())
     return said, state, gradients
 
 

@@ -56,8 +56,9 @@ def train_averaged(model, optimizer, batches, scheduler=None):
     for inputs, targets in batches:
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
-        for bucket in [] if isinstance(optimizer, ShardedOptimizer) else assign_buckets(parameters):
-            average_on_ring([parameter.grad for parameter in bucket])
+        if not isinstance(optimizer, ShardedOptimizer):
+            for bucket in assign_buckets(parameters):
+                average_on_ring([parameter.grad for parameter in bucket])
         optimizer.step()
         if scheduler:
             scheduler.step()
@@ -79,9 +80,11 @@ def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
     """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this
     rank holds.
     """
-    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    place = (dist.get_rank(), dist.get_world_size())
+    results = {}
     for (name, (kind, options)), dtype in product(OPTIMIZERS.items(), dtypes):
-        ours, theirs = tiny_model(dtype=dtype), tiny_model(dtype=dtype)
+        ours = tiny_model(dtype=dtype)
+        theirs = tiny_model(dtype=dtype)
         sharded = ShardedOptimizer(groups(ours), kind, **options)
         whole = laid_out_alike(kind(groups(theirs), **options))
         schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (sharded, whole)]
@@ -110,12 +113,10 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
             assert torch.equal(ours, theirs), case
             assert torch.equal(ours, ranks[0][case][0]), "replicas differ"
             assert same(our_state["state"], their_state["state"]), case
-            assert same(
-                *(
-                    [[g["lr"], g["params"]] for g in one["param_groups"]]
-                    for one in (our_state, their_state)
-                )
-            )
+            pairs = zip(our_state["param_groups"], their_state["param_groups"], strict=True)
+            for our_group, their_group in pairs:
+                assert our_group["lr"] == their_group["lr"]
+                assert our_group["params"] == their_group["params"]
     for name, moments in [("Adam", 2), ("momentum", 1), ("AdamW", 3), ("SGD", 0)]:
         held = [rank[name, torch.float32][4] for rank in ranks]
         assert_state_is_sharded(held, PARAMETERS, world_size, moments=moments)
@@ -149,9 +150,8 @@ def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_form
     ranks = launch(torchs_zero, world_size=3)
     for ours, theirs, _ in ranks:
         assert torch.equal(ours, theirs)
-    assert (
-        sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
-    )  # 4 steps, 2 (K-1) p bytes each
+    # 4 steps, 2 (K-1) p bytes each.
+    assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
 
 
 # ---- fully sharded
@@ -173,7 +173,8 @@ def fully_sharded_training():
     """Weights after training, in several ways that must all agree; and how far stage 5 is from
     it.
     """
-    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    place = (dist.get_rank(), dist.get_world_size())
+    results = {}
     for name, options in {
         "default": {},
         "one by one": {"prefetch": False},
@@ -227,9 +228,8 @@ def peak_of_a_step(layers):
     """Bytes that a step with Adam takes at its peak, above those of a process that has done all
     this before.
     """
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 16
-    )  # M_MMAP_THRESHOLD: memory that is freed goes back at once
+    # M_MMAP_THRESHOLD: memory that is freed goes back at once.
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
     def made(count):
         problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)
@@ -305,7 +305,8 @@ def test_whole_parameters_are_gone_after_a_step():
 
 def on_bytes():
     problem = problems.make("bytes", parameters=60_000, context=16, dtype=torch.float64)
-    whole, sharded = problem.model(), problem.model()
+    whole = problem.model()
+    sharded = problem.model()
     place = dist.get_rank(), dist.get_world_size()
     stage5_bucketed.train(whole, problem.batches(8, 2, 0, *place), 0.1)
     stage7_sharded.train(sharded, problem.batches(8, 2, 0, *place), 0.1)
@@ -324,7 +325,8 @@ def test_a_transformer_is_sharded_block_by_block():
 def on_cuda():
     from ddp_course import rank_device
 
-    place, results = (dist.get_rank(), dist.get_world_size()), []
+    place = (dist.get_rank(), dist.get_world_size())
+    results = []
     batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(*place)]
     model = tiny_model(seed=dist.get_rank()).to(rank_device())
     stage7_sharded.train(model, batches, 0.1)

@@ -51,7 +51,8 @@ def evidence_of(task, sources, seed):
 
 def verdict_on(number, text, seed=1):
     """The verdict on one answer."""
-    return tried(find(number), [text], seed)[1][1]
+    _, (_, said) = tried(find(number), [text], seed)
+    return said
 
 
 def of_kind(task, *kinds):
@@ -83,10 +84,8 @@ def hand_in(folder, answers, own=()):
     own; its path.
     """
     (exercise,) = {int(task.split(".")[0]) for task in answers}
-    notebook, sources = (
-        notebook_of(exercise),
-        {cell_of(task): text for task, text in answers.items()},
-    )
+    notebook = notebook_of(exercise)
+    sources = {cell_of(task): text for task, text in answers.items()}
     for cell in notebook.cells:
         cell.source = sources.get(cell.id, cell.source)
     notebook.cells[1:1] = [nbformat.v4.new_code_cell(text) for text in own]

@@ -14,7 +14,8 @@ def deny():
     """Let this process and its children make none, by a limit that the kernel keeps; nothing to do
     where none can.
     """
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     if sys.platform != "linux" or ctypes.CDLL(None).unshare(NEW_USER_NAMESPACE):
         return
     Path("/proc/self/setgroups").write_text("deny")

@@ -38,7 +38,8 @@ class Kernel:
 
     def run(self, source, timeout=60, on_stdout=None):
         """Run a cell to its end; `on_stdout(text)` is called while it runs."""
-        output, begin = Output(), time.monotonic()
+        output = Output()
+        begin = time.monotonic()
 
         def collect(message):
             content = message["content"]
@@ -54,7 +55,8 @@ class Kernel:
                 case "display_data":
                     output.displays.append(content["data"])
                 case "error":
-                    output.error, output.message = content["ename"], "\n".join(content["traceback"])
+                    output.error = content["ename"]
+                    output.message = "\n".join(content["traceback"])
 
         self.client.execute_interactive(
             source, timeout=timeout, output_hook=collect, store_history=True

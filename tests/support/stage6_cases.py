@@ -37,7 +37,8 @@ class Net(nn.Module):
 
     def __init__(self, width=7):
         super().__init__()
-        self.first, self.second = nn.Linear(5, width), nn.Linear(width, 3)
+        self.first = nn.Linear(5, width)
+        self.second = nn.Linear(width, 3)
 
     def forward(self, x):
         return self.second(self.first(x).relu())
@@ -114,9 +115,10 @@ def assert_mean(module, loss, slack=1.0):
             assert parameter.grad is None, f"{name} got a gradient although no rank used it"
             continue
         assert parameter.grad is not None, f"{name} got no gradient"
-        parts = torch.stack(
-            [torch.zeros_like(parameter) if part is None else part for part in parts]
-        ).double()
+        for rank, part in enumerate(parts):
+            if part is None:
+                parts[rank] = torch.zeros_like(parameter)
+        parts = torch.stack(parts).double()
         bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * parts.abs().mean(0) * slack
         error = (parameter.grad.double() - parts.mean(0)).abs()
         assert (error <= bound).all(), (
@@ -188,7 +190,8 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(4, 3)
 
     def forward(self, x):
         return self.out(self.words(x) if x is not None else torch.ones(2, 4))
@@ -209,9 +212,10 @@ def check_sparse(parallel, step, words=first_words):
     loss(parallel, me()).backward()
     assert model.words.weight.grad.is_sparse
     shares = [alone(model, loss, rank)["words.weight"] for rank in ranks()]
-    exact = torch.stack(
-        [torch.zeros(20, 4) if share is None else share.to_dense() for share in shares]
-    ).double()
+    dense = []
+    for share in shares:
+        dense.append(torch.zeros(20, 4) if share is None else share.to_dense())
+    exact = torch.stack(dense).double()
     error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
     assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
 
@@ -262,7 +266,8 @@ def buckets_leave_in_order_and_keep_to_the_cap(DDP):
             "buckets left out of order"
         )
         assert [last for _, _, last in seen] == [False] * (len(seen) - 1) + [True]
-        assert len(seen) == (1 if step == 0 else 6), "the cap was not kept after the first pass"
+        buckets = 1 if step == 0 else 6
+        assert len(seen) == buckets, "the cap was not kept after the first pass"
         assert sum(size for _, size, _ in seen) == 6 * 30
         seen.clear()
 
@@ -277,7 +282,10 @@ def bucket_layout_follows_rank_0(DDP):
             self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
 
         def forward(self, x):
-            for layer in self.layers if me() == 0 else reversed(self.layers):
+            layers = list(self.layers)
+            if me() != 0:
+                layers.reverse()
+            for layer in layers:
                 x = layer(x)
             return x
 
@@ -307,7 +315,8 @@ def communication_starts_under_the_backward_pass(DDP):
     order of events.
     """
     model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
-    parallel, events = DDP(model, bucket_cap_mb=120 / 2**20), []
+    parallel = DDP(model, bucket_cap_mb=120 / 2**20)
+    events = []
 
     def hook(state, bucket):
         events.append(f"bucket {bucket.index()}")
@@ -333,7 +342,8 @@ def outputs_in_a_dataclass(DDP):
     class Structured(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused = nn.Linear(5, 2), nn.Linear(5, 2)
+            self.used = nn.Linear(5, 2)
+            self.unused = nn.Linear(5, 2)
 
         def forward(self, x):
             return Structure({"left": [self.used(x)]})
@@ -390,7 +400,8 @@ def unused_without_the_flag_is_a_helpful_error(DDP):
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.linear = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x):
         return self.norm(self.linear(x))
@@ -437,8 +448,11 @@ def a_hook_that_raises_ends_backward(DDP):
 class Checkpointed(nn.Module):
     def __init__(self, reentrant, times):
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.reentrant, self.times = reentrant, times
+        self.first = nn.Linear(5, 5)
+        self.middle = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        self.reentrant = reentrant
+        self.times = times
 
     def forward(self, x):
         x = self.first(x)
@@ -476,7 +490,8 @@ def backward_in_two_halves(DDP):
     class TwoHeads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+            self.left = nn.Linear(5, 2)
+            self.right = nn.Linear(5, 2)
 
         def forward(self, x):
             return self.left(x), self.right(x)

@@ -29,13 +29,10 @@ class WithPrivateNames(DistributedDataParallel):
             )
         super().__init__(module, *settings, **named)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in self.bucket_cap_mb_list or []]
-        for parameter in (
-            self._get_data_parallel_params(module) if self.low and self.low.compute else ()
-        ):
-            parameter._fp_param, parameter._mp_param = (
-                parameter.data,
-                parameter.detach()[:0].to(self.low.compute),
-            )
+        if self.low and self.low.compute:
+            for parameter in self._get_data_parallel_params(module):
+                parameter._fp_param = parameter.data
+                parameter._mp_param = parameter.detach()[:0].to(self.low.compute)
 
     def _set_static_graph(self):
         if self.started:
@@ -51,7 +48,8 @@ class WithPrivateNames(DistributedDataParallel):
         """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's
         own gradients.
         """
-        reducer, finish = self.reducer, self.reducer.finish
+        reducer = self.reducer
+        finish = self.reducer.finish
         chosen = [p for p in reducer.parameters if hasattr(p, "_in_backward_optimizers")]
         for parameter in chosen:
             for handle in param_to_optim_hook_handle_map.get(parameter, []):
@@ -80,8 +78,12 @@ class WithPrivateNames(DistributedDataParallel):
     def _get_data_parallel_params(module, named_params=False):
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         for name, parameter in module.named_parameters():
-            if name not in ignored:
-                yield (name, parameter) if named_params else parameter
+            if name in ignored:
+                continue
+            if named_params:
+                yield name, parameter
+            else:
+                yield parameter
 
     def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
         before = comm_hook_location is not None and comm_hook_location.name == "PRE_FORWARD"

@@ -24,9 +24,8 @@ GPU_NAMES = re.compile(r"rank|device|cuda")
 OF_THE_REDUCER_IN_CPP = re.compile(
     r"ddp_logging_data|verify_ddp_error_logged|_get_local_used_map|variable_usage_tensor|_ddp_graph_static|device\.index"
 )
-SMALLER = {
-    "test_ddp_uneven_inputs": {1000: 30}
-}  # a picture of 1000 x 1000 through 256 channels, a hundred times
+# The test takes a picture of 1000 x 1000 through 256 channels, a hundred times.
+SMALLER = {"test_ddp_uneven_inputs": {1000: 30}}
 
 
 class OnCPU(ast.NodeTransformer):
@@ -82,9 +81,12 @@ class OnCPU(ast.NodeTransformer):
             if keyword.arg == "device" and not ast.unparse(keyword.value).endswith(".device"):
                 keyword.value = CPU
         if called == "torch.cuda.stream":
-            node.func, node.args = ast.Name("nullcontext", ast.Load()), []
+            node.func = ast.Name("nullcontext", ast.Load())
+            node.args = []
         elif called.endswith(".cuda"):
-            node.func.attr, node.args, node.keywords = "cpu", [], []
+            node.func.attr = "cpu"
+            node.args = []
+            node.keywords = []
         elif called.endswith(".to") and len(node.args) == 1:
             target = ast.unparse(node.args[0])
             node.args = (
@@ -149,7 +151,8 @@ def teach_sync_batchnorm(ddp):
 
     from ddp_course.stage6_ddp import checks
 
-    torch.accelerator.current_stream, torch.Event = Nothing, Nothing
+    torch.accelerator.current_stream = Nothing
+    torch.Event = Nothing
     if hasattr(ddp, "_passing_sync_batchnorm_handle"):
         ddp._passing_sync_batchnorm_handle = lambda self, module: None
     checks.refuse_modules = lambda *_: None
@@ -177,7 +180,8 @@ def stats(x, eps):
 
 def gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
     """The statistics of all ranks together; also moves the running averages."""
-    weight, count = (counts / counts.sum()).unsqueeze(1), counts.sum()
+    weight = (counts / counts.sum()).unsqueeze(1)
+    count = counts.sum()
     whole = (mean * weight).sum(0)
     variance = ((invstd**-2 - eps + (mean - whole) ** 2) * weight).sum(0)
     if running_mean is not None:
@@ -197,14 +201,16 @@ def elemt(x, weight, bias, mean, invstd, eps):
 def backward_reduce(gradient, x, mean, invstd, weight, *_):
     """The two sums that the ranks add up, and the gradients of weight and bias."""
     gradient, axes = gradient.float(), all_but_channels(x)
-    total, product = gradient.sum(axes), (gradient * (x.float() - per_channel(mean, x))).sum(axes)
+    total = gradient.sum(axes)
+    product = (gradient * (x.float() - per_channel(mean, x))).sum(axes)
     dtype = x.dtype if weight is None else weight.dtype
     return total, product, (product * invstd).to(dtype), total.to(dtype)
 
 
 def backward_elemt(gradient, x, mean, invstd, weight, total, product, counts):
     """The gradient of the input."""
-    count, scale = counts.sum(), invstd if weight is None else invstd * weight.float()
+    count = counts.sum()
+    scale = invstd if weight is None else invstd * weight.float()
     y = gradient.float() - per_channel(total / count, x)
     y = y - (x.float() - per_channel(mean, x)) * per_channel(invstd**2 * product / count, x)
     return (y * per_channel(scale, x)).to(x.dtype).contiguous(memory_format=layout(x))

@@ -74,7 +74,8 @@ def run_test_method(module, suite, name, rank, world_size, folder):
     os.environ["TEMP_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     torch.set_num_threads(1)
     test = suite(name)
-    test.rank, test.file_name = rank, f"{folder}/rendezvous"
+    test.rank = rank
+    test.file_name = f"{folder}/rendezvous"
     # With file:// the tests save and load the wrapper in mid-training, and torch's own class fails
     # this one then.
     module.INIT_METHOD = "env://" if name == "test_DistributedDataParallel" else "file://"
@@ -96,7 +97,8 @@ def run_test(module, suite, name, world_size, limit, top):
     for inner in ("barrier", "test_dir"):
         os.mkdir(f"{folder}/{inner}")
     sys.stdout.flush(), sys.stderr.flush()
-    begin, ranks = time.time(), []
+    begin = time.time()
+    ranks = []
     try:
         for rank in range(world_size):
             ranks.append(os.fork())
@@ -122,11 +124,9 @@ def run_test(module, suite, name, world_size, limit, top):
         else told(folder, codes)
     )
     shutil.rmtree(folder, ignore_errors=True)
-    return (
-        (f"not finished after {limit:.0f} s; {why}" if over else why),
-        time.time() - begin,
-        "".join(logs),
-    )
+    if over:
+        why = f"not finished after {limit:.0f} s; {why}"
+    return why, time.time() - begin, "".join(logs)
 
 
 def wait_for(ranks, deadline):
@@ -172,9 +172,8 @@ def run_all(args, top):
             limit = args.patience + 20 * seconds
             why, took, log = run_test(module, suite, name, args.world_size, limit, top)
             results[name] = why
-            print(
-                f"{'FAIL' if why else 'pass'} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True
-            )
+            verdict = "FAIL" if why else "pass"
+            print(f"{verdict} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True)
             if why and args.verbose:
                 print(log[-6000:], flush=True)
     del kernels  # they are there as long as somebody holds them

@@ -10,7 +10,8 @@ class Silent(WithPrivateNames):
 
     def make_reducer(self):
         super().make_reducer()
-        self.reducer.start, self.reducer.hooked = (lambda bucket: bucket.buffer), True
+        self.reducer.start = lambda bucket: bucket.buffer
+        self.reducer.hooked = True
 
     def use_comm_hook(self):
         """Nobody calls the hook."""
@@ -21,9 +22,10 @@ class OnceAtTheEnd(Silent):
 
     @torch.no_grad()
     def before_forward(self):
-        for parameter in self.reducer.parameters if torch.is_grad_enabled() else ():
-            dist.all_reduce(
-                parameter.detach().div_(dist.get_world_size(self.process_group)),
-                group=self.process_group,
-            )
+        if torch.is_grad_enabled():
+            for parameter in self.reducer.parameters:
+                dist.all_reduce(
+                    parameter.detach().div_(dist.get_world_size(self.process_group)),
+                    group=self.process_group,
+                )
         super().before_forward()

@@ -41,9 +41,8 @@ from .table import (
     Table,
 )
 
-MESSAGE, COLLECTIVE, NEW_GROUP = range(
-    3
-)  # the kinds of a row; those of one moment are booked in this order
+# The kinds of a row; those of one moment are booked in this order.
+MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
 ORDER = [KIND, FIRST, SECOND, GROUP, TAG, COUNT]  # what a row is sorted by
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    ProcessGroupGloo,
-)  # the class itself: torch's name for it is replaced in ranks
+
+# Imported here, before torch's own name for the class is replaced in ranks.
+from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
 from . import events
@@ -65,9 +65,8 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """Return a future; its callbacks run at the moment of the operation's end."""
         future = Future(self)
-        if (
-            torch_inside.backward_pass() != -1
-        ):  # DDP's reducer will wait for it in C++, where no clock can see it
+        # DDP's reducer will wait for it in C++, where no clock can see it.
+        if torch_inside.backward_pass() != -1:
             torch_inside.after_backward(future.bring)
         return future
 

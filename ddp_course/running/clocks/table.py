@@ -28,24 +28,24 @@ from ..files import open_memory
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, SIDE, NUMBER = range(8)  # the properties of a thread
-OPEN, READY, BOOKED = range(
-    1, 4
-)  # the states of a message or a collective; 0 is a row that is free
+# The states of a message or a collective; 0 is a row that is free.
+OPEN, READY, BOOKED = range(1, 4)
+# The properties of a message or a collective.
 (
-    KEY,
+    KEY,  # all its sides compute the same key
     STAGE,
-    MOMENT,
+    MOMENT,  # when the last side so far has come
     KIND,
-    FIRST,
-    SECOND,
+    FIRST,  # the rank that sends, or the first member of a collective
+    SECOND,  # the rank that receives
     GROUP,
     TAG,
-    COUNT,
-    SIZE,
-    PRESENT,
+    COUNT,  # its number among those on the same way, or in the same group
+    SIZE,  # the bytes of a message, or the duration of a collective
+    PRESENT,  # so many sides have come
     DEPARTS,
     ARRIVES,
-    READERS,
+    READERS,  # so many sides have still to read when it ends
 ) = range(14)
 THRESHOLD, DEADLOCK, FAILED, GROUPS, PENDING, LATEST = range(6)  # the numbers of the table's head
 HEAD = 8
@@ -119,9 +119,8 @@ class Table:
         self.lock = Lock(self.file)
         self.rank = 0
         self.idents: dict[int, int] = {}  # the threads of this process, by their places
-        self.dropped: list[
-            int
-        ] = []  # rows that this process has read and the table does not know of yet
+        # The table does not know yet that this process has read these rows.
+        self.dropped: list[int] = []
         if descriptor is None:
             self.clear()
 

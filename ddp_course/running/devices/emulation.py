@@ -63,9 +63,8 @@ class Emulation:
         self.sleep = sleep
         self.free: dict[int, int] = defaultdict(int)  # this moment of each device is in picoseconds
         self.busy: dict[int, float] = defaultdict(float)
-        self.home = (
-            WeakKeyDictionary()
-        )  # this maps each storage on another device than 0 to its device
+        # This maps each storage on another device than 0 to its device.
+        self.home = WeakKeyDictionary()
         self.flops = self.copied = 0.0
 
     def __enter__(self):

@@ -44,10 +44,8 @@ class Bar:
         """
         file = getattr(sys, stream)
         above = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
-        with (
-            suppress(OSError, ValueError, AttributeError),
-            above,
-        ):  # the stream may be None, or closed
+        # The stream may be None, or closed.
+        with suppress(OSError, ValueError, AttributeError), above:
             try:
                 file.write(text)
             except UnicodeEncodeError:

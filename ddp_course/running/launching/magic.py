@@ -24,9 +24,8 @@ from .setting import describe_launch
 from .watch import Launch, show_line
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
-IDLE_SECONDS = float(
-    os.environ.get("DDP_COURSE_IDLE") or 1800
-)  # kept ranks end after this many seconds without a cell
+# Kept ranks end after this many seconds without a cell.
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 

@@ -39,10 +39,8 @@ def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str]
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         outside = inspect.getclosurevars(function)
-    except (
-        TypeError,
-        ValueError,
-    ):  # the function is not written in Python, or does not take these arguments
+    except (TypeError, ValueError):
+        # The function is not written in Python, or does not take these arguments.
         return None
     for name, value in {**kwargs, **given, **outside.nonlocals, **outside.globals}.items():
         try:

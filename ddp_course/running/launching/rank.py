@@ -32,10 +32,8 @@ from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, 
 from .steps import Steps
 
 HERE = Path(__file__).parent
-OWN_FILES = (
-    str(HERE / "rank.py"),
-    str(HERE / "cell.py"),
-)  # tracebacks leave out the frames of these files
+# Tracebacks leave out the frames of these files.
+OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
 NCCL_LOST = (
     "ncclRemoteError",
@@ -70,9 +68,8 @@ def main(
     shared, own = files
     send(own.report, Started(rank, os.getpid()))
     faulthandler.register(signal.SIGUSR1, file=own.stacks, all_threads=True)
-    faulthandler.enable(
-        file=own.stacks, all_threads=False
-    )  # a segmentation fault writes a stack as well
+    # A segmentation fault writes a stack as well.
+    faulthandler.enable(file=own.stacks, all_threads=False)
     counts = setting.progress and rank == 0
     steps = Steps(own.report if counts else None)
 
@@ -288,9 +285,8 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     """
     if isinstance(error, dist.DistNetworkError):
         return True
-    if isinstance(
-        error, dist.DistBackendError
-    ):  # NCCL raises it for all errors: "Duplicate GPU detected" is a cause
+    # NCCL raises it for all errors: "Duplicate GPU detected" is a cause.
+    if isinstance(error, dist.DistBackendError):
         return any(mark in message for mark in NCCL_LOST)
     runtime = isinstance(error, RuntimeError)
     if runtime and "gloo" in message and "transport" in message:

@@ -53,9 +53,8 @@ LATER = [
     "torch.utils.data",
 ]
 POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
-IDLE_SECONDS = float(
-    os.environ.get("DDP_COURSE_IDLE") or 900
-)  # an idle server ends; the next launch starts another
+# An idle server ends; the next launch starts another.
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
 
 
 def serve(control: socket.socket, forks: bool) -> None:
@@ -201,9 +200,8 @@ def end_what_is_left(agent: int, launches: dict) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent, signal.SIGKILL)
-    children = Path(
-        f"/proc/self/task/{os.getpid()}/children"
-    )  # only Linux has this file, and adopts orphans
+    # Only Linux has this file, and adopts orphans.
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
     while strays := set(map(int, linux.read(children).split())) - launches.keys():
         for pid in strays:
             os.kill(pid, signal.SIGKILL)

@@ -14,9 +14,8 @@ LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 # modules of a launch that the agent imports once for all ranks
 READ_ONCE = ("ddp_course.stage", "ddp_course.collectives")
 MIB = 1 << 20
-RANK_MEMORY = (
-    64 * MIB
-)  # an idle CPU rank with a small model was measured to have 13 to 60 MiB of its own
+# An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
+RANK_MEMORY = 64 * MIB
 GPU_RANK_MEMORY = 1024 * MIB  # CUDA's libraries and its context take this of the machine's memory
 RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
 SPARE_FILES = 64

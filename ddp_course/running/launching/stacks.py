@@ -78,7 +78,7 @@ def missing_from_ours(calls: dict) -> tuple | None:
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
     inside = {rank: made[-1] for rank, made in calls.items() if made and not made[-1].end}
-    waits = []
+    missing = None
     for call in sorted(inside.values(), key=lambda call: call.begin):
         reached = {}
         for rank, made in calls.items():
@@ -90,9 +90,11 @@ def missing_from_ours(calls: dict) -> tuple | None:
             rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same
         ]
         idle = [rank for rank in absent if rank not in inside]
-        if absent:
-            waits.append((not idle, str(call), present, idle or absent))
-    return min(waits, key=lambda wait: wait[0])[1:] if waits else None
+        if idle:
+            return str(call), present, idle
+        if absent and missing is None:
+            missing = (str(call), present, absent)
+    return missing
 
 
 def missing_from_torchs(entered: dict) -> tuple | None:
@@ -119,9 +121,8 @@ def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
 
 def status_of(pid: int) -> str:
     """Return the state of a process in words, as far as the system tells."""
-    stat = linux.read(
-        Path(f"/proc/{pid}/stat")
-    )  # the letter for the state follows the name, which is in parentheses
+    # The letter for the state follows the name, which is in parentheses.
+    stat = linux.read(Path(f"/proc/{pid}/stat"))
     return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
 
 

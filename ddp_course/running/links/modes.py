@@ -71,9 +71,8 @@ class VirtualTime:
 
 
 Mode = type[VirtualHosts] | type[VirtualTime]
-MODES: dict[str, Mode] = {
-    mode.name: mode for mode in (VirtualTime, VirtualHosts)
-}  # the default comes first
+# The default comes first.
+MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualTime, VirtualHosts)}
 
 
 def choose(name: str, latency: float) -> Mode:

@@ -28,9 +28,8 @@ import torch.distributed as dist
 
 from ddp_course.running import clocks
 
-reduce_scatter = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)  # torch 2.13 renamed it
+# torch 2.13 renamed it.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 WIDTH = 8  # a row of N is multiplied by a matrix of WIDTH x WIDTH
 COLLECTIVES = (
     "all_reduce",
@@ -128,9 +127,8 @@ class Writer:
         count = self.draw.choice(COUNTS)
         members = set(self.setting.groups[1])
         group = self.draw.choice([0, 1]) if {sender[0], receiver[0]} <= members else 0
-        tag = (
-            4 * self.draw.choice([0, 1]) + 2 * sender[1] + receiver[1]
-        )  # no two threads share a way
+        # No two threads share a way.
+        tag = 4 * self.draw.choice([0, 1]) + 2 * sender[1] + receiver[1]
         ends = [(sender, "send", receiver[0]), (receiver, "recv", sender[0])]
         if self.draw.random() < 0.5:
             ends.reverse()

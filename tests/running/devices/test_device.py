@@ -40,7 +40,8 @@ def test_known_accelerators():
 
 
 def test_one_device_for_all_ranks_or_one_for_each():
-    fast, slow = Device("20MFLOP/s"), Device("10MFLOP/s")
+    fast = Device("20MFLOP/s")
+    slow = Device("10MFLOP/s")
     assert for_ranks(fast, 2) == [fast, fast] and for_ranks([fast, slow], 2) == [fast, slow]
     with pytest.raises(EmulationError, match="2 devices for 3 ranks"):
         launch(print, world_size=3, device=[fast, slow])

@@ -61,13 +61,13 @@ def test_attention_on_the_processor_costs_what_attention_costs():
         forward = emulated.flops
         outputs.sum().backward()
     product = 2 * 2 * 3 * 16 * 16 * 8
-    assert (
-        forward == 2 * product and emulated.flops - forward == 5 * product
-    )  # backward computes the scores anew
+    # The backward pass computes the scores anew.
+    assert forward == 2 * product and emulated.flops - forward == 5 * product
 
 
 def test_memory_bounds_what_has_few_flops():
-    left, right = torch.randn(64, 32), torch.randn(32, 16)
+    left = torch.randn(64, 32)
+    right = torch.randn(32, 16)
     with Device("1GFLOP/s", memory="100MB/s").emulate(record=True, sleep=False) as emulated:
         product = left @ right
         product.add_(1.0)
@@ -90,8 +90,10 @@ def test_memory_bounds_what_has_few_flops():
 
 
 def test_the_thread_sleeps_until_the_device_is_done():
-    digits, early = problems.make("digits"), []
-    model, batches = digits.model(), digits.batches(12, 1)
+    digits = problems.make("digits")
+    early = []
+    model = digits.model()
+    batches = digits.batches(12, 1)
     start = time.perf_counter()
     with Device("200MFLOP/s").emulate(record=True) as emulated:
         for parameter in model.parameters():
@@ -123,7 +125,8 @@ def test_full_speed_ends_the_time_and_not_the_results():
 
     with Device("2GFLOP/s").emulate(sleep=False) as two:
         stage1_single.train(tiny_model(), tiny_batches(steps=2), 0.1)
-    model, plain = tiny_model(), tiny_model()
+    model = tiny_model()
+    plain = tiny_model()
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
         stage1_single.train(model, some_at_full_speed(tiny_batches(steps=6)), 0.1)
     stage1_single.train(plain, tiny_batches(steps=6), 0.1)
@@ -154,7 +157,8 @@ def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_th
     world_size,
 ):
     names = [f"cpu:{number}" for number in range(world_size)]
-    model, plain = tiny_model(), tiny_model()
+    model = tiny_model()
+    plain = tiny_model()
     device = Device("2GFLOP/s")
     with device.emulate(sleep=False) as emulated:
         stage2_dataparallel.train(model, tiny_batches(steps=2), 0.1, names)

@@ -251,7 +251,11 @@ def train_alone(lr=0.1, together=False):
 )
 def test_what_looks_like_success_and_is_none_is_told(args, size, words, capfd):
     launch(train_alone, *args, **size)
-    assert (words or "") in capfd.readouterr().err if words else capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    if words:
+        assert words in err
+    else:
+        assert out == err == ""
 
 
 class Narrow(io.StringIO):
@@ -273,7 +277,8 @@ def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
 
 
 def test_output_without_line_ends_is_shown_in_pieces():
-    shown, piece = [], b"x" * (1 << 16)
+    shown = []
+    piece = b"x" * (1 << 16)
     lines = inbox.Lines(shown.append)
     for _ in range(160):
         lines(piece)
@@ -302,7 +307,8 @@ def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
 
 @pytest.mark.parametrize("name", FROM_OUTSIDE)
 def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name):
-    names, fault = {"__name__": "__main__"}, FROM_OUTSIDE[name]
+    names = {"__name__": "__main__"}
+    fault = FROM_OUTSIDE[name]
     exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
     below = psutil.Process(server_handle.servers[0].process.pid)

@@ -36,12 +36,13 @@ def empty_seconds(kernel):
     return max(kernel.run(f"launch(lambda: None, world_size={k})").seconds for k in (2, 2))
 
 
+# There is one fault of each kind.
 IN_CELLS = (
     "exception",
     "killed in all-reduce",
     "segmentation fault",
     "one rank does not call",
-)  # of each kind one
+)
 
 
 @pytest.mark.parametrize(

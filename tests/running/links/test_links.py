@@ -98,10 +98,11 @@ def time_everything():
     tensor, incoming = torch.zeros(2, BYTES // 4)
 
     def to_all():
-        with_others = wire.isend if rank == 0 else wire.irecv
-        for transfer in [
-            with_others(tensor, peer) for peer in (wire.others(0) if rank == 0 else [0])
-        ]:
+        if rank == 0:
+            transfers = [wire.isend(tensor, peer) for peer in wire.others(0)]
+        else:
+            transfers = [wire.irecv(tensor, 0)]
+        for transfer in transfers:
             transfer.wait()
 
     return {
@@ -146,7 +147,8 @@ def test_latency_counts_once_each_way():
 
 def two_hosts():
     """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
-    rank, tensor = dist.get_rank(), torch.zeros(BYTES // 4)
+    rank = dist.get_rank()
+    tensor = torch.zeros(BYTES // 4)
     between = []
     for sender, receiver in ((0, 1), (1, 2), (2, 3)):
         if rank == sender:
@@ -161,14 +163,14 @@ def two_hosts():
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_of_one_host_reach_each_other_fast(mode):
     ranks = launch(two_hosts, world_size=4, device="cpu", link=Link("16Mbit", hosts=2, mode=mode))
-    inside, across, inside_too = (
-        max(seconds) for seconds in zip(*(rank[1] for rank in ranks), strict=True)
-    )
+    of_ranks = [seconds for _, seconds in ranks]
+    inside, across, inside_too = map(max, zip(*of_ranks, strict=True))
     assert across >= FASTER * BYTES * 8 / 16e6
     assert max(inside, inside_too) < 0.5 * across
     names = [name for name, _ in ranks]
     described = Link("16Mbit", mode=mode).describe()
     assert (described["mode"], described["bandwidth_bits_s"]) == (mode, 16e6)
-    assert names == (
-        ["host0", "host0", "host1", "host1"] if mode == "hosts" else [socket.gethostname()] * 4
-    )
+    expected = [socket.gethostname()] * 4
+    if mode == "hosts":
+        expected = ["host0", "host0", "host1", "host1"]
+    assert names == expected

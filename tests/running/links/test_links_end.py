@@ -31,7 +31,8 @@ def me_and_mine():
     """This rank's process, those that it depends on, and the network namespaces that they live
     in.
     """
-    me, agent = psutil.Process(), psutil.Process(os.getppid())
+    me = psutil.Process()
+    agent = psutil.Process(os.getppid())
     return {
         "rank": me.pid,
         "agent": agent.pid,
@@ -72,7 +73,8 @@ def holders(networks):
     """Everything in /proc that keeps one of these network namespaces alive: processes, threads,
     descriptors.
     """
-    names, holding = {f"net:[{network}]" for network in networks}, []
+    names = {f"net:[{network}]" for network in networks}
+    holding = []
     for pattern in ("[0-9]*/task/*/ns/net", "[0-9]*/fd/*"):
         for link in Path("/proc").glob(pattern):
             with contextlib.suppress(OSError):
@@ -111,7 +113,8 @@ def check_gone(ranks, also=()):
     ],
 )
 def test_whatever_ends_takes_everything_along(mode, victim, tmp_path):
-    before, errors = interfaces(), []
+    before = interfaces()
+    errors = []
     link = Link(mode=mode)
 
     def run():
@@ -159,9 +162,8 @@ def start_caller(folder, mode, python=sys.executable, **options):
 @HOSTS
 def test_a_killed_caller_takes_everything_along(tmp_path):
     before = interfaces()
-    caller = start_caller(
-        tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)}
-    )  # an empty folder stays
+    # The caller's temporary folder, which is empty, stays.
+    caller = start_caller(tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)})
     ranks = ranks_up(tmp_path, 2)
     caller.kill()
     caller.wait()
@@ -201,9 +203,8 @@ def test_an_ordinary_user_can_have_virtual_hosts():
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        environ.pop(
-            "TORCHINDUCTOR_CACHE_DIR", None
-        )  # which torch sets for its own children, and which is ours
+        # torch sets this folder for its children, and it belongs to another user.
+        environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         options = {
             "user": NOBODY,
             "group": NOBODY,
