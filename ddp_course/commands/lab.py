@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ..running.files import course_folder, replace_file
 from ..running.learners_copy import RECORD
-from . import as_typed, say_while
+from ..running.waiting import say_while
+from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}

@@ -4,12 +4,14 @@ import io
 import json
 import os
 import platform
+import sys
 import time
 
 import pytest
 
-from ddp_course import cli, commands
-from ddp_course.commands import as_typed, lab, say_while
+from ddp_course import cli
+from ddp_course.commands import as_typed, lab
+from ddp_course.running import waiting
 
 
 @pytest.fixture
@@ -114,18 +116,29 @@ def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypa
     assert as_typed("lab") == "ddp-course lab"
 
 
-def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    monkeypatch.setattr(commands, "TICK_SECONDS", 0.05)
+
+def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
+    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     shown = {}
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stderr", stream)
-        with pytest.raises(KeyError), say_while("loading"):
+        with pytest.raises(KeyError), waiting.say_while("loading"):
             time.sleep(0.5)
             raise KeyError
         shown[type(stream)] = stream.getvalue()
     assert shown[Terminal].startswith("loading\n0.05 s\r0.1 s\r")
     assert shown[io.StringIO] == ""
+
+
+def test_compare_counts_seconds_before_its_first_bar_and_before_its_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    options = ["--world-size", "1", "--stages", "1", "--steps", "1"]
+    assert cli.main(["compare", *options, "--out", str(tmp_path)]) == 0
+    before_bar, _, after_bar = sys.stderr.getvalue().partition("single device:")
+    assert "0.05 s\r" in before_bar.partition("preparing")[2]
+    assert "0.05 s\r" in after_bar.partition("drawing")[2]
