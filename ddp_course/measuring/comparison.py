@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,8 +59,9 @@ def run(
     keys = stages.split(",") if isinstance(stages, str) else stages
     wanted = [ladder.find(str(key).strip()) for key in keys]
     job = make_job(problem, world_size, steps, dtype=dtype, progress=progress, **options)
-    backend, devices = placement(device if isinstance(device, str) else "cpu", world_size)
-    with say_while("preparing, some seconds") if progress else nullcontext():
+    real_device = device if isinstance(device, str) else "cpu"
+    backend, devices = placement(real_device, world_size)
+    with say_while("preparing, some seconds", progress):
         device, link = device_and_link(job, device, device_speed, link, latency, link_mode)
     return Comparison(
         problem=problem,

@@ -9,9 +9,9 @@ TICK_SECONDS = 1
 
 
 @contextmanager
-def say_while(text: str) -> Iterator[None]:
+def say_while(text: str, wanted: bool = True) -> Iterator[None]:
     """While the block runs, show `text` and count seconds in a line that the next one replaces;
-    only on a terminal.
+    only on a terminal, and if that is `wanted`.
     """
     ended = threading.Event()
 
@@ -21,7 +21,7 @@ def say_while(text: str) -> Iterator[None]:
             seconds += TICK_SECONDS
             print(f"{seconds} s", end="\r", file=sys.stderr, flush=True)
 
-    if sys.stderr and sys.stderr.isatty():
+    if wanted and sys.stderr and sys.stderr.isatty():
         print(text, file=sys.stderr)
         threading.Thread(target=count_seconds).start()
     try:

@@ -12,6 +12,7 @@ import pytest
 from ddp_course import cli
 from ddp_course.commands import as_typed, lab
 from ddp_course.running import waiting
+from ddp_course.running.learners_copy import RECORD
 
 
 @pytest.fixture
@@ -83,6 +84,19 @@ def test_what_was_there_before_is_not_overwritten(course, tmp_path):
     own.write_text("not of this course")
     assert lab.bring(tmp_path / "mine") == ["notebooks/00_start_here.md"]
     assert own.read_text() == "not of this course"
+
+
+@pytest.mark.parametrize("damaged", ["", '{"exercises/04_ring.md": "6f'])
+def test_a_damaged_record_costs_no_work_and_is_written_anew(course, tmp_path, damaged):
+    lab.bring(tmp_path)
+    answered = tmp_path / "exercises" / "04_ring.md"
+    answered.write_text("my answer")
+    (tmp_path / RECORD).write_text(damaged)
+    assert lab.bring(tmp_path) == ["exercises/04_ring.md"]
+    assert answered.read_text() == "my answer"
+    (course / "notebooks" / "00_start_here.md").write_text("first, mended")
+    lab.bring(tmp_path)
+    assert (tmp_path / "notebooks" / "00_start_here.md").read_text() == "first, mended"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(course, tmp_path, capsys):
