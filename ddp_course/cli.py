@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
-from .commands import say_while
 from .errors import CourseError
+from .running.waiting import say_while
 
 # Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
 COMMANDS = {

@@ -3,33 +3,6 @@
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-TICK_SECONDS = 1
-
-
-@contextmanager
-def say_while(text: str) -> Iterator[None]:
-    """While the block runs, show `text` and count seconds in a line that the next one replaces;
-    only on a terminal.
-    """
-    ended = threading.Event()
-
-    def count_seconds():
-        seconds = 0
-        while not ended.wait(TICK_SECONDS):
-            seconds += TICK_SECONDS
-            print(f"{seconds} s", end="\r", file=sys.stderr, flush=True)
-
-    if sys.stderr and sys.stderr.isatty():
-        print(text, file=sys.stderr)
-        threading.Thread(target=count_seconds).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 def as_typed(words: str) -> str:

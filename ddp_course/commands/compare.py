@@ -21,6 +21,7 @@ from ..running.join import join
 from ..running.links import MODES
 from ..running.parent import JOB
 from ..running.units import positive_number, whole_number
+from ..running.waiting import say_while
 from ..showing.plots import compare_figure
 from . import as_typed
 
@@ -114,7 +115,8 @@ def main(args: argparse.Namespace) -> None:
     if rank:
         return
     # Files come first: the program that reads the table may close the pipe.
-    written = save(results, args.out)
+    with say_while("drawing, some seconds"):
+        written = save(results, args.out)
     print(table(results), KEY, *(f"wrote {path}" for path in written), "", sep="\n")
     print(
         "How to read it: the loss is everywhere the same, the time of a step is not;"

@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from . import as_typed, say_while
+from ..running.waiting import say_while
+from . import as_typed
 
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5

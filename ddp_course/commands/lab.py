@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ..running.files import course_folder, replace_file
 from ..running.learners_copy import RECORD
-from . import as_typed, say_while
+from ..running.waiting import say_while
+from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
@@ -75,8 +76,8 @@ def main(args: argparse.Namespace) -> None:
     folder = args.folder.resolve()
     for path in bring(folder):
         print(
-            f"{path}: kept yours; the course has a newer one, which comes when you rename or delete"
-            " yours"
+            f"{path}: kept yours; the course's own is another, which comes when you rename or"
+            " delete yours"
         )
     print(f"Your copies of the course are in {folder}, and what you change there stays.")
     if args.no_open:
@@ -117,9 +118,7 @@ def prepare_environment(folder: Path) -> None:
     """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in
     `folder`; style it.
     """
-    os.environ["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    )
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.chdir(folder)
     home = folder / ".jupyter"
     files = {
@@ -140,7 +139,9 @@ def bring(folder: Path) -> list[str]:
     changed: they stay.
     """
     record_path = folder / RECORD
-    record = json.loads(record_path.read_text()) if record_path.exists() else {}
+    record = {}
+    with suppress(OSError, ValueError):  # Without a record, or a whole one, nothing is overwritten.
+        record = json.loads(record_path.read_text())
     both_changed = []
     for name, source in course_files():
         content = source.read_bytes()
@@ -156,7 +157,7 @@ def bring(folder: Path) -> list[str]:
             record[name] = course_digest
         elif record.get(name) != course_digest:
             both_changed.append(name)
-    replace_file(record_path, json.dumps(record, indent=1).encode())
+    replace_file(record_path, json.dumps(record).encode())
     return both_changed
 
 

@@ -20,6 +20,7 @@ from ..ladder import Stage
 from ..running.devices import Device, full_speed, placement, rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link
+from ..running.waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
 from .job import Job, make_job
@@ -58,10 +59,10 @@ def run(
     keys = stages.split(",") if isinstance(stages, str) else stages
     wanted = [ladder.find(str(key).strip()) for key in keys]
     job = make_job(problem, world_size, steps, dtype=dtype, progress=progress, **options)
-    if isinstance(device, str):
-        placement(device, world_size)  # This call refuses a device that this machine lacks.
-    device, link = device_and_link(job, device, device_speed, link, latency, link_mode)
-    backend, devices = placement("cpu" if isinstance(device, Device) else device, world_size)
+    real_device = device if isinstance(device, str) else "cpu"
+    backend, devices = placement(real_device, world_size)
+    with say_while("preparing, some seconds", progress):
+        device, link = device_and_link(job, device, device_speed, link, latency, link_mode)
     return Comparison(
         problem=problem,
         world_size=world_size,

@@ -4,12 +4,15 @@ import io
 import json
 import os
 import platform
+import sys
 import time
 
 import pytest
 
-from ddp_course import cli, commands
-from ddp_course.commands import as_typed, lab, say_while
+from ddp_course import cli
+from ddp_course.commands import as_typed, lab
+from ddp_course.running import waiting
+from ddp_course.running.learners_copy import RECORD
 
 
 @pytest.fixture
@@ -80,6 +83,19 @@ def test_what_was_there_before_is_not_overwritten(course, tmp_path):
     assert own.read_text() == "not of this course"
 
 
+@pytest.mark.parametrize("damaged", ["", '{"exercises/04_ring.md": "6f'])
+def test_a_damaged_record_costs_no_work_and_is_written_anew(course, tmp_path, damaged):
+    lab.bring(tmp_path)
+    answered = tmp_path / "exercises" / "04_ring.md"
+    answered.write_text("my answer")
+    (tmp_path / RECORD).write_text(damaged)
+    assert lab.bring(tmp_path) == ["exercises/04_ring.md"]
+    assert answered.read_text() == "my answer"
+    (course / "notebooks" / "00_start_here.md").write_text("first, mended")
+    lab.bring(tmp_path)
+    assert (tmp_path / "notebooks" / "00_start_here.md").read_text() == "first, mended"
+
+
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(course, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["lab", str(tmp_path / "file"), "--no-open"]) == 2
@@ -111,18 +127,29 @@ def test_a_command_that_the_shell_would_not_find_is_named_with_its_path(monkeypa
     assert as_typed("lab") == "ddp-course lab"
 
 
-def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    monkeypatch.setattr(commands, "TICK_SECONDS", 0.05)
+
+def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch):
+    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     shown = {}
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stderr", stream)
-        with pytest.raises(KeyError), say_while("loading"):
+        with pytest.raises(KeyError), waiting.say_while("loading"):
             time.sleep(0.5)
             raise KeyError
         shown[type(stream)] = stream.getvalue()
     assert shown[Terminal].startswith("loading\n0.05 s\r0.1 s\r")
     assert shown[io.StringIO] == ""
+
+
+def test_compare_counts_seconds_before_its_first_bar_and_before_its_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    options = ["--world-size", "1", "--stages", "1", "--steps", "1"]
+    assert cli.main(["compare", *options, "--out", str(tmp_path)]) == 0
+    before_bar, _, after_bar = sys.stderr.getvalue().partition("single device:")
+    assert "0.05 s\r" in before_bar.partition("preparing")[2]
+    assert "0.05 s\r" in after_bar.partition("drawing")[2]

@@ -5,7 +5,7 @@ import time
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 1.0
 
 
 class Bar:
@@ -22,7 +22,7 @@ class Bar:
         self.due = time.monotonic() + PATIENCE_SECONDS
 
     def wait(self) -> None:
-        """Draw the bar anew every two seconds, if one is wanted, so that its seconds go on."""
+        """Draw the bar anew every second, if one is wanted, so that its seconds go on."""
         if self.total and time.monotonic() > self.due:
             self.due += PATIENCE_SECONDS
             if self.bar is None:
