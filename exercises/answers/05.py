@@ -538,9 +538,6 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 # %% 5.8 wrong: times 8 | bytes per second are no bits per second
 #- * bytes_per_s /
 #+ * bytes_per_s * 8 /
-# %% 5.8 wrong: one too many | that is one too many: a ring of K sends 2(K-1)/K, so K is the formula's whole part
-#- int(1 + 2
-#+ int(2 + 2
 # %% 5.8 wrong: no factor at all | backward computes 4 n flops per token; a ring sends 2(K-1)/K of n gradients of `gradient_bytes`: none of these numbers is in it
 #- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 #+ int(tokens * bytes_per_s / flops_per_s)
