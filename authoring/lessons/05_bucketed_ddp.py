@@ -24,6 +24,7 @@ from ddp_course import (
     ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
 )  # fmt: skip
 from ddp_course.checking import task
+from ddp_course.running import presets
 
 K = 4  # how many ranks; 2 works as well
 
@@ -351,6 +352,33 @@ In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in it
 machine: an H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in practice) and 50 GB/s per GPU has 8,000, so each GPU needs
 8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds 500 such
 GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
+
+The figure takes 0.4 of what datasheets say, and the network cards that such hosts have. Before you run the cell: an H100 computes
+eight times as fast as a V100. Does the same batch feed more H100s, or fewer?
+"""
+
+# %% reach folded=true
+millions = [0.25, 0.5, 1, 2, 4, 8, 16]  # tokens in a batch
+reach = {}
+machines = (("V100", None, "#0072B2"), ("A100", None, "#009E73"), ("H100", None, "#D55E00"), ("H100", 100e9, "#CC79A7"))
+for gpu, cards, colour in machines:
+    sheet = presets.ACCELERATORS[gpu]
+    per_gpu = (cards or sheet.network) / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
+    most = [int(1 + 1e6 * tokens * per_gpu / (0.4 * sheet.rate)) for tokens in millions]
+    reach[f"{gpu}s, {(cards or sheet.network) / 1e9:,.0f} Gbit/s per host"] = millions, most, colour
+own, slow = (most[millions.index(4)] for _, most, _ in list(reach.values())[2:])
+picture = show.curves(reach, "tokens in the batch (millions)", "largest K", log="xy", points=False, ticks=millions, kind="derived",
+                      title=f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host")  # fmt: skip
+picture.axes[0].lines[0].set_linestyle(":")  # V100s: another line lies on theirs
+picture.axes[0].lines[0].set_zorder(3)
+picture.axes[0].legend(fontsize=8)
+picture
+
+# %% [markdown]
+r"""
+As many: the cards of a host have become eight times as fast, too, so that the dotted line lies on that of the H100s. On the same GPUs
+with one card of 100 Gbit/s per host K falls to a thirtieth, since R/W is 32 times as large. All lines are as steep as each other:
+twice the batch, twice the devices. The model is in none of them.
 """
 
 # %% [markdown]

@@ -19,7 +19,6 @@ optimizer state. If that does not fit, more ranks do not help, unless each keeps
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel
 from ddp_course import launch, mesh, on_your_gpus, problems, reduce_scatter, ring_all_reduce, show, stage5_bucketed, stage7_sharded
 from ddp_course import timeline, timing, wire
 from ddp_course.checking import task
+from ddp_course.running import presets
 
 K = 4  # how many ranks; 2 works as well
 
@@ -266,28 +266,31 @@ clipping, checkpoints that fit any number of ranks, and refusals in plain words.
 
 ## Run
 
-We train a step with each of ours, and then add up the bytes of all tensors that stay: parameters, gradients, Adam's state.
+We train a step with each of ours, count the bytes that it sends, and then add up those of all tensors that stay: parameters, gradients,
+Adam's state.
 """
 
 
 # %% memory folded=true
-def kept(prepare):
+def kept_and_sent(prepare):
     problem = problems.make("synthetic", parameters=8 * 128**2, width=128)
     model = problem.model()
     parallel, optimizer = prepare(model)
     inputs, targets = next(problem.batches(16, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))
-    torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
-    inner = getattr(optimizer, "optimizer", optimizer)  # ours are made from shards
-    parameters = [*model.parameters(), *(p for group in inner.param_groups for p in group["params"])]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    optimizer.step()
+    with wire.counting() as traffic:
+        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+        inner = getattr(optimizer, "optimizer", optimizer)  # ours are made from shards
+        parameters = [*model.parameters(), *(p for group in inner.param_groups for p in group["params"])]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        optimizer.step()
     state = [value for entry in inner.state.values() for value in entry.values()]
     memories = [tensor.untyped_storage() for tensor in parameters + gradients + state]
-    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values()), traffic.bytes_sent
 
 
 P = 8 * 128**2
-measured = {name: max(launch(kept, ways[name], world_size=K)) / P for name in show.progress(ways)}
+counted = {name: launch(kept_and_sent, ways[name], world_size=K) for name in show.progress(ways)}
+measured = {name: max(kept for kept, _ in ranks) / P for name, ranks in counted.items()}
 
 # %% memory-figure folded=true
 formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "ZeRO-2": 4 + 12 / K, "fully sharded": 16 / K}
@@ -321,23 +324,12 @@ Each level divides one thing more. The formulas behind the dashes, and what each
 
 DDP's ring is a reduce-scatter and an allgather of gradients. ZeRO-1 and ZeRO-2 put the update between the two: reduce-scatter
 of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers the parameters twice, for
-forward and for backward, and only scatters the gradients: 1.5 times the bytes, for memory divided by K.
+forward and for backward, and only scatters the gradients: 1.5 times the bytes, for memory divided by K. The step above
+has counted what it sent:
 """
 
-
-# %% traffic folded=true
-def sent(prepare):
-    problem = problems.make("synthetic", parameters=8 * 128**2, width=128)
-    parallel, optimizer = prepare(problem.model())
-    for inputs, targets in problem.batches(16, 2, rank=dist.get_rank(), world_size=dist.get_world_size()):
-        with wire.counting() as traffic:
-            torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
-            optimizer.step()
-    return traffic.bytes_sent
-
-
 # %% traffic-figure folded=true
-traffic = {name: max(launch(sent, ways[name], world_size=K)) / (4 * P) for name in show.progress(ways)}
+traffic = {name: max(sent for _, sent in ranks) / (4 * P) for name, ranks in counted.items()}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 assert traffic == formula, traffic
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
@@ -499,7 +491,7 @@ def by_phase(events, parameters):  # what is held after each change of memory, i
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     held = torch.tensor([nbytes for _, nbytes in changes]).cumsum(0) / parameters
     bounds = [begin["forward"], begin["backward"], begin["update"], float("inf")]
-    return [held[[after < time < before for time, _ in changes]] for after, before in pairwise(bounds)]
+    return [held[[bounds[phase] < time < bounds[phase + 1] for time, _ in changes]] for phase in range(3)]
 
 
 # %% memory-over-a-step folded=true
@@ -609,9 +601,31 @@ two bytes each.
 | fully sharded, backward | 4 n b / R | 4 n / W: allgather of weights, reduce-scatter of gradients | R / W |
 
 (Each sending time is (K-1)/K of what stands there.) So fully sharded training needs as many tokens per device as DDP does, in
-both passes (task 13.6 asks for this K), and n is not in it: a larger model does not hide its messages any better, it only has more
-memory to save. What does help: more samples per device, a faster network, or **hybrid sharding**: shards inside a host only, where W
-is tens of times as large, and plain data parallelism between hosts.
+both passes, and n is not in it: a larger model does not hide its messages any better, it only has more memory to save. But that
+bounds K from below: to be kept at all, 16 n bytes need 16 n / M GPUs of M bytes each, activations not counted. Both bounds together
+say how large a batch must at least be (task 7.7; task 13.6 asks for the largest K). Before you run the cell, which takes 0.4 of what
+datasheets say: on the fewest H100s that can keep 405 billion parameters, how many tokens must a batch have?
+"""
+
+# %% reach folded=true
+millions = [0.1, 0.2, 0.5, 1, 2, 5, 10]  # tokens in a batch
+reach = {}
+for gpu, colour in {"A100": "#009E73", "H100": "#D55E00"}.items():
+    sheet = presets.ACCELERATORS[gpu]
+    needed = 0.4 * sheet.rate / (sheet.network / 8 / 8)  # tokens of a GPU; 8 of them share a host's cards
+    reach[f"{gpu}s wait for nothing below"] = millions, [1 + 1e6 * tokens / needed for tokens in millions], colour
+fewest = {billions: -(-16 * billions // sheet.capacity_gb) for billions in (70, 405)}
+floors = {f"{billions} billion parameters: {count:.0f} of 80 GB": (millions, [count] * 7, "#767676") for billions, count in fewest.items()}
+show.curves(reach, "tokens in the batch (millions)", "GPUs", theory=floors, log="xy", points=False, ticks=millions, kind="derived",
+            title=f"The {fewest[405]:.0f} H100s that keep 405 billion parameters need {(fewest[405] - 1) * needed / 1e6:.2f} million tokens")  # fmt: skip
+
+# %% [markdown]
+r"""
+From a dashed line upwards the model fits; up to a slanted one nobody waits. Where they meet is the smallest batch that hides the
+sending: 0.63 million tokens for 405 billion parameters on 81 H100s, of which each has 7,800 to compute. More GPUs need a larger batch,
+and so does a larger model, since it needs more GPUs. (An A100 computes a third as fast on half of the network, so it needs 5,000 tokens.) What
+helps, if the batch may not grow: a faster network, or **hybrid sharding**: shards inside a host only, where W is several times as large, and
+plain data parallelism between hosts.
 
 ## Hybrid sharding in ten lines
 
@@ -639,7 +653,7 @@ def hybrid(model, hosts=2):
 # %% hybrid-figure folded=true
 ways["hybrid"], two_hosts = hybrid, {"device": Device("800MFLOP/s"), "link": Link("20Mbit", hosts=2)}
 together = torch.stack(launch(losses, hybrid, world_size=K))
-bytes_of = {"plain DDP": 16, "fully sharded": 16 / K, "hybrid": max(launch(kept, hybrid, world_size=K)) / P}
+bytes_of = {"plain DDP": 16, "fully sharded": 16 / K, "hybrid": max(launch(kept_and_sent, hybrid, world_size=K))[0] / P}
 assert (together - trained["plain DDP"]).abs().max() < 1e-6 and abs(bytes_of["hybrid"] * (K // 2) / 16 - 1) < 0.1
 on_hosts = {name: 1000 * max(launch(seconds_of, name, world_size=K, **two_hosts)) for name in show.progress(bytes_of)}
 show.bars({f"{name}\n{count:.0f} bytes\nper parameter": on_hosts[name] for name, count in bytes_of.items()}, "a step (ms)", form="{:.0f}",

@@ -8,6 +8,8 @@
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next.
 # %% imports
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -225,3 +227,34 @@ def global_norm(shards, replicated, all_reduce):
 
 # %% check-7-6 points=2
 check("7.6", global_norm)
+
+
+# %% [markdown]
+# ## 7.7 How small may the batch be?
+#
+# *15 minutes · medium*
+#
+# A model is trained fully sharded, on as few GPUs as possible. Each parameter takes 16 bytes in all (parameter, gradient and Adam's
+# state, as in 7.3), shared out evenly, and a GPU has room for `memory` bytes of them. More of the batch's tokens mean more computing,
+# but no more messages. With n parameters on K GPUs of `flops_per_s` each,
+#
+# - a forward pass computes 2 n flops per token, while the weights are gathered,
+# - a backward pass computes 4 n flops per token, while the weights are gathered again and the gradients are scattered.
+#
+# Each gather and each scatter sends (K-1)/K of its n numbers, `weight_bytes` or `gradient_bytes` each, over a link of `bytes_per_s`.
+# On the fewest GPUs, how many tokens must the batch have, over all GPUs together, so that *neither* pass waits for the network?
+# %% answer-7-7
+def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
+    """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for nothing."""
+    ### BEGIN SOLUTION
+    gpus = -(-16 * parameters // memory)
+    # forward: 2 n tokens / K / flops_per_s >= (K-1)/K n weight_bytes / bytes_per_s, and backward in the same way
+    forward = weight_bytes / 2
+    backward = (weight_bytes + gradient_bytes) / 4
+    tokens = (gpus - 1) * max(forward, backward) * flops_per_s / bytes_per_s
+    return gpus, math.ceil(tokens)
+    ### END SOLUTION
+
+
+# %% check-7-7 points=2
+check("7.7", smallest_batch)

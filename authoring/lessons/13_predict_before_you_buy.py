@@ -423,7 +423,7 @@ def limits(gpu, tokens, inner=4 * 8192):
     between = sheet.network / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
     inside = LINKS[sheet.link].bandwidth / 8
     tensor = max(t for t in (1, 2, 4, 8) if t <= 1 + inner * inside / rate)
-    sharded = 1 + tokens * between / rate
+    sharded = int(1 + tokens * between / rate)
     return sharded, tensor * sharded
 
 

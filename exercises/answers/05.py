@@ -514,3 +514,33 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 # %% 5.8 wrong: tokens of a device | that is how many tokens each device needs; the number of devices was asked for
 #- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 #+ int(gradient_bytes * flops_per_s / (2 * bytes_per_s))
+# %% 5.8 wrong: gradients of one byte | gradients have `gradient_bytes` bytes each: they are missing
+#- (gradient_bytes * flops_per_s)
+#+ flops_per_s
+# %% 5.8 wrong: sent once, and one too few | every gradient is sent twice: reduce-scatter, then allgather; and a ring of K sends (K-1)/K of them, each time
+#- int(1 + 2 * tokens
+#+ int(4 * tokens
+# %% 5.8 wrong: forward too, sent once | the all-reduce runs under the backward pass only, 4 n flops per token, and sends every gradient twice
+#- 1 + 2 * tokens
+#+ 1 + 6 * tokens
+# %% 5.8 wrong: forward too, one too few | the all-reduce runs under the backward pass only: 4 n flops per token, not 6; and that is one too few
+#- int(1 + 2 * tokens
+#+ int(3 * tokens
+# %% 5.8 wrong: backward like forward, one too few | backward computes twice what forward does: 4 n flops per token, not 2; and that is one too few
+#- int(1 + 2 * tokens
+#+ int(tokens
+# %% 5.8 wrong: bytes multiplied | larger gradients take longer, so they allow fewer ranks: divide by `gradient_bytes`
+#- / (gradient_bytes * flops_per_s)
+#+ * gradient_bytes / flops_per_s
+# %% 5.8 wrong: bits of a gradient | bytes per second are no bits per second
+#- (gradient_bytes * flops_per_s)
+#+ (8 * gradient_bytes * flops_per_s)
+# %% 5.8 wrong: times 8 | bytes per second are no bits per second
+#- * bytes_per_s /
+#+ * bytes_per_s * 8 /
+# %% 5.8 wrong: no factor at all | backward computes 4 n flops per token; a ring sends 2(K-1)/K of n gradients of `gradient_bytes`: none of these numbers is in it
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ int(tokens * bytes_per_s / flops_per_s)
+# %% 5.8 wrong: twice as many | that is twice as many as can be: with K devices each has a K-th of the tokens
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ 2 * int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))

@@ -144,6 +144,25 @@ def sharded_step(weights, gradients, update, group=None):
 #+ dist.get_rank() + world_size
 #- gradients[own])
 #+ gradients[own + world_size - 1])
+# %% 7.2 wrong: weights are summed, too | the weights are summed over the ranks, too: the sum is of gradients, and a stepped chunk only has to be sent: allgather
+#- allgather(weights, group)
+#+ reduce_scatter(weights, group); allgather(weights, group)
+# %% 7.2 wrong: the gradients are gathered in place of the weights | a rank has stepped its own chunk; the other chunks of the weights are still the old ones: gather them
+#- allgather(weights, group)
+#+ allgather(gradients, group); allgather(gradients, group)
+# %% 7.2 wrong: multiplied by K | the gradients are multiplied by K; a mean is the sum divided by K
+#- chunk /= world_size
+#+ chunk *= world_size
+# %% 7.2 wrong: only its own chunk is divided, before the sum | only one rank's term of each chunk is divided by K: divide all of a rank's gradients, or the sum of its own chunk
+#-     for chunk in gradients:
+#-         chunk /= world_size
+#+     gradients[(dist.get_rank(group) + 1) % world_size] /= world_size
+# %% 7.2 wrong: stepped twice | update() is called twice for a chunk: once is a step
+#- update(weights[own], gradients[own])
+#+ update(weights[own], gradients[own]); update(weights[own], gradients[own])
+# %% 7.2 wrong: divided by K-1 | the mean of K gradients is their sum divided by K, not by K-1
+#- chunk /= world_size
+#+ chunk /= max(1, world_size - 1)
 # %% 7.3 right: one by one
 def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
@@ -354,7 +373,7 @@ def free(layer):
 #+     layer.parameter.grad = None
 # %% 7.5 told: not filled | thread.submit was expected
 #-     return layer.coming
-# %% 7.5 wrong: the old values travel | the memory holds anything when it comes back: copy `own` into its chunk before the gather
+# %% 7.5 told: the old values travel | the memory holds anything when it comes back, so copy `own` into it
 #-         layer.chunks[layer.index].copy_(layer.own.detach())
 #+         layer.chunks[layer.index].zero_()
 # %% 7.5 told: finish does not wait | finish does not wait for the sum
@@ -371,6 +390,21 @@ def free(layer):
 # %% 7.5 wrong: divided twice | the gradient is divided by K more than once
 #- gradients[layer.index].clone()
 #+ gradients[layer.index] / world_size
+# %% 7.5 told: nothing is put into the memory | the memory holds anything when it comes back, so copy `own` into it
+#-         layer.chunks[layer.index].copy_(layer.own.detach())
+# %% 7.5 told: the sum in the caller's thread | finish sums in its own thread
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ reduce_scatter(gradients, layer.group)
+# %% 7.5 wrong: only this rank's gradient | that is one rank's gradient: give the reduce-scatter of all ranks' to the thread
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(len, gradients).result()
+# %% 7.5 wrong: free forgets the memory | layers stay whole: `free` gives the memory back, by storage.resize_(0)
+#-     layer.storage.resize_(0)
+#-     layer.coming = None
+#+     layer.coming = None
+# %% 7.5 wrong: the first pass alone | the gradient of the second backward pass is lost: it is added to that of the first
+#- layer.own.grad + part
+#+ layer.own.grad
 # %% 7.6 right: a list of squares
 def global_norm(shards, replicated, all_reduce):
     total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)
@@ -428,3 +462,81 @@ def global_norm(shards, replicated, all_reduce):
 # %% 7.6 wrong: squares in place | the gradients have changed: they are still needed
 #- squares += shard.square().sum()
 #+ squares += shard.square_().sum()
+# %% 7.7 right: one more at a time, and by seconds
+def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
+    gpus = 1
+    while 16 * parameters > gpus * memory:
+        gpus += 1
+    gather, scatter = ((gpus - 1) * size / bytes_per_s for size in (weight_bytes, gradient_bytes))
+    forward = math.ceil(gather * flops_per_s / 2)
+    backward = math.ceil((gather + scatter) * flops_per_s / 4)
+    return [gpus, max(forward, backward)]
+
+
+# %% 7.7 right: tokens of a GPU first
+def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
+    gpus = (16 * parameters + memory - 1) // memory
+    bytes_per_flop = max(2 * weight_bytes, weight_bytes + gradient_bytes) / 4
+    other_gpus = gpus - 1
+    return gpus, math.ceil(bytes_per_flop * flops_per_s * other_gpus / bytes_per_s)
+
+
+# %% 7.7 wrong: forward alone | that looks at the forward pass only: the backward pass sends weights and gradients
+#- max(forward, backward)
+#+ forward
+# %% 7.7 wrong: backward alone | that looks at the backward pass only: in the forward pass the gather may take longer than its computing
+#- max(forward, backward)
+#+ backward
+# %% 7.7 wrong: the easier pass | that suits one of the passes; the other one waits: take the larger number of tokens
+#- max(forward, backward)
+#+ min(forward, backward)
+# %% 7.7 wrong: both passes as one | what one pass has to spare does not hide the other's messages: compare pass by pass
+#- max(forward, backward)
+#+ (2 * weight_bytes + gradient_bytes) / 6
+# %% 7.7 wrong: the sum of both passes | each token computes in both passes: take the larger of their two numbers, not the sum
+#- max(forward, backward)
+#+ (forward + backward)
+# %% 7.7 wrong: K for K-1 | that is as if each GPU received its own part, too: each has a K-th already, and sends (K-1)/K
+#- (gpus - 1) * max
+#+ gpus * max
+# %% 7.7 wrong: tokens of a GPU | that is what one GPU needs; the batch of all GPUs together was asked for
+#- (gpus - 1) * max
+#+ (gpus - 1) / gpus * max
+# %% 7.7 wrong: rounded down | with that many tokens a pass waits a little: round up
+#- math.ceil(tokens)
+#+ math.floor(tokens)
+# %% 7.7 wrong: two bytes always | look at `weight_bytes` and `gradient_bytes`: they need not be two
+#- forward = weight_bytes / 2
+#+ forward = 1
+#- (weight_bytes + gradient_bytes) / 4
+#+ 1
+# %% 7.7 wrong: an all-reduce as in DDP | that is DDP's all-reduce, two times the gradients; here weights are gathered, and gradients scattered once
+#- max(forward, backward)
+#+ gradient_bytes / 2
+# %% 7.7 wrong: bits | bytes per second are no bits per second
+#- * flops_per_s / bytes_per_s
+#+ * flops_per_s / bytes_per_s * 8
+# %% 7.7 wrong: n does not cancel | n is in both times of a pass, so it cancels: a larger model computes more for each token, and sends as much more
+#- * flops_per_s / bytes_per_s
+#+ * flops_per_s / bytes_per_s * parameters
+# %% 7.7 wrong: gathered once | in the backward pass the weights are gathered again, beside the gradients
+#- (weight_bytes + gradient_bytes) / 4
+#+ gradient_bytes / 4
+# %% 7.7 wrong: backward like forward | backward computes twice what forward does: 4 n flops per token, not 2
+#- (weight_bytes + gradient_bytes) / 4
+#+ (weight_bytes + gradient_bytes) / 2
+# %% 7.7 wrong: upside down | faster GPUs need more tokens and a faster link fewer: that is the wrong way round
+#- flops_per_s / bytes_per_s
+#+ bytes_per_s / flops_per_s
+# %% 7.7 wrong: weights only | each parameter takes 16 bytes in all, not only those of its weight: gradient and Adam's state are kept, too
+#- 16 * parameters
+#+ weight_bytes * parameters
+# %% 7.7 wrong: rounded down to GPUs | that is one GPU too few: what is left over needs a place, too
+#- gpus = -(-16 * parameters // memory)
+#+ gpus = max(1, 16 * parameters // memory)
+# %% 7.7 wrong: one GPU more where it fits exactly | what fits exactly fits: that is one GPU too many
+#- gpus = -(-16 * parameters // memory)
+#+ gpus = 16 * parameters // memory + 1
+# %% 7.7 told: tokens first | was expected
+#- return gpus, math.ceil(tokens)
+#+ return math.ceil(tokens), gpus

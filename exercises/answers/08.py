@@ -370,7 +370,7 @@ def backward(stage, number):
 # %% 8.7 wrong: not divided | the loss of the batch is the mean over all micro-batches: divide by their number
 #- stage.loss(y, stage.targets[number]) / stage.microbatches
 #+ stage.loss(y, stage.targets[number])
-# %% 8.7 told: no gradient for what came in | x.grad
+# %% 8.7 told: no gradient for what came in | asks for one before the module runs: requires_grad_()
 #-         x.requires_grad_()
 # %% 8.7 wrong: never dropped | a micro-batch is kept after its backward pass: take it out of `kept`
 #- stage.kept.pop(number)
@@ -400,3 +400,31 @@ def backward(stage, number):
 # %% 8.7 wrong: divided at every stage | the last stage's loss is a mean already: gradients on their way back are not divided again
 #- wire.send(x.grad, stage.before)
 #+ wire.send(x.grad / stage.microbatches, stage.before)
+# %% 8.7 wrong: divided twice | the loss is divided by the number of micro-batches more than once
+#- / stage.microbatches
+#+ / stage.microbatches / stage.microbatches
+# %% 8.7 wrong: the last one alone | the gradients of the other micro-batches are gone: they add up in `.grad`, so nothing clears them in between
+#- x, y = stage.kept.pop(number)
+#+ x, y = stage.kept.pop(number); stage.module.zero_grad()
+# %% 8.7 wrong: the gradient of the output goes back | a stage in the middle hands on the gradient of its output; what goes back is that of its input, x.grad
+#-     if stage.before is not None:
+#-         wire.send(x.grad, stage.before)
+#+     if stage.before is not None:
+#+         wire.send(x.grad if stage.after is None else gradient, stage.before)
+# %% 8.7 wrong: targets from the end | every micro-batch has its own target
+#- stage.targets[number]
+#+ stage.targets[stage.microbatches - 1 - number]
+# %% 8.7 wrong: multiplied | the loss is multiplied by the number of micro-batches; a mean is divided by it
+#- / stage.microbatches
+#+ * stage.microbatches
+# %% 8.7 wrong: divided by the number of stages | the loss is divided by the number of stages; the mean is over micro-batches
+#- / stage.microbatches
+#+ / 3
+# %% 8.7 told: one micro-batch is kept | is each micro-batch kept under its own number
+#-     stage.kept[number] = x, y
+#+     stage.kept[0] = x, y
+#-     x, y = stage.kept.pop(number)
+#+     x, y = stage.kept[0]
+# %% 8.7 told: detached and kept | the graph is gone
+#-     stage.kept[number] = x, y
+#+     stage.kept[number] = x, y.detach()

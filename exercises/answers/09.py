@@ -265,6 +265,9 @@ def plan(job):
 # %% 9.4 told: not all GPUs | is not
 def plan(job):
     return 1, 8, 1
+# %% 9.3 wrong: sizes from the last on | the grid has its sizes in the wrong order: the first axis is the slowest, and has the first size
+#- .view(*sizes.values())
+#+ .view(*list(sizes.values())[::-1])
 # %% 9.5 right: saved on the context by name
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -364,6 +367,12 @@ class Scatter:
 #-         return ctx.allgather(gradient), None, None
 #+         whole = ctx.allgather(gradient)
 #+         return whole * (len(gradient) / len(whole)), None, None
+# %% 9.5 wrong: own rows of its own term | that is this rank's own term of the output: Scatter sums the ranks' terms
+#- return reduce_scatter(term)
+#+ rank = torch.distributed.get_rank(); rows = reduce_scatter(term).shape[0]; return term[rank * rows : (rank + 1) * rows]
+# %% 9.5 wrong: the first rows of its own term | that is this rank's own term of the output: Scatter sums the ranks' terms
+#- return reduce_scatter(term)
+#+ return term[: reduce_scatter(term).shape[0]]
 # %% 9.6 right: sums stacked, a mask in place of indices
 class SplitLoss(torch.autograd.Function):
     @staticmethod
@@ -516,3 +525,39 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 wrong: one column off | the target's column is one off: `first` is the word of column 0
 #-         columns = targets - first
 #+         columns = targets - first - 1
+# %% 9.6 wrong: words for columns | `targets` are words of the whole vocabulary; column 0 is of word `first`, so subtract that
+#- columns = targets - first
+#+ columns = targets
+# %% 9.6 wrong: the other way to the column | `targets` are words of the whole vocabulary; column 0 is of word `first`, so subtract that
+#- columns = targets - first
+#+ columns = targets + first
+# %% 9.6 wrong: the target's logit is added | the target's logit is subtracted, not added
+#- highest - all_sum(at_target)
+#+ highest + all_sum(at_target)
+# %% 9.6 wrong: m is subtracted | m is subtracted once more; it was taken from all logits, so it is added to the logarithm
+#- total.log() + highest
+#+ total.log() - highest
+# %% 9.6 wrong: no logarithm | that is the sum of the exponentials itself; the loss has its logarithm
+#- total.log() + highest
+#+ total + highest
+# %% 9.6 wrong: the exponentials themselves | the gradient has the exponentials; softmax is each of them divided by their sum
+#- gradient = weights / total[:, None]
+#+ gradient = weights.clone()
+# %% 9.6 wrong: divided by the gradient | the gradient that comes in is a factor, no divisor
+#- return gradient * of_logits
+#+ return of_logits / gradient
+# %% 9.6 wrong: a rank's count of tokens | the mean is over all tokens that count, not over those whose targets are on this rank
+#- ctx.save_for_backward(gradient / counts.sum())
+#+ ctx.save_for_backward(gradient / max(1, len(rows)))
+# %% 9.6 wrong: the maximum of all tokens is added | m is each token's own: the largest of its own logits is added again
+#- total.log() + highest
+#+ total.log() + highest.max()
+# %% 9.6 wrong: 1 less in whole columns | the gradient is 1 less in whole columns: each token has one target, so take rows and columns in pairs
+#- gradient[rows, columns[rows]] -= 1
+#+ gradient[:, columns[rows]] -= 1
+# %% 9.6 wrong: a mean, divided again | the loss is divided by the number of tokens twice: a mean has been divided already
+#- losses[counts].mean()
+#+ losses[counts].mean() / counts.sum()
+# %% 9.6 wrong: logarithms of each rank's sum | the logarithm is that of the sum over all ranks: sums add up, their logarithms do not
+#- losses = total.log()
+#+ losses = all_sum(weights.sum(1).log())

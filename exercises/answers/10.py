@@ -303,3 +303,37 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
 # %% 10.6 wrong: divided by K | DDP divides by K: multiply by the number of ranks, where this divides once more
 #- [loss * world_size / tokens for loss in sums]
 #+ [loss / world_size / tokens for loss in sums]
+# %% 10.6 wrong: this rank's tokens, times K | divided by this rank's tokens alone: a token of a rank with few weighs more; one all-reduce of their number is missing
+#-     all_reduce(tokens)
+#+     all_reduce(torch.zeros(1))
+# %% 10.6 wrong: no sum at all | divided by this rank's tokens alone: a token of a rank with few weighs more; one all-reduce of their number is missing
+#-     all_reduce(tokens)
+# %% 10.6 wrong: no sum, and no K | divided by this rank's tokens: a token of a rank with few weighs more
+#-     all_reduce(tokens)
+#-     return [loss * world_size / tokens for loss in sums]
+#+     return [loss / tokens for loss in sums]
+# %% 10.6 wrong: a mean over micro-batches, too | divided by the number of micro-batches as well; their gradients add up, so nothing is divided by that
+#- loss * world_size / tokens
+#+ loss * world_size / tokens / len(sums)
+# %% 10.6 wrong: a mean over micro-batches, no K | divided by the number of micro-batches as well; their gradients add up, so nothing is divided by that
+#- loss * world_size / tokens
+#+ loss / tokens / len(sums)
+# %% 10.6 wrong: as they came | that is the gradient of sums, a K-th of them: divide by the number of all tokens, and multiply by K
+#- loss * world_size / tokens
+#+ loss
+# %% 10.6 wrong: as they came, with no sum | that is the gradient of sums, a K-th of them: divide by the number of all tokens, and multiply by K
+#-     all_reduce(tokens)
+#-     return [loss * world_size / tokens for loss in sums]
+#+     return list(sums)
+# %% 10.6 wrong: a mean of each, times K | each micro-batch has taken its own mean, so a token of a short one weighs more: divide by the tokens of all ranks
+#- loss * world_size / tokens for loss in sums
+#+ loss * world_size / max(1, count) for loss, count in zip(sums, counts)
+# %% 10.6 wrong: times the counts, no K | the sums are multiplied by the numbers of tokens: they are sums over tokens already
+#- [loss * world_size / tokens for loss in sums]
+#+ [loss * count / tokens for loss, count in zip(sums, counts)]
+# %% 10.6 wrong: the longest micro-batch | only one micro-batch of each rank is counted: add the tokens of all
+#- float(sum(counts))
+#+ float(max(counts))
+# %% 10.6 wrong: the first micro-batch | only one micro-batch of each rank is counted: add the tokens of all
+#- float(sum(counts))
+#+ float(counts[0])

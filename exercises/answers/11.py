@@ -348,7 +348,7 @@ def reshard(saved, rank, world_size):
     return {name: cut(name) if torch.is_tensor(value) else value for name, value in saved[0].items()}
 
 
-# %% 11.6 wrong: its own old part | that is what the rank had before: the chunks have other borders now
+# %% 11.6 told: its own old part | the chunks have other borders now
 def reshard(saved, rank, world_size):
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in saved[rank % len(saved)].items()}
 
@@ -386,3 +386,14 @@ def reshard(saved, rank, world_size):
 # %% 11.6 told: the step of its own rank | parts, and `chunk` may make
 #-             part[name] = value
 #+             part[name] = saved[rank][name]
+# %% 11.6 told: the nearest old part | put all parts end to end, then cut
+#- torch.cat([other[name] for other in saved])
+#+ saved[min(rank, len(saved) - 1)][name]
+#- whole.tensor_split(world_size)[rank].clone()
+#+ whole.clone()
+# %% 11.6 wrong: from the last rank on | the new parts stand in the wrong order: rank 0 has the first elements
+#- .tensor_split(world_size)[rank]
+#+ .tensor_split(world_size)[world_size - 1 - rank]
+# %% 11.6 wrong: parts averaged | the old parts are pieces of one tensor, so nothing is averaged or added: put them end to end
+#- torch.cat([other[name] for other in saved])
+#+ torch.cat([other[name] for other in saved]) / len(saved)

@@ -304,6 +304,64 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 wrong: all but its own part, of each rank | (K-1)/K of the bytes are sent, not K-1 times as many
 #- (gpus - 1) / gpus
 #+ (gpus - 1)
+# %% 13.5 wrong: the width is missing | attention takes 2 flops per token of the context *and* unit of width: the width is missing
+#- 2 * context * width * tokens
+#+ 2 * context * tokens
+# %% 13.5 wrong: the context is missing | attention looks at every token of the context: the context is missing
+#- 2 * context * width * tokens
+#+ 2 * width * tokens
+# %% 13.5 wrong: all tokens of the micro-batch | attention looks at the tokens of its own sequence, `context`, not at all of the micro-batch
+#- 2 * context * width * tokens
+#+ 2 * tokens * width * tokens
+# %% 13.5 wrong: three times the products | the backward pass has twice the products, not three times: the forward pass is a pass of its own
+#- 2 * products + 2.5
+#+ 3 * products + 2.5
+# %% 13.5 wrong: one flop per weight | a product is 2 flops per weight and token: a multiplication and an addition
+#- 2 * weights * tokens
+#+ weights * tokens
+# %% 13.5 wrong: shares multiply | a share of the peak makes a pass longer: divide by 0.75 and 0.32
+#- products = 2 * weights * tokens / (0.75 * 312e12)
+#+ products = 0.75 * 2 * weights * tokens / 312e12
+#- attention = 2 * context * width * tokens / (0.32 * 312e12)
+#+ attention = 0.32 * 2 * context * width * tokens / 312e12
+# %% 13.5 wrong: backward without attention | attention has a backward pass, too: 2.5 times its forward one
+#- 2 * products + 2.5 * attention
+#+ 2 * products
+# %% 13.5 wrong: forward without attention | attention is a part of both passes
+#- return products + attention,
+#+ return products,
+# %% 13.5 wrong: backward 2.5 times all | only attention takes 2.5 times as long backward; products take twice as long
+#- 2 * products + 2.5 * attention
+#+ 2.5 * (products + attention)
+# %% 13.5 wrong: an all-reduce in each pass | that is a gather and a scatter in each pass: the forward pass only gathers the weights
+#- longer(forward, ring)
+#+ longer(forward, 2 * ring)
+# %% 13.5 wrong: gathered in the forward pass alone | before each pass the weights are gathered, before the backward one too; after it the gradients are scattered
+#- longer(backward, 2 * ring)
+#+ backward
+# %% 13.5 wrong: a share of the longer | the longer counts whole, and 0.15 of the *shorter* beside it
+#- max(computing, sending) + 0.15 * min(computing, sending)
+#+ 1.15 * max(computing, sending)
+# %% 13.5 wrong: bits | `rate` is in bytes per second: nothing is multiplied by 8
+#- * 2 * weights / rate
+#+ * 2 * weights * 8 / rate
+# %% 13.5 wrong: four bytes a weight | a weight has 2 bytes
+#- * 2 * weights / rate
+#+ * 4 * weights / rate
+# %% 13.5 wrong: a share of the sending always | 0.15 of the *shorter* counts, which is not always the sending
+#- max(computing, sending) + 0.15 * min(computing, sending)
+#+ max(computing, sending) + 0.15 * sending
+# %% 13.5 wrong: divided by K | each GPU sends (K-1)/K of a layer's bytes, not a K-th
+#- (gpus - 1) / gpus * 2
+#+ 1 / gpus * 2
+# %% 13.5 wrong: one flop for attention | attention is 2 flops per token of the context, unit of width and token, with the mask already counted
+#- 2 * context * width
+#+ context * width
+# %% 13.5 wrong: rates swapped | products reach 0.75 of the flops, attention 0.32: they have changed places
+#-     products = 2 * weights * tokens / (0.75 * 312e12)
+#-     attention = 2 * context * width * tokens / (0.32 * 312e12)
+#+     products = 2 * weights * tokens / (0.32 * 312e12)
+#+     attention = 2 * context * width * tokens / (0.75 * 312e12)
 # %% 13.6 right: one more at a time
 def most_sharded(job):
     def waits(gpus):
@@ -402,6 +460,12 @@ def most_together(job):
 # %% 13.6 wrong: sent once | a ring all-reduce sends everything twice: reduce-scatter, then allgather
 #- 1 + job["inner"] * job["inside"]
 #+ 1 + 2 * job["inner"] * job["inside"]
+# %% 13.6 wrong: activations as large as weights | an activation has two bytes, whatever a weight has
+#- job["inner"] * job["inside"] / job["rate"]
+#+ job["inner"] * job["inside"] / job["rate"] * 2 / job["weight_bytes"]
+# %% 13.6 wrong: less than a host | T may be all GPUs of a host: its last GPU counts, too
+#- range(1, job["per_host"] + 1)
+#+ range(1, max(2, job["per_host"]))
 # %% 13.6 wrong: one layer of the pair | the pair has two products, `width` to `inner` and back: 4 flops for each token and pair of widths
 #- 1 + job["inner"] * job["inside"]
 #+ 1 + job["inner"] / 2 * job["inside"]
@@ -429,3 +493,36 @@ def most_together(job):
 # %% 13.6 wrong: a replica of a whole host | a replica has T ranks, the largest T of above, not all of a host
 #- most_tensor(job) * most_sharded(job)
 #+ job["per_host"] * most_sharded(job)
+# %% 13.6 wrong: six flops | what one pass has to spare does not hide the other's messages: compare pass by pass, 2 flops and 4
+#- min(forward, backward)
+#+ 6 / (job["weight_bytes"] + job["gradient_bytes"])
+# %% 13.6 wrong: two flops backward | the backward pass computes 4 flops per weight and token, while weights are gathered and gradients scattered
+#- backward = 4
+#+ backward = 2
+# %% 13.6 wrong: upside down | more tokens and a faster network allow more GPUs: that is the wrong way round
+#- int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"])
+#+ int(1 + job["rate"] / (min(forward, backward) * job["tokens"] * job["between"]))
+# %% 13.6 wrong: tokens of a GPU | that is how many tokens each GPU needs; the number of GPUs was asked for
+#- int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"])
+#+ int(job["rate"] / job["between"] / min(forward, backward))
+# %% 13.6 wrong: the smaller of both | T ranks make one replica, and the replicas are sharded: multiply, do not choose
+#- most_tensor(job) * most_sharded(job)
+#+ min(most_tensor(job), most_sharded(job))
+# %% 13.6 wrong: replicas of a host | a host has several replicas if T is smaller than it; their number is not multiplied by that: T times the replicas
+#- most_tensor(job) * most_sharded(job)
+#+ most_sharded(job) * job["per_host"] // most_tensor(job)
+# %% 13.6 wrong: activations as large as weights, upside down | an activation has two bytes, whatever a weight has
+#- job["inner"] * job["inside"] / job["rate"]
+#+ job["inner"] * job["inside"] / job["rate"] / 2 * job["weight_bytes"]
+# %% 13.6 wrong: backward too for a pair | only the pair's forward pass is compared with its all-reduce
+#- job["inner"] * job["inside"] / job["rate"]
+#+ 3 * job["inner"] * job["inside"] / job["rate"]
+# %% 13.6 wrong: T times as many, in each pass | a *replica* needs so many tokens: T cancels, since each of its ranks sends a T-th
+#- most_tensor(job) * most_sharded(job)
+#+ most_tensor(job) ** 2 * most_sharded(job)
+# %% 13.6 wrong: links shared by the host | `inside` is what *one* GPU sends: it is not shared by the GPUs of the host
+#- job["inner"] * job["inside"] / job["rate"]
+#+ job["inner"] * job["inside"] / job["per_host"] / job["rate"]
+# %% 13.6 wrong: T times the tokens | T replicas' tokens give the formula's 1 only once: the number of *replicas* is rounded, and each has T GPUs
+#- most_tensor(job) * most_sharded(job)
+#+ most_sharded({**job, "tokens": job["tokens"] * most_tensor(job)})

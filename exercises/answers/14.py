@@ -289,3 +289,45 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: left is overwritten | `left` was changed: somebody else needs it
 #- owed = gradient + left
 #+ owed = left.add_(gradient)
+# %% 14.5 wrong: the largest of all, with its sign | the largest *magnitude* gives the scale
+#- owed.abs().max() / 127
+#+ owed.max() / 127
+# %% 14.5 wrong: the scale is upside down | the scale says what a 1 is worth: the largest magnitude divided by 127; a value is owed divided by it
+#- their_values * their_scale
+#+ their_values / their_scale
+# %% 14.5 wrong: the gradient's largest | the scale is that of `owed`, the gradient with what was left: of the gradient alone it is too small for some
+#- owed.abs().max() / 127
+#+ gradient.abs().max() / 127
+# %% 14.5 wrong: a mean of magnitudes | the largest magnitude becomes 127: a smaller scale makes large values overflow
+#- owed.abs().max() / 127
+#+ owed.abs().mean() / 127
+# %% 14.5 wrong: up always | the values are rounded up, not to the nearest, so all are too large
+#- .round().to(torch.int8)
+#+ .ceil().to(torch.int8)
+# %% 14.5 wrong: down always | the values are rounded down, not to the nearest, so all are too small
+#- .round().to(torch.int8)
+#+ .floor().to(torch.int8)
+# %% 14.5 wrong: left twice | what was left is added twice
+#- owed = gradient + left
+#+ owed = gradient + 2 * left
+# %% 14.5 wrong: left taken away | what was left is added to the gradient, not taken away
+#- owed = gradient + left
+#+ owed = gradient - left
+# %% 14.5 wrong: left without the scale | what was sent is values *times the scale*
+#- owed - values * scale
+#+ owed - values
+# %% 14.5 wrong: values alone | the values of each rank are worth that rank's own scale: multiply
+#- their_values * their_scale
+#+ their_values
+# %% 14.5 wrong: left added up | what is left is what rounding loses *now*; the old `left` is in owed already
+#- owed - values * scale
+#+ owed - values * scale + left
+# %% 14.5 wrong: left divided by K | what is left is all that this rank's rounding lost: it is not divided by K
+#- owed - values * scale
+#+ (owed - values * scale) / len(all_values)
+# %% 14.5 wrong: no 127 | the largest magnitude becomes 127: the scale is a 127th of it
+#- owed.abs().max() / 127
+#+ owed.abs().max()
+# %% 14.5 wrong: scales added | the values of each rank are worth that rank's own scale
+#- their_values * their_scale
+#+ their_values * sum(all_scales)

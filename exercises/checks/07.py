@@ -1,5 +1,5 @@
 """Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
-room, parameters that come and go, and the norm of what no rank has.
+room, parameters that come and go, the norm of what no rank has, and the smallest batch.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -295,12 +295,25 @@ class HookedModel:
         self.layers = [Layer(weight, group) for weight in weights]
         self.most_whole = 0
         self.fault = ""
+        self.stepped = False
         for layer in self.layers:
             layer.parameter.register_post_accumulate_grad_hook(partial(self.reduce, layer))
 
     def reduce(self, layer, _):
         """Hand a layer whose gradient is there to `finish`."""
+        self.thread.wait()  # A sum in this thread must not meet a gather in the other one.
+        submitted = self.thread.submitted
+        require(
+            layer.storage.nbytes() > 0,
+            "a layer was freed before its gradient was there: only `finish` frees it in the backward"
+            " pass",
+        )
         self.finish(layer, self.thread)
+        require(
+            self.thread.submitted > submitted,
+            "finish sums in its own thread, while a gather may run in the other one, and their"
+            " messages meet: give the sum to `thread`, too",
+        )
         last = self.thread.last
         require(
             last is None or last in self.thread.waited_for or last.done(),
@@ -328,6 +341,14 @@ class HookedModel:
                         self.layers[number].storage.nbytes() > 0,
                         f"layer {number} is about to compute and has no memory: after free, fetch"
                         " takes it again and gathers; is `coming` None then?",
+                    )
+                    layer = self.layers[number]
+                    require(
+                        self.stepped
+                        or torch.equal(layer.chunks[layer.index], layer.own.detach().bfloat16()),
+                        f"layer {number} computes with something else than `own` in this rank's chunk:"
+                        " the memory holds anything when it comes back, so copy `own` into it before"
+                        " the gather",
                     )
         whole = sum(layer.storage.nbytes() > 0 for layer in self.layers)
         self.most_whole = max(self.most_whole, whole)
@@ -380,6 +401,7 @@ class FetchFreeFinish:
                     case = f"{about}, whole gradients that are kept after {passes}"
                     yield "memory", case, kept_gradients(model)
                     optimizer.step()
+                    model.stepped = True
                     masters = torch.cat([layer.own.detach() for layer in model.layers])
                     yield part, f"{about}, the masters after step {step}", masters
             sent = torch.tensor([traffic.bytes_sent // 3])
@@ -437,3 +459,32 @@ class GlobalNorm:
                 yield "one sum", f"{about}, all-reduces", len(calls)
                 after = torch.cat([torch.zeros(1, dtype=torch.float64), *given])
                 yield "one sum", f"{about}, the gradients afterwards", after
+
+
+@task("7.7", "smallest_batch", {"GPUs": 1, "tokens": 1})
+class SmallestBatch:
+    """16 n bytes need so many GPUs, and these so many tokens that neither pass waits: n cancels."""
+
+    def draw(random):
+        cases = []
+        for gpus, sizes in ((1, (2, 2)), (6, (2, 2)), (9, (1, 4)), (80, (4, 2)), (800, (2, 4))):
+            memory = random.randrange(16, 80) * 10**9
+            halves = 2 * gpus if gpus == 6 else 2 * gpus - 1  # On six GPUs it fits exactly.
+            parameters = halves * memory // 32
+            rate = random.randrange(50, 900) * 10**12
+            bandwidth = random.randrange(2, 60) * 10**9 + 1
+            cases.append((parameters, memory, rate, bandwidth, *sizes))
+        return {"cases": cases}
+
+    def read(returned, cases):
+        for case, answer in zip(cases, returned, strict=True):
+            parameters, memory, rate, bandwidth, weight_bytes, gradient_bytes = case
+            both = "two numbers were expected: GPUs, and tokens of the whole batch"
+            gpus, tokens = several(answer, 2, f"{both}; not {answer}")
+            model = f"{parameters:,} parameters, {memory / 1e9:g} GB on each GPU"
+            yield "GPUs", f"{model}, GPUs", gpus
+            machine = (
+                f"{rate / 1e12:g} TFLOP/s, {bandwidth / 1e9:.3g} GB/s, {weight_bytes} bytes per weight,"
+                f" {gradient_bytes} per gradient"
+            )
+            yield "tokens", f"{model}, {machine}, tokens", tokens

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.checking.diagnosis import kind_of
+from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage8_pipeline import (
     Backward,
@@ -379,7 +380,10 @@ class StageWithMessages:
                 kept = []
                 for step in gpipe(3, microbatches)[dist.get_rank()]:
                     run = forward if isinstance(step, Forward) else backward
-                    run(stage, step.microbatch)
+                    try:
+                        run(stage, step.microbatch)
+                    except (AttributeError, RuntimeError) as error:
+                        raise_in_words(error, stage)
                     kept.append(len(stage.kept))
             gradients = [parameter.grad for parameter in stage.module.parameters()]
             sent = (traffic.messages_sent, traffic.bytes_sent)
@@ -397,6 +401,34 @@ class StageWithMessages:
                 yield "memory", case, {rank: max(kept)}
                 case = f"{about}, micro-batches that are kept after the step"
                 yield "memory", case, {rank: kept[-1]}
+
+
+CAUSES = {
+    "'NoneType' object has no attribute": "what is None? What came from the stage before has a"
+    " gradient, x.grad, only if it asks for one before the module runs: requires_grad_()",
+    "a second time": "is each micro-batch kept under its own number, and does backward take that one?",
+    "does not require grad": "the graph is gone: keep what the module returned; only what is sent is"
+    " detached",
+    "grad can be implicitly created only for scalar": "the output of a stage that is not the last is no"
+    " loss: it begins backward with the gradient that comes from the stage after",
+    "as an argument to": "what came from the stage before must ask for its gradient before the module"
+    " runs: requires_grad_()",
+    "One of the differentiated Tensors": "what came from the stage before must ask for its gradient"
+    " before the module runs: requires_grad_()",
+}
+
+
+def raise_in_words(error, stage):
+    """Raise what autograd or a missing gradient says, with its cause if that is known."""
+    for words, cause in CAUSES.items():
+        if words in str(error):
+            if stage.before is None and "NoneType" in words:
+                cause = "nobody is before the first stage: it neither receives nor sends back"
+            if stage.after is None and "scalar" in words:
+                cause = "the last stage's backward pass begins at its loss: keep that"
+            first = str(error).partition(". ")[0]
+            raise Wrong(f"{first}: {cause}") from error
+    raise error
 
 
 def end_to_end(gradients):

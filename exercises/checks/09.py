@@ -298,7 +298,20 @@ class SequenceParallel:
             about = f"with {size} ranks"
             yield "forward", f"{about}, this rank's part of the output", output.detach()
             yield "calls", f"{about}, calls in the forward pass", dict(collectives.calls)
-            (output * slopes[rank]).sum().backward()
+            try:
+                (output * slopes[rank]).sum().backward()
+            except RuntimeError as error:
+                if "incorrect number of gradients" in str(error):
+                    raise Wrong(
+                        f"{about}: {error}: backward returns one for each argument of forward, None"
+                        " for the two functions"
+                    ) from error
+                if "invalid gradient" in str(error):
+                    raise Wrong(
+                        f"{about}: {error}: what forward makes longer or shorter, backward makes as"
+                        " long as it was: each pass has one of the two calls"
+                    ) from error
+                raise
             for name, tensor in (("x", part), ("first", weights[0]), ("second", weights[1])):
                 yield "backward", f"{about}, the gradient of {name}", tensor.grad
             yield "calls", f"{about}, calls in both passes", dict(collectives.calls)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course.checking.checks import load_tasks, task
-from ddp_course.checking.diagnosis import kind_of
+from ddp_course.checking.diagnosis import kind_of, same
 from ddp_course.checking.plain import ODD
 from ddp_course.errors import Wrong
 
@@ -432,6 +432,15 @@ class Reshard:
                 case = f"{about}, rank {rank}"
                 yield part, f"{case}, the names", sorted(state)
                 for name in (name for name in wholes if name in state):
+                    old = wholes[name].tensor_split(before)
+                    new = len(wholes[name].tensor_split(after)[rank])
+                    was_there = any(same(state[name], piece) for piece in old)
+                    require(
+                        not was_there or new <= 2 or new == len(state[name]),
+                        f"{case}, {name}: that is a part that was saved; the chunks have other borders"
+                        f" now: put all parts end to end, then cut for {after} ranks, here {new}"
+                        " elements",
+                    )
                     yield part, f"{case}, {name}", state[name]
                     extra += 4 * (len(memory[name]) - len(state[name]))
                 yield part, f"{case}, the step", state.get("step")

@@ -214,9 +214,23 @@ class LayerUnderFsdp:
         for layer in layers:
             both = several(passes(*layer), 2, "two were expected: the seconds of both passes")
             weights, width, tokens, context = layer
-            about = f"{weights:,} weights of width {width}, {tokens} tokens in sequences of {context}, ms"
-            yield "passes", f"forward, {about}", 1000 * both[0]
-            yield "passes", f"backward, {about}", 1000 * both[1]
+            tokens_in = f"{tokens} tokens in sequences of {context}, ms"
+            products = passes(weights, 0, tokens, context)
+            attention = passes(0, width, tokens, context)
+            for what, (forward, backward) in (
+                (f"{weights:,} weights alone, no attention (width 0)", products),
+                (f"attention alone (no weights), width {width}", attention),
+                (f"{weights:,} weights of width {width}", both),
+            ):
+                yield "passes", f"forward, {what}, {tokens_in}", 1000 * forward
+                yield "passes", f"backward, {what}, {tokens_in}", 1000 * backward
+        weights, rate = cases[0][2], cases[0][4]
+        sent = f"{weights:,.0f} weights"
+        alone = 1000 * fsdp_layer(0.02, 0.05, weights, 1, rate)
+        yield "layer", f"20 and 50 ms, {sent}, one GPU, so that nothing is sent, in ms", alone
+        at_once = 1000 * fsdp_layer(0.0, 0.0, weights, 4, rate)
+        case = f"no computing, {sent}, 4 GPUs, {rate / 1e9:.0f} GB/s, so that all is sending, in ms"
+        yield "layer", case, at_once
         for forward, backward, weights, gpus, rate in cases:
             about = f"{1000 * forward:.0f} and {1000 * backward:.0f} ms, {weights:,.0f} weights"
             about += f", {gpus} GPUs, {rate / 1e9:.0f} GB/s, in ms"
@@ -254,6 +268,7 @@ class Limits:
         for tensor, per_host, nbytes in (
             (1, 8, (2, 2)),
             (3, 8, (2, 4)),
+            (2, 8, (2, 2)),
             (5, 6, (4, 2)),
             (9, 8, (2, 4)),
             (4, 4, (4, 2)),
