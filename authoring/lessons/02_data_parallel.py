@@ -89,11 +89,11 @@ print(f"unequal shards, plain mean:   {unequal:.0e}")
 print(f"unequal shards, weighted:     {weighted:.0e}")
 guess.reveal(f"off by {unequal:.0e}", "no")
 
-# %% claim-14
+# %% claim-1
 # NBVAL_CHECK_OUTPUT
 assert weighted < 1e-12
 claims.decide(
-    14, "The mean of the devices' means is the mean of the batch.", "measured",
+    1, "The mean of the devices' means is the mean of the batch.", "measured",
     {"all shards are equally large": equal < 1e-12, "shards differ in size": unequal < 1e-12},
     "A sample in a small shard counts more in a plain mean: weight each shard by its number of samples.",
 )  # fmt: skip
@@ -131,10 +131,10 @@ for reduction, rate in rates.items():
         off[reduction, factor] = float(difference.abs().max())
         print(f"{reduction} of the losses, rate times {factor}: weights differ by {off[reduction, factor]:.0e}")
 
-# %% claim-1
+# %% claim-2
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    1, "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.", "measured",
+    2, "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.", "measured",
     {f"the loss is a {name}": off[name, 4] < 1e-12 < off[name, 1] for name in rates},
     "The mean of the shards' means is the mean of the batch: the same rate makes the same step. Only a summed loss loses a factor of N.",
 )  # fmt: skip
@@ -266,10 +266,10 @@ turns = {
 }
 print(f"turns of another thread during one call: {turns}")
 
-# %% claim-5
+# %% claim-3
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    5, "A single Python process can use only one core.", "measured",
+    3, "A single Python process can use only one core.", "measured",
     {f"the work is {whose}": count <= 1 for whose, count in turns.items()},
     "Python keeps its lock during a call of its own; torch lets go of it inside its operations, forward and backward.",
 )  # fmt: skip

@@ -165,10 +165,10 @@ equality = {(seed, way): equal(seed, way) for seed in (False, True) for way in (
 for (same_seed, broadcast), (same_weights, masks) in equality.items():
     print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {same_weights!s:5}  equal masks: {masks}")
 
-# %% claim-7
+# %% claim-4
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    7, "All ranks must start with the same random seed.", "measured",
+    4, "All ranks must start with the same random seed.", "measured",
     {"rank 0 broadcasts": not equality[False, True][0], "nobody broadcasts": not equality[False, False][0]},
     "The broadcast makes the weights equal. The same seed everywhere gives all ranks the same dropout mask, which is worse.",
 )  # fmt: skip
@@ -387,10 +387,10 @@ for name, way in servers.items():
     ratios[name] = timing.time_collective(way, size, 3, cable, repeats=1) / (2 * (3 - 1) * size / (100e6 / 8))
     print(f"{name}: {ratios[name]:.2f} of the formula")
 
-# %% claim-4
+# %% claim-5
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    4, "A parameter server takes 2(K-1) p/b.", "virtual time", {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
+    5, "A parameter server takes 2(K-1) p/b.", "virtual time", {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
     "A cable carries both directions at once: a server that works in pieces needs little more than (K-1) p/b.",
 )  # fmt: skip
 

@@ -269,10 +269,10 @@ for name, size in sizes.items():
     growth[name] = eight / four
     print(f"{name}: {1000 * four:.0f} ms on 4 ranks, {1000 * eight:.0f} ms on 8")
 
-# %% claim-3
+# %% claim-6
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    3, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
+    6, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
     {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term is nearly constant, but 2(K-1) latencies remain, and a small message is all latency.",
 )  # fmt: skip
@@ -317,14 +317,14 @@ One blog post ("Distributed Training in Pytorch (DDP): Part 1") describes ring a
 each GPU will send gradients that it received from the previous GPU to the next GPU and so on." How many bytes would that be?
 """
 
-# %% claim-2
+# %% claim-7
 # NBVAL_CHECK_OUTPUT
 on_each = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
                 for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}  # fmt: skip
 for ranks, (whole, chunked) in on_each.items():
     print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
 claims.decide(
-    2, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
+    7, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
     {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in on_each.items()},
     "That is the whole-gradient ring, (K-1) p bytes; ring all-reduce passes chunks and sums, 2(K-1)/K p.",
 )  # fmt: skip

@@ -240,17 +240,17 @@ print(*(f"{name}: {bitmaps} bitmaps, {sent} bytes" for name, (bitmaps, sent) in 
 bitmaps, sent = ({name: pair[number] for name, pair in counted.items()} for number in (0, 1))
 layer = 4 * (16 * 16 + 16)  # bytes that each of two ranks sends for it around a ring
 claims.decide(
-    6, "DDP makes dynamic graphs slower; static graphs are faster.", "counted",
+    10, "DDP makes dynamic graphs slower; static graphs are faster.", "counted",
     {"parameters go unused": bitmaps["one branch, static"] < bitmaps["one branch, search"],
      "all parameters are used": bitmaps["all used, static"] < bitmaps["all used"]},
     "Only the search for unused parameters costs: an all-reduce and a walk through the graph in each step.",
 )  # fmt: skip
 claims.decide(
-    17, "find_unused_parameters=True costs nothing.", "counted",
+    11, "find_unused_parameters=True costs nothing.", "counted",
     {"it is set": bitmaps["all used, search"] == bitmaps["all used"]}, "It costs the search, also where nothing is unused.",
 )  # fmt: skip
 claims.decide(
-    19, "Only the parameters that this forward pass uses are communicated.", "counted",
+    12, "Only the parameters that this forward pass uses are communicated.", "counted",
     {"all parameters are used": sent["all used, search"] <= 3 * layer, "a branch is unused": sent["one branch, search"] <= 2 * layer},
     "Buckets travel whole: a bucket with one used parameter in it is sent entirely, with zeros for the others.",
 )  # fmt: skip
@@ -341,7 +341,7 @@ class CanBeQuiet(FindsUnused):
             super().ready(parameter)
 
 
-# %% claim-12 folded=true
+# %% claim-13 folded=true
 # NBVAL_CHECK_OUTPUT
 def gradient(wrap, forward_inside):
     parallel, inputs = wrap(torch.nn.Linear(4, 4)), torch.full((8, 4), 1.0 + dist.get_rank())
@@ -358,7 +358,7 @@ equal = {
     for inside in (True, False)
 }
 claims.decide(
-    12, "no_sync around the backward pass is enough.", "measured",
+    13, "no_sync around the backward pass is enough.", "measured",
     {"the forward pass is inside too": not any(equal[True]), "only the backward pass is inside": not all(equal[False])},
     "The forward pass decides whether the next backward pass synchronises: it gets the buckets ready.",
 )  # fmt: skip
@@ -391,7 +391,7 @@ and 11. What comes out?
 """
 
 
-# %% claim-15 folded=true
+# %% claim-14 folded=true
 # NBVAL_CHECK_OUTPUT
 def normalise(convert):
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
@@ -404,7 +404,7 @@ whole = torch.nn.BatchNorm1d(1)(torch.tensor([[0.0], [1.0], [10.0], [11.0]])).de
 print(*([f"{number:.2f}" for number in outputs.flatten()] for outputs in (plain, synced, whole)), sep="\n")
 alike = {"it is the ordinary BatchNorm": plain, "it is SyncBatchNorm": synced}
 claims.decide(
-    15, "BatchNorm sees the global batch.", "measured",
+    14, "BatchNorm sees the global batch.", "measured",
     {name: torch.allclose(outputs, whole, atol=1e-5) for name, outputs in alike.items()},
     "Every rank normalises with the mean and variance of its own share; SyncBatchNorm exchanges them.",
 )  # fmt: skip
@@ -502,7 +502,7 @@ One more option: a **communication hook** takes the place of a bucket's average,
 """
 
 
-# %% claim-18 folded=true
+# %% claim-15 folded=true
 # NBVAL_CHECK_OUTPUT
 def operations(wrapped):
     os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
@@ -517,7 +517,7 @@ def operations(wrapped):
 bare, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (False, True))
 print(f"operations of a step: {bare} without DDP, {wrapped} with it")
 claims.decide(
-    18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= bare},
+    15, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= bare},
     "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
 )  # fmt: skip
 

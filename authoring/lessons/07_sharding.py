@@ -300,10 +300,10 @@ guess.reveal(f"{share:.2f} of it on {K} ranks", guess.answers[K // 2], kind="cou
 show.bars(measured, "kept on a rank (bytes per parameter)", f"On {K} ranks: from 16 bytes per parameter to {16 / K:g}",
           kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
-# %% claim-8 folded=true
+# %% claim-16 folded=true
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    8, "DDP helps when the model is too big for one device.", "counted",
+    16, "DDP helps when the model is too big for one device.", "counted",
     {"every rank keeps everything": measured["plain DDP"] < 0.9 * 16,
      "parameters and state are sharded": measured["fully sharded"] < 0.9 * 16},
     "DDP copies parameters, gradients and optimizer state to every rank; sharding divides them.",

@@ -351,7 +351,7 @@ And torch's sampler, which does this:
 """
 
 
-# %% claim-13
+# %% claim-17
 # NBVAL_CHECK_OUTPUT
 def orders(set_epoch):
     sampler = torch.utils.data.DistributedSampler(range(100), num_replicas=2, rank=0)
@@ -363,7 +363,7 @@ def orders(set_epoch):
 
 same = {name: first == second for name, (first, second) in {"called": orders(True), "forgotten": orders(False)}.items()}
 claims.decide(
-    13, "DistributedSampler shuffles anew in each epoch by itself.", "counted",
+    17, "DistributedSampler shuffles anew in each epoch by itself.", "counted",
     {f"set_epoch is {name}": not repeated for name, repeated in same.items()},
     "The order is drawn from seed + epoch, and the sampler cannot know the epoch. It pads with duplicates besides.",
 )  # fmt: skip
@@ -386,19 +386,19 @@ def difference(limit):
     return max(float((mine.grad - other.grad).abs().max() / other.grad.abs().max()) for mine, other in pairs)
 
 
-# %% claim-16
+# %% claim-18
 # NBVAL_CHECK_OUTPUT
 limits = {"gradients are clipped": 0.05, "nothing is large enough to be clipped": 1e6}
 claims.decide(
-    16, "Clipping gradients in a hook equals clipping them after backward.", "measured",
+    18, "Clipping gradients in a hook equals clipping them after backward.", "measured",
     {name: launch(difference, limit, world_size=2)[0] < 1e-12 for name, limit in limits.items()},
     "A hook sees one parameter's gradient of one rank; the norm that counts is that of all parameters, averaged.",
 )  # fmt: skip
 
 # %% [markdown]
 r"""
-Three more mistakes were tested in other lessons: a plain mean over uneven shards (claim 14, lesson 02), `no_sync` around
-backward only (claim 12, lesson 06), and BatchNorm, which sees only its rank's share (claim 15, lesson 06). With 8 samples per
+Three more mistakes were tested in other lessons: a plain mean over uneven shards (claim 1, lesson 02), `no_sync` around
+backward only (claim 13, lesson 06), and BatchNorm, which sees only its rank's share (claim 14, lesson 06). With 8 samples per
 rank BatchNorm's statistics are noisy, however large the global batch is.
 
 ## What torch does

@@ -428,11 +428,11 @@ with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as se
     resumed = launch(run, first, 24, world_size=K)[0]
     straight = launch(run, second, 24, world_size=K)[0]
 
-# %% claim-10 folded=true
+# %% claim-19 folded=true
 # NBVAL_CHECK_OUTPUT
 assert len(resumed) == 24
 claims.decide(
-    10, "If one device fails, the whole run halts; use checkpoints.", "measured",
+    19, "If one device fails, the whole run halts; use checkpoints.", "measured",
     {"a rank is killed": halted.rank == 1 and resumed == straight},
     "The others wait for a partner that is gone, so all must end. From the checkpoint the run goes on bit for bit.",
 )  # fmt: skip
