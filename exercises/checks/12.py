@@ -6,7 +6,12 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
-from .shared import several, tensors
+from .shared import require, several, tensors
+
+OTHER_ALGORITHMS = tuple(
+    f"ddp_course.collectives.{name}.{name}_all_reduce"
+    for name in ("halving_doubling", "hierarchical", "tree")
+)
 
 
 @task(
@@ -14,7 +19,7 @@ from .shared import several, tensors
     "two_levels",
     {"sums": 2, "bytes on the cable": 1},
     ranks=4,
-    forbidden=(*COLLECTIVES, "ddp_course.collectives.hierarchical.hierarchical_all_reduce"),
+    forbidden=(*COLLECTIVES, *OTHER_ALGORITHMS),
 )
 class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
@@ -44,6 +49,12 @@ class TwoLevels:
             across = [0, 0]
             for rank, messages in enumerate(sent_by):
                 host = rank // 2
+                stranger = 3 - rank
+                require(
+                    stranger not in {peer for peer, _ in messages},
+                    f"{case}: rank {rank} sends to rank {stranger}, which is in neither of its"
+                    " groups: sum in `inside` and in `between`",
+                )
                 across[host] += sum(nbytes for peer, nbytes in messages if peer // 2 != host)
             yield "sums", case, dict(enumerate(tensors_of))
             about = f"{case}, bytes across the cable from a host"
@@ -74,30 +85,36 @@ class Foresee:
         return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
 
     def probe(foresee, cases):
-        for latency, bandwidth, nbytes, size in cases:
-            asked, about = [], f"{size} ranks, {nbytes:,} bytes"
+        for number, (latency, bandwidth, nbytes, size) in enumerate(cases):
+            asked = []
 
             def measure(ranks, message, latency=latency, bandwidth=bandwidth, asked=asked):
                 asked.append(ranks)
                 return ring_seconds(ranks, message, latency, bandwidth)
 
-            pair = f"{about}: return a pair: (seconds, cause)"
+            pair = f"{size} ranks, {nbytes:,} bytes: return a pair: (seconds, cause)"
             seconds, cause = several(foresee(measure, size, nbytes), 2, pair)
-            largest, count = max(asked, default=0), len(asked)
-            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
-            most = f"{about}, the most ranks measured on; you have four, so predict from these"
-            yield "seconds", most, max(largest, 4)
-            odd = ""
-            if count < 2:
-                odd = "one measurement cannot tell latency from bandwidth: two are needed"
-            if count > 8:
-                odd = f"you measured {count} times; two to eight are enough"
-            yield "seconds", f"{about}, measurements", odd
-            yield (
-                "seconds",
-                f"{about}, seconds",
-                float(f"{seconds:.6g}") if type(seconds) is float else seconds,
+            yield "", number, (seconds, cause, asked)
+
+    def read(returned, cases):
+        for case, (seconds, cause, asked) in zip(cases, returned, strict=True):
+            latency, bandwidth, nbytes, size = case
+            about = f"{size} ranks, {nbytes:,} bytes"
+            require(
+                len(asked) >= 2,
+                f"{about}: one measurement cannot tell latency from bandwidth: two are needed",
             )
+            require(
+                len(asked) <= 8,
+                f"{about}: you measured {len(asked)} times; two to eight are enough",
+            )
+            require(
+                max(asked) <= 4,
+                f"{about}: you measured on {max(asked)}; you have four, so predict from these",
+            )
+            rounded = float(f"{seconds:.6g}") if type(seconds) is float else seconds
+            yield "seconds", f"{about}, seconds", rounded
+            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
