@@ -17,7 +17,7 @@ from ddp_course.checking import CORRECT, check, evidence
 from ddp_course.checking.attempt import COLLECTIVES, Attempt, refusing
 from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import same, verdict
-from ddp_course.checking.evidence import TOO_LATE, explain, gather, solved
+from ddp_course.checking.evidence import explain, gather, solved
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.running import wire
 from ddp_grading.submissions import load_exercises
@@ -107,19 +107,17 @@ def test_only_ranks_that_all_send_are_told_to_exchange():
     assert said.endswith(BOTH_SEND)
 
 
-HALF_A_SECOND = "import signal\n\nsignal.sigtimedwait([], 0.5)\n"
-WAITS = "import signal\n\ndef chunk_to_send(*anything):\n    signal.pause()"
+THREE_SECONDS = "import signal\n\nsignal.sigtimedwait([], 3)\n"
 
 
-def test_on_a_slow_machine_an_answer_waits_longer_as_the_solution_does(monkeypatch):
+def test_on_a_slow_machine_an_answer_may_wait_as_the_solution_does(monkeypatch):
     monkeypatch.setattr(evidence, "PATIENCE", 1e-6)  # No machine is as fast as was planned for.
+    monkeypatch.setattr(evidence, "SLOWER", 1000.0)
     task = find("4.1")
     inputs = task.inputs(1)
-    slow = Attempt("4.1", inputs, cells_with("4.1", f"{HALF_A_SECOND}{solution('4.1')}"))
-    hangs = Attempt("4.1", inputs, cells_with("4.1", WAITS))
-    right, slowly, late = gather([solved(task, inputs), slow, hangs])
+    slow = Attempt("4.1", inputs, cells_with("4.1", f"{THREE_SECONDS}{solution('4.1')}"))
+    right, slowly = gather([solved(task, inputs), slow])
     assert not verdict(task, slowly, right, list).message
-    assert late.failure.startswith(TOO_LATE), late
 
 
 def test_every_task_has_parts_and_points():
