@@ -28,7 +28,7 @@ from .submissions import Laid, Pristine, Submission, exercise_of, lay
 from .watched import make_watched
 
 END_SECONDS = 10.0
-LEAST_SECONDS = 10.0  # A solution counts as no faster: another submission may load the machine next.
+LEAST_SECONDS = 10.0  # No solution counts as faster: a neighbour may load the machine next.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
