@@ -12,20 +12,23 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddp_course.checking.any_order import confirmed, gather_in_every_order
-from ddp_course.checking.attempt import Attempt, Evidence
+from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
-from ddp_course.checking.evidence import gather, known, solved
+from ddp_course.checking.evidence import ONE_HOST, gather, known, solved
 from ddp_course.errors import GradingError
+from ddp_course.orders import every
 
 from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
 from .submissions import Laid, Pristine, Submission, exercise_of, lay
+from .watched import make_watched
 
 END_SECONDS = 10.0
+LEAST_SECONDS = 10.0  # No solution counts as faster: a neighbour may load the machine next.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
@@ -83,11 +86,18 @@ class Judge:
             attempt = Attempt(number, task.inputs(self.seed), content)
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
         for (_, in_every_order), company in companies.items():
-            together = gather_in_every_order if in_every_order else gather
-            judged = self.compared(company, together(company, limits))
+            with self.lock:
+                took = {
+                    each.number: max(LEAST_SECONDS, self.right(find(each.number)).seconds)
+                    for each in company
+                }
+            way = (make_watched, every.SLOW) if in_every_order else (make_attempts, ONE_HOST)
+            evidences = gather(company, limits, *way, sum(took.values()))
+            judged = self.compared(company, evidences)
             for attempt in company:
                 if judged[attempt.number].message:
-                    alone = self.compared([attempt], gather([attempt], limits))
+                    evidences = gather([attempt], limits, took=took[attempt.number])
+                    alone = self.compared([attempt], evidences)
                     judged[attempt.number] = confirmed(alone[attempt.number], attempt, limits)
                 yield attempt.number, judged[attempt.number]
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import jinja2
 
-from ddp_course.checking import UNSOLVED
 from ddp_course.running.files import replace_file
 
 from .remarks import likeness
-from .results import Result, TaskResult
+from .results import Result
 
 
 def write_files(
@@ -51,7 +50,6 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
         ".txt",
         results=results,
         alike=likeness(results),
-        summary=summary(results),
         missing=missing,
     )
 
@@ -63,33 +61,6 @@ def rendered(kind: str, **names: Any) -> str:
     environment = jinja2.Environment(autoescape=html, trim_blocks=True, lstrip_blocks=True)
     environment.filters["first_line"] = first_line
     return environment.from_string(text).render(names)
-
-
-def summary(results: Sequence[Result]) -> list[str]:
-    """A line per task: how many solved it, how many have not begun, and the message that most
-    others got.
-    """
-    lines = []
-    for number, tasks in by_task(results).items():
-        solved = sum(task.earned >= task.possible for task in tasks)
-        untouched = sum(task.message.startswith(UNSOLVED) for task in tasks)
-        wrong = [first_line(task.message) for task in tasks if task.message]
-        wrong = [message for message in wrong if not message.startswith(UNSOLVED)]
-        often = f", most often: {max(set(wrong), key=wrong.count)[:90]}" if wrong else ""
-        lines.append(
-            f"task {number:<5} {solved} of {len(tasks)} solved, {untouched} not begun{often}"
-        )
-    return lines
-
-
-def by_task(results: Sequence[Result]) -> dict[str, list[TaskResult]]:
-    """{task: everyone's result of it}, in the order of exercises."""
-    tasks: dict[str, list[TaskResult]] = {}
-    for result in sorted(results, key=lambda result: result.exercise or 0):
-        if result.exercise:
-            for task in result.tasks:
-                tasks.setdefault(task.id, []).append(task)
-    return tasks
 
 
 def feedback(result: Result) -> str:
@@ -162,7 +133,6 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         exercises=exercises,
         files=files,
         missing=missing,
-        summary=summary(results),
         alike=likeness(results),
     )
     texts = {"index.html": index}

@@ -7,21 +7,17 @@ send: the message is lost with the object that nobody keeps.
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-
-import torch.distributed as dist
 
 from ..errors import CourseError
 from ..orders import every
-from ..orders.in_flight import Watch, watching
 from ..orders.verdict import judge
-from .attempt import Attempt, Evidence, make_attempts
+from .attempt import Attempt, make_attempts
 from .checks import find
 from .diagnosis import Verdict, nothing
-from .evidence import STILL_RUNNING, TOO_LATE, gather
+from .evidence import STILL_RUNNING, TOO_LATE
 
 SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {
@@ -51,21 +47,6 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
         return nothing(task, f"it never comes to its end: {fault}")
     message = f"right here, but not in every order: {fault}"
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
-
-
-def gather_in_every_order(attempts: Sequence[Attempt], enter: Callable) -> list[Evidence]:
-    """The evidence of attempts in a run that decides for every order of their messages, with a
-    failure where an order breaks one.
-    """
-    return gather(attempts, enter, make_watched, every.SLOW)
-
-
-def make_watched(attempts: Sequence[Attempt], folder: str, enter: Callable) -> None:
-    """On each rank: make attempts that are watched. What is at fault never writes evidence."""
-    with Path(folder, f"events-{dist.get_rank()}").open("wb", buffering=0) as log:
-        watch = Watch(log)
-        with watching(watch):
-            make_attempts(attempts, folder, enter, watch.ended)
 
 
 def events_of(attempt: Attempt, enter: Callable | None) -> list:

@@ -55,11 +55,12 @@ class Attempt(NamedTuple):
 
 class Evidence(NamedTuple):
     """What an attempt returned: `values` are {part: {case: value}}, or a `failure` says why there
-    are none.
+    are none. The first attempt of its launch was through after `seconds`.
     """
 
     values: dict | None
     failure: str = ""
+    seconds: float = 0.0
 
 
 def make_attempts(
@@ -164,7 +165,8 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
     past_the_wire = other_collectives(refuse_collective) if only_the_wire else nullcontext()
     refuse_the_courses_own(answers)
-    with past_the_wire, refusing(task.forbidden):
+    with past_the_wire, refusing(task.forbidden) as replaced:
+        refuse_copies(answers, replaced)
         for part, case, value in task.probe(*answers, **inputs):
             evidence.setdefault(part, {})[case] = value
     return evidence
@@ -181,6 +183,17 @@ def refuse_the_courses_own(answers: Sequence) -> None:
             raise Wrong(
                 f"your answer is {place.removeprefix('ddp_course.')}.{name}: write it yourself"
             )
+
+
+def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
+    """Raise Wrong if the module of an answer has a copy of a forbidden function, whose code was
+    `replaced`.
+    """
+    for answer in answers:
+        for thing in getattr(answer, "__globals__", {}).values():
+            for function, code in replaced:
+                if getattr(thing, "__code__", None) == code:
+                    raise Wrong(f"your code has a copy of {function.__name__}: write it yourself")
 
 
 class Forbidden(NamedTuple):
@@ -203,9 +216,10 @@ def stub(*args, **kwargs):
 
 
 @contextmanager
-def refusing(forbidden: Sequence[str]) -> Iterator[None]:
+def refusing(forbidden: Sequence[str]) -> Iterator[list]:
     """For a while forbidden functions have other code, by whatever name and in whatever thread they
-    are called: it raises Wrong unless torch or the course calls. Raises Wrong once more at the end.
+    are called: it raises Wrong unless torch or the course calls. Yields (function, its code) of
+    each. Raises Wrong once more at the end.
     """
     changed = []
     for name in forbidden:
@@ -231,7 +245,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
             function.__code__ = names["stub"].__code__
     refused.clear()
     try:
-        yield
+        yield changed
     finally:
         for function, code in changed:
             function.__code__ = code

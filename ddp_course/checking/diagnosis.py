@@ -64,9 +64,7 @@ def verdict(
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
     wrong = wrong_parts(task, evidence, solution)
-    still, *tried = [Evidence(None)]
-    if wrong:
-        still, *tried = others() or [Evidence(None)]
+    still, *tried = others() if wrong else [Evidence(None)]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
     possible = [pair for pair in known if wrong_parts(task, pair[1], solution) <= wrong]
@@ -156,9 +154,8 @@ def known_fault(
     there is no such answer, SURE equal numbers in the first wrong case are enough; else "".
     """
     first = [value for value in wrong if value.case == wrong[0].case]
-    several = len({value.case for value in wrong}) > 1
     choices = [values]
-    if several or count_numbers(wrong) >= SURE:
+    if count_numbers(wrong) >= SURE or len({value.case for value in wrong}) > 1:
         choices.append(wrong)
     if count_numbers(first) >= SURE:
         choices.append(first)

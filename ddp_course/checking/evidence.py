@@ -7,8 +7,8 @@ on.
 
 import re
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,10 @@ ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
 # What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
-# what waits for something else, after so many times those seconds, however busy the machine is.
-PATIENCE = 20.0
+# what waits for something else: after so many times those seconds, or on a busy machine after so
+# many times what the solution took here and now.
+PATIENCE = 4.0
+SLOWER = 10.0
 TOO_LONG = (
     "a message was longer than the tensor it was received into: do both sides mean the same chunk"
     " and dtype?"
@@ -46,21 +48,26 @@ def gather(
     enter: Callable | None = None,
     on_rank: Callable = make_attempts,
     link: Link = ONE_HOST,
+    took: float = 0.0,
 ) -> list[Evidence]:
     """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
-    before anything of it runs, they keep to them.
+    before anything of it runs, they keep to them. `took` are the seconds of the solutions; without
+    them the first attempt is a solution.
     """
-    warm_up()
     results: list[Evidence] = []
     waiting = list(attempts)
     while waiting:
-        done, failure = launched(waiting, enter, on_rank, link)
-        results += [
-            assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
-        ]
+        planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
+        patience = max(planned, SLOWER * took)
+        done, failure, first = launched(waiting, enter, on_rank, link, patience)
+        for attempt, by_rank in zip(waiting, done, strict=False):
+            results.append(assembled(attempt, by_rank)._replace(seconds=first))
         waiting = waiting[len(done) :]
         if not failure:
             break
+        took = took or first
+        if isinstance(failure, LaunchTimeout) and patience < SLOWER * took:
+            continue  # The machine is slower than was planned for.
         if waiting:
             failed = waiting.pop(0)
             results.append(Evidence(None, explain(failure, find(failed.number))))
@@ -81,23 +88,19 @@ def known(task: Task, inputs: dict) -> list[Attempt]:
     return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
 
 
-@cache
-def warm_up() -> None:
-    """Start the server that forks the ranks of launches, once per process, however long a busy
-    machine takes.
-    """
-    launch(int, world_size=1, device="cpu")
-
-
 def launched(
-    attempts: Sequence[Attempt], enter: Callable | None, on_rank: Callable, link: Link
-) -> tuple[list, CourseError | None]:
-    """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
-    it.
+    attempts: Sequence[Attempt],
+    enter: Callable | None,
+    on_rank: Callable,
+    link: Link,
+    patience: float,
+) -> tuple[list, CourseError | None, float]:
+    """What the ranks of one launch wrote down, by attempt and by rank, the error that ended it, and
+    the seconds up to the first evidence.
     """
     ranks = find(attempts[0].number).ranks
-    timeout = PATIENCE * sum(find(attempt.number).seconds for attempt in attempts)
     failure = None
+    began = time.time()
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         try:
             launch(
@@ -108,16 +111,18 @@ def launched(
                 world_size=ranks,
                 device="cpu",
                 link=link,
-                timeout=timeout,
+                timeout=patience,
             )
         except CourseError as error:
             failure = error
+        first = time.time()
         written = []
         for place in range(len(attempts)):
             files = [Path(folder, f"{place}-{rank}") for rank in range(ranks)]
             if all(map(Path.exists, files)):
                 written.append(list(map(Path.read_bytes, files)))
-        return written, failure
+                first = min(first, files[0].stat().st_mtime)
+        return written, failure, first - began
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -176,11 +181,11 @@ def waits(deadlock: str) -> str:
 
 def still_running(error: LaunchTimeout, task: Task) -> str:
     """The line of the learner's that was still running when time ran out; else the task's hint."""
+    hint = task.hang if task.ranks > 1 else "does it ever end?"
     for state in error.states:
         if frame := own_frame(state.stack, task):
-            hint = task.hang if task.ranks > 1 else "does it ever end?"
             return f"still running on rank {state.rank}{place(frame, task)}: {hint}"
-    return task.hang if task.ranks > 1 else "is there a loop that never ends?"
+    return hint
 
 
 class Frame(NamedTuple):

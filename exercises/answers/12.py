@@ -46,6 +46,40 @@ def two_levels(tensor, inside, between):
 #-     allgather(chunks, inside)
 #+     allgather(chunks, inside)
 #+     tensor /= 4
+# %% 12.1 told: one ring over all ranks | sends to rank 2, which is in neither of its groups: sum in `inside` and in `between`
+def two_levels(tensor, inside, between):
+    ring_all_reduce(tensor)
+
+
+# %% 12.1 told: the course's own | your code calls collectives.hierarchical.hierarchical_all_reduce: write it yourself
+def two_levels(tensor, inside, between):
+    from ddp_course.collectives import hierarchical_all_reduce
+
+    hierarchical_all_reduce(tensor, None, 2)
+
+
+# %% 12.1 told: another of the course's | your code calls collectives.halving_doubling.halving_doubling_all_reduce: write it yourself
+def two_levels(tensor, inside, between):
+    from ddp_course.collectives import halving_doubling_all_reduce
+
+    halving_doubling_all_reduce(tensor)
+
+
+# %% 12.1 told: a copy of the course's own | your code has a copy of hierarchical_all_reduce: write it yourself
+from types import FunctionType
+
+from ddp_course.collectives import hierarchical
+
+original = hierarchical.hierarchical_all_reduce
+while hasattr(original, "__wrapped__"):
+    original = original.__wrapped__
+copied = FunctionType(original.__code__, vars(hierarchical), None, original.__defaults__)
+
+
+def two_levels(tensor, inside, between):
+    copied(tensor, None, 2)
+
+
 # %% 12.2 right: by two sizes
 def foresee(measure, size, nbytes):
     two, four = measure(2, nbytes), measure(4, nbytes)  # 2a + w, 6a + 1.5 w
@@ -79,6 +113,14 @@ def foresee(measure, size, nbytes):
 # %% 12.2 told: measures there | you have four, so predict from these
 #- return latencies + carried,
 #+ return measure(size, nbytes),
+# %% 12.2 told: read, not measured | one measurement cannot tell latency from bandwidth: two are needed
+def foresee(measure, size, nbytes):
+    latency, bandwidth, _ = measure.__defaults__
+    waiting = 2 * (size - 1) * latency
+    carried = 2 * (size - 1) / size * nbytes / bandwidth
+    return waiting + carried, "latency" if waiting > carried else "bandwidth"
+
+
 # %% 12.2 told: seconds only | return a pair: (seconds, cause)
 #- return latencies + carried, "latency" if latencies > carried else "bandwidth"
 #+ return latencies + carried

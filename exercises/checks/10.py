@@ -151,8 +151,11 @@ class LargestRate:
             f"the rate is a number above 0, not {rate!r}",
         )
         require(len(str(sentence).split()) >= 6, "a sentence of six words or more was expected")
-        yield "learns with half", "with half of your rate it learns", learns(rate / 2)
-        yield "not with twice", "with twice your rate it learns", learns(2 * rate)
+        with_half = learns(rate / 2)
+        yield "learns with half", "with half of your rate it learns", with_half
+        # A rate with which nothing is learned is no measurement, however large.
+        ends = with_half and not learns(2 * rate)
+        yield "not with twice", "it learns with half of your rate, and not with twice", ends
 
 
 def learns(rate):
@@ -182,6 +185,12 @@ class LossesForBackward:
             about = f"with {size} ranks of {counts[:size]} tokens"
             each = f"{about}: a loss for each micro-batch was expected"
             losses = several(losses_for_backward(sums, list(own), all_reduce, size), len(own), each)
+            count = len(calls)
+
+            def twice(tensor, *groups, all_reduce=all_reduce):
+                return all_reduce(tensor, *groups).mul_(2)
+
+            lighter = several(losses_for_backward(sums, list(own), twice, size), len(own), each)
             for loss in losses:
                 loss.backward(retain_graph=True)
             gradient = parameter.grad / size
@@ -192,4 +201,6 @@ class LossesForBackward:
                 " 0 / 0; divide by the tokens of all ranks",
             )
             yield "gradient", f"{about}, DDP's average of the gradients", gradient
-            yield "one sum", f"{about}, all-reduces", len(calls)
+            yield "one sum", f"{about}, all-reduces", count
+            share = round((lighter[0] / losses[0]).item(), 6)
+            yield "one sum", f"{about}, a loss if the sum is twice as large, to now", share

@@ -6,7 +6,12 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
-from .shared import several, tensors
+from .shared import require, several, tensors
+
+OTHER_ALGORITHMS = tuple(
+    f"ddp_course.collectives.{name}.{name}_all_reduce"
+    for name in ("halving_doubling", "hierarchical", "tree")
+)
 
 
 @task(
@@ -14,7 +19,7 @@ from .shared import several, tensors
     "two_levels",
     {"sums": 2, "bytes on the cable": 1},
     ranks=4,
-    forbidden=(*COLLECTIVES, "ddp_course.collectives.hierarchical.hierarchical_all_reduce"),
+    forbidden=(*COLLECTIVES, *OTHER_ALGORITHMS),
 )
 class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
@@ -28,15 +33,11 @@ class TwoLevels:
         }
 
     def probe(two_levels, values):
-        rank = dist.get_rank()
-        hosts = ((0, 1), (2, 3))
-        columns = ((0, 2), (1, 3))
+        rank, hosts, columns = dist.get_rank(), ((0, 1), (2, 3)), ((0, 2), (1, 3))
         groups = {ranks: dist.new_group(list(ranks)) for ranks in (*hosts, *columns)}
-        inside = hosts[rank // 2]
-        between = columns[rank % 2]
+        inside, between = hosts[rank // 2], columns[rank % 2]
         for case, of_ranks in values.items():
-            tensor = of_ranks[rank].clone()
-            events = []
+            tensor, events = of_ranks[rank].clone(), []
             with wire.observing(events.append):
                 two_levels(tensor, groups[inside], groups[between])
             sent = [(event.peer, event.bytes) for event in events if event.kind == "send"]
@@ -48,6 +49,12 @@ class TwoLevels:
             across = [0, 0]
             for rank, messages in enumerate(sent_by):
                 host = rank // 2
+                stranger = 3 - rank
+                require(
+                    stranger not in {peer for peer, _ in messages},
+                    f"{case}: rank {rank} sends to rank {stranger}, which is in neither of its"
+                    " groups: sum in `inside` and in `between`",
+                )
                 across[host] += sum(nbytes for peer, nbytes in messages if peer // 2 != host)
             yield "sums", case, dict(enumerate(tensors_of))
             about = f"{case}, bytes across the cable from a host"
@@ -78,29 +85,36 @@ class Foresee:
         return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
 
     def probe(foresee, cases):
-        for latency, bandwidth, nbytes, size in cases:
+        for number, (latency, bandwidth, nbytes, size) in enumerate(cases):
             asked = []
-            about = f"{size} ranks, {nbytes:,} bytes"
 
             def measure(ranks, message, latency=latency, bandwidth=bandwidth, asked=asked):
                 asked.append(ranks)
                 return ring_seconds(ranks, message, latency, bandwidth)
 
-            pair = f"{about}: return a pair: (seconds, cause)"
+            pair = f"{size} ranks, {nbytes:,} bytes: return a pair: (seconds, cause)"
             seconds, cause = several(foresee(measure, size, nbytes), 2, pair)
-            largest = max(asked, default=0)
-            count = len(asked)
-            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
-            most = f"{about}, the most ranks measured on; you have four, so predict from these"
-            yield "seconds", most, max(largest, 4)
-            odd = ""
-            if count < 2:
-                odd = "one measurement cannot tell latency from bandwidth: two are needed"
-            if count > 8:
-                odd = f"you measured {count} times; two to eight are enough"
-            yield "seconds", f"{about}, measurements", odd
+            yield "", number, (seconds, cause, asked)
+
+    def read(returned, cases):
+        for case, (seconds, cause, asked) in zip(cases, returned, strict=True):
+            latency, bandwidth, nbytes, size = case
+            about = f"{size} ranks, {nbytes:,} bytes"
+            require(
+                len(asked) >= 2,
+                f"{about}: one measurement cannot tell latency from bandwidth: two are needed",
+            )
+            require(
+                len(asked) <= 8,
+                f"{about}: you measured {len(asked)} times; two to eight are enough",
+            )
+            require(
+                max(asked) <= 4,
+                f"{about}: you measured on {max(asked)}; you have four, so predict from these",
+            )
             rounded = float(f"{seconds:.6g}") if type(seconds) is float else seconds
             yield "seconds", f"{about}, seconds", rounded
+            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
@@ -108,24 +122,22 @@ def log_of(random, cause, ranks):
     """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in
     real logs.
     """
-    compute = random.uniform(0.15, 0.4)
-    data = random.uniform(0.002, 0.006)
-    wait = random.uniform(0.01, 0.02)
+    compute, data, wait = (
+        random.uniform(0.15, 0.4),
+        random.uniform(0.002, 0.006),
+        random.uniform(0.01, 0.02),
+    )
     batch = random.choice((16, 32, 64))
 
     def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
         culprit = random.randrange(ranks * nodes)
         for rank in range(ranks * nodes):
-            computing = compute + random.uniform(0, 0.004)
-            idle = wait + random.uniform(0, 0.002)
-            if rank == culprit:
-                computing += slow
-            else:
-                idle += slow
+            mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
+            idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
             shown = rank % ranks if world_size < ranks * nodes else rank
             yield (
                 f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                f"data={data:.4f} compute={computing:.4f} wait={idle:.4f}"
+                f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}"
             )
 
     before = list(lines(1, ranks, batch, compute, data, wait))

@@ -268,9 +268,10 @@ def gather(chunks, group):
 )
 def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, own, edit, monkeypatch):
     monkeypatch.setattr(evidence, "PATIENCE", 2.0)
+    monkeypatch.setattr(evidence, "SLOWER", 0.0)
     source = own + edited(number, edit)
     attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
-    ((_, failure),) = gather([attempt])
+    failure = gather([attempt])[0].failure
     assert failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
     message = confirmed(nothing(find(number), failure), attempt).message
     assert "it never comes to its end: " in message

@@ -14,11 +14,11 @@ import pytest
 import torch
 from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 
-from ddp_course.checking import CORRECT, check
-from ddp_course.checking.attempt import COLLECTIVES, refusing
-from ddp_course.checking.checks import find, of_exercise
-from ddp_course.checking.diagnosis import same
-from ddp_course.checking.evidence import explain
+from ddp_course.checking import CORRECT, check, evidence
+from ddp_course.checking.attempt import COLLECTIVES, Attempt, refusing
+from ddp_course.checking.checks import cells_with, find, of_exercise, solution
+from ddp_course.checking.diagnosis import same, verdict
+from ddp_course.checking.evidence import explain, gather, solved
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.running import wire
 from ddp_grading.submissions import load_exercises
@@ -108,6 +108,19 @@ def test_only_ranks_that_all_send_are_told_to_exchange():
     assert said.endswith(BOTH_SEND)
 
 
+THREE_SECONDS = "import signal\n\nsignal.sigtimedwait([], 3)\n"
+
+
+def test_on_a_slow_machine_an_answer_may_wait_as_the_solution_does(monkeypatch):
+    monkeypatch.setattr(evidence, "PATIENCE", 1e-6)  # No machine is as fast as was planned for.
+    monkeypatch.setattr(evidence, "SLOWER", 1000.0)
+    task = find("4.1")
+    inputs = task.inputs(1)
+    slow = Attempt("4.1", inputs, cells_with("4.1", f"{THREE_SECONDS}{solution('4.1')}"))
+    right, slowly = gather([solved(task, inputs), slow])
+    assert not verdict(task, slowly, right, list).message
+
+
 def test_every_task_has_parts_and_points():
     for exercise, pristine in load_exercises().items():
         for task in of_exercise(exercise):
@@ -157,6 +170,21 @@ def test_what_a_check_computes_is_out_of_an_answers_reach():
         "    sys.modules['exercise_checks.07'].balance = lambda *anything: ''\n"
         "    return [0] * len(sizes)",
     )
+    assert all(said.parts.values()), said
+
+
+CALLS_FOR_NOTHING = "all_reduce(torch.ones(1))\n    return sums"
+CHEATS = {
+    "10.5": "def largest_rate():\n    return 9e5, 'it is the largest that I know'",
+    "10.6": (
+        f"def losses_for_backward(sums, counts, all_reduce, world_size):\n    {CALLS_FOR_NOTHING}"
+    ),
+}
+
+
+@pytest.mark.parametrize("number", CHEATS)
+def test_what_is_no_answer_holds_no_property(number):
+    said = verdict_on(number, CHEATS[number])
     assert all(said.parts.values()), said
 
 
