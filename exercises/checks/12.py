@@ -33,11 +33,15 @@ class TwoLevels:
         }
 
     def probe(two_levels, values):
-        rank, hosts, columns = dist.get_rank(), ((0, 1), (2, 3)), ((0, 2), (1, 3))
+        rank = dist.get_rank()
+        hosts = ((0, 1), (2, 3))
+        columns = ((0, 2), (1, 3))
         groups = {ranks: dist.new_group(list(ranks)) for ranks in (*hosts, *columns)}
-        inside, between = hosts[rank // 2], columns[rank % 2]
+        inside = hosts[rank // 2]
+        between = columns[rank % 2]
         for case, of_ranks in values.items():
-            tensor, events = of_ranks[rank].clone(), []
+            tensor = of_ranks[rank].clone()
+            events = []
             with wire.observing(events.append):
                 two_levels(tensor, groups[inside], groups[between])
             sent = [(event.peer, event.bytes) for event in events if event.kind == "send"]
@@ -122,22 +126,24 @@ def log_of(random, cause, ranks):
     """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in
     real logs.
     """
-    compute, data, wait = (
-        random.uniform(0.15, 0.4),
-        random.uniform(0.002, 0.006),
-        random.uniform(0.01, 0.02),
-    )
+    compute = random.uniform(0.15, 0.4)
+    data = random.uniform(0.002, 0.006)
+    wait = random.uniform(0.01, 0.02)
     batch = random.choice((16, 32, 64))
 
     def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
         culprit = random.randrange(ranks * nodes)
         for rank in range(ranks * nodes):
-            mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
-            idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
+            computing = compute + random.uniform(0, 0.004)
+            idle = wait + random.uniform(0, 0.002)
+            if rank == culprit:
+                computing += slow
+            else:
+                idle += slow
             shown = rank % ranks if world_size < ranks * nodes else rank
             yield (
                 f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}"
+                f"data={data:.4f} compute={computing:.4f} wait={idle:.4f}"
             )
 
     before = list(lines(1, ranks, batch, compute, data, wait))

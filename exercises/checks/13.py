@@ -224,7 +224,8 @@ class LayerUnderFsdp:
             ):
                 yield "passes", f"forward, {what}, {tokens_in}", 1000 * forward
                 yield "passes", f"backward, {what}, {tokens_in}", 1000 * backward
-        weights, rate = cases[0][2], cases[0][4]
+        weights = cases[0][2]
+        rate = cases[0][4]
         sent = f"{weights:,.0f} weights"
         alone = 1000 * fsdp_layer(0.02, 0.05, weights, 1, rate)
         yield "layer", f"20 and 50 ms, {sent}, one GPU, so that nothing is sent, in ms", alone
