@@ -1,8 +1,6 @@
 """Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break.
 
-A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops the files
-that have become plain. tests/authoring/test_plainness.py has an example of each break, and of what
-is meant.
+tests/authoring/test_plainness.py has an example of each break, and of what is meant.
 """
 
 import argparse
@@ -24,7 +22,6 @@ ROOMS = (
     "authoring",
     "tests",
 )
-LIST = Path(__file__).with_name("plainness.txt")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
@@ -272,29 +269,17 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the breaks in files that are not in the list; return 1 if there are any, else 0."""
+    """Print the breaks of the rules; return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        help="only these files, and whether they are in the list or not",
-    )
-    parser.add_argument(
-        "--shrink", action="store_true", help="drop files from the list that have become plain"
-    )
+    parser.add_argument("paths", nargs="*", type=Path, help="only these files")
     options = parser.parse_args(arguments)
-    listed = set(LIST.read_text().split()) if LIST.exists() else set()
     found = []
     for path in map(Path.resolve, options.paths or files()):
         name = path.relative_to(ROOT).as_posix()
         found += breaks(path.read_text(encoding="utf-8"), name)
-    if options.shrink:
-        still_dense = listed & {each.path for each in found}
-        LIST.write_text("".join(f"{name}\n" for name in sorted(still_dense)))
-    shown = [each for each in found if options.paths or each.path not in listed]
-    print(*shown, sep="\n", end="\n" * bool(shown))
-    return int(bool(shown))
+    for each in found:
+        print(each)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ class AssignOwners:
     """In order, each parameter to a rank that holds least so far, the lowest of equals."""
 
     def draw(random):
-        cases = [([random.randrange(1, 500) for _ in range(12)], k) for k in (2, 3, 4)]
+        cases = []
+        for k in (2, 3, 4):
+            sizes = [random.randrange(1, 500) for _ in range(12)]
+            cases.append((sizes, k))
         return {
             "cases": [
                 ([100, 60, 50, 40, 10, 5], 2),
@@ -53,7 +56,8 @@ def balance(sizes, world_size, owners):
     """In words, what the ranks hold in the end if a parameter went to a rank that did not hold
     least.
     """
-    held, least = [0] * world_size, True
+    held = [0] * world_size
+    least = True
     for size, owner in zip(sizes, owners, strict=True):
         least &= held[owner] == min(held)
         held[owner] += size
@@ -151,7 +155,11 @@ def play(order, blocks, fit):
     """
     queues = {"network": list(order), "compute": [("forward", block) for block in range(blocks)]}
     queues["compute"] += [("backward", block) for block in reversed(range(blocks))]
-    taken, whole, done, running, now = 0, set(), set(), {}, 0
+    taken = 0
+    whole = set()
+    done = set()
+    running = {}
+    now = 0
     while running or any(queues.values()):
         for lane, queue in queues.items():
             if not queue or lane in running:
@@ -178,11 +186,14 @@ def play(order, blocks, fit):
     return now
 
 
+def first_in(queue):
+    """In words, what comes next in a queue, such as "gather of block 2"; "" if nothing does."""
+    return " of block ".join(map(str, queue[0])) if queue else ""
+
+
 def waiting(queues, whole):
     """In words, what the network and the computation wait for when neither can go on."""
-    network, compute = (
-        " of block ".join(map(str, queue[0])) if queue else "" for queue in queues.values()
-    )
+    network, compute = map(first_in, queues.values())
     network = (
         f"{network} waits for ever while blocks {sorted(whole)} are whole"
         if network
@@ -215,10 +226,8 @@ class NetworkOrder:
         for (blocks, size, cap), steps in zip(cases, returned, strict=True):
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
             order = SCHEDULES.steps_of(steps, about, "gather", "reduce")
-            gathered, reduced = (
-                sorted(block for kind, block in order if kind == lane)
-                for lane in ("gather", "reduce")
-            )
+            gathered = sorted(block for kind, block in order if kind == "gather")
+            reduced = sorted(block for kind, block in order if kind == "reduce")
             gathered = [block for block in sorted(set(gathered)) if gathered.count(block) <= 2]
             yield (
                 "valid",
@@ -228,15 +237,18 @@ class NetworkOrder:
             yield "valid", f"{about}, blocks whose gradients are reduced", reduced
             valid = gathered == reduced == list(range(blocks))
             took = play(order, blocks, cap // size) if valid else "this order is not valid"
-            plain, best = 8 * blocks, 6 * blocks - 2 * (cap // size) + 3
+            plain = 8 * blocks
+            best = 6 * blocks - 2 * (cap // size) + 3
             slow = (
                 f"{plain} without prefetch in backward: what can be gathered while a block"
                 " computes?"
             )
             idle = f"{best} is possible: does the network wait, or gather what could have stayed?"
             ends = type(took) is int
-            yield "memory", f"{about}, waiting", "" if ends else took
-            yield "prefetch", f"{about}, ticks ({slow})", "fewer" if ends and took < plain else took
+            waits = "" if ends else took
+            yield "memory", f"{about}, waiting", waits
+            prefetched = "fewer" if ends and took < plain else took
+            yield "prefetch", f"{about}, ticks ({slow})", prefetched
             yield "the best", f"{about}, ticks ({idle})", took
 
 

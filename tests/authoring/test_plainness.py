@@ -51,18 +51,15 @@ def test_plain_code_is_left_alone(source):
     assert not plainness.breaks(source)
 
 
-def test_files_in_the_list_are_left_out_and_the_list_only_shrinks(tmp_path, monkeypatch, capsys):
+def test_each_break_is_printed_with_its_place(tmp_path, monkeypatch, capsys):
     room = tmp_path / "ddp_course"
     room.mkdir()
-    for name in ("old.py", "new.py"):
-        (room / name).write_text("first, second = 1, 2\n")
+    (room / "dense.py").write_text("first, second = 1, 2\n")
     (room / "plain.py").write_text("first = 1\n")
     monkeypatch.setattr(plainness, "ROOT", tmp_path)
-    monkeypatch.setattr(plainness, "LIST", tmp_path / "list.txt")
     monkeypatch.setattr(plainness, "files", lambda: sorted(room.glob("*.py")))
-    (tmp_path / "list.txt").write_text("ddp_course/old.py\nddp_course/plain.py\n")
-    assert plainness.main(["--shrink"]) == 1
-    assert capsys.readouterr().out.startswith("ddp_course/new.py:1: one assignment")
-    assert (tmp_path / "list.txt").read_text() == "ddp_course/old.py\n"
-    (room / "new.py").unlink()
+    assert plainness.main([]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("ddp_course/dense.py:1: one assignment")
+    (room / "dense.py").unlink()
     assert plainness.main([]) == 0
