@@ -13,23 +13,11 @@ pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=str(build.why_not(
 NOTEBOOKS = sorted(
     [*rehearsal.ROOT.glob("notebooks/[0-9]*.ipynb"), *rehearsal.ROOT.glob("solutions/[0-9]*.ipynb")]
 )
-ALWAYS = ("notebooks/03_parameter_server", 4)
 
 
-def runs():
-    """Each notebook with each number of GPUs; all but one are for the week."""
-    for path in NOTEBOOKS:
-        name = f"{path.parent.name}/{path.stem}"
-        for gpus in (1, 2, 4, 8):
-            marks = [pytest.mark.slow, pytest.mark.weekly]
-            if (name, gpus) == ALWAYS:
-                marks = [pytest.mark.slow]
-            yield pytest.param(path, gpus, marks=marks, id=f"{name}-{gpus}")
-
-
-@pytest.mark.parametrize("path, gpus", list(runs()))
-def test_a_notebook_runs_on_pretended_gpus(path, gpus):
-    _, wrong = rehearsal.rehearse(path, gpus)
+@pytest.mark.parametrize("lesson", ["02_data_parallel", "03_parameter_server"])
+def test_a_lesson_runs_on_two_pretended_gpus(lesson):
+    _, wrong = rehearsal.rehearse(rehearsal.ROOT / f"notebooks/{lesson}.ipynb", 2)
     assert not wrong, "\n".join(wrong)
 
 
