@@ -31,7 +31,9 @@ hosted = {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys()
 if hosted and not importlib.util.find_spec("ddp_course"):
     course = glob.glob("ddp_course-*.whl") or [{course!r}]
     for wanted in (["--no-deps", *course], {needed}):
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)"""
+        if subprocess.call([sys.executable, "-m", "pip", "install", "--quiet", *wanted]):
+            raise RuntimeError("not installed: switch the internet on (Kaggle: Settings), or put"
+                               " a wheel beside this notebook, and run this cell again")"""
 
 
 def repository() -> str:

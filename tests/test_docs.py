@@ -152,3 +152,5 @@ def test_twenty_minutes_end_with_a_ring_that_beats_the_server(capsys):
     exec(cell.replace(gap, answer), names)
     assert capsys.readouterr().out == f"{[[1111.0] * 3] * 4}\n"
     assert names["ms"]["my ring"] < 0.6 * names["ms"]["server"]
+    with pytest.raises(AssertionError, match="write the two lines"):
+        exec(cell, {})

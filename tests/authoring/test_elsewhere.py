@@ -63,17 +63,22 @@ def test_a_wheel_beside_the_notebook_comes_first(monkeypatch, tmp_path):
     assert course[-1] == "ddp_course-0.1.0-py3-none-any.whl"
 
 
-def install(monkeypatch, environ, installed):
+def install(monkeypatch, environ, installed, code=0):
     """The commands that the install cell runs where `environ` is set and the course is `installed`,
-    or not.
+    or not; pip ends with a `code`.
     """
     commands = []
+
+    def call(command):
+        commands.append(command)
+        return code
+
     for name in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
         monkeypatch.delenv(name, raising=False)
     for name in environ:
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    monkeypatch.setattr(subprocess, "call", call)
     exec(cells(OPENED[0])[elsewhere.INSTALL], {})
     return commands
 
@@ -81,6 +86,11 @@ def install(monkeypatch, environ, installed):
 def test_the_install_cell_does_nothing_at_home_or_twice(monkeypatch):
     assert install(monkeypatch, [], installed=False) == []
     assert install(monkeypatch, ["COLAB_RELEASE_TAG"], installed=True) == []
+
+
+def test_without_the_internet_the_install_cell_says_what_to_do(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"switch the internet on .* wheel beside this notebook"):
+        install(monkeypatch, ["KAGGLE_KERNEL_RUN_TYPE"], installed=False, code=1)
 
 
 @pytest.mark.parametrize("place", ["COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
