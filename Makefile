@@ -51,10 +51,10 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-lessons: tools  ## every lesson to its end; widgets and the site in a browser
+test-lessons: tools  ## lessons to their end, without 10 and 15; widgets and the site in a browser
 	$(call run_tests,slow and lessons)
 
-test-rest: tools  ## all other tests that cost much: torch's whole suite, torchrun, known answers, faults
+test-rest: tools  ## all other tests that cost much: lessons 10 and 15, torch's whole suite, torchrun, known answers, faults
 	$(call run_tests,slow and not lessons)
 
 test-all: setup  ## make test, make test-lessons, then make test-rest

@@ -15,19 +15,6 @@ change it.
 *An hour or two with a model of your own; about a minute of computing as it is.*
 """
 
-# %% [markdown]
-r"""
-## Where you are
-
-Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. What is open there can
-wait until after this lesson, or come before it.
-"""
-
-# %% where-you-are
-from ddp_course import show
-
-_ = show.command("ddp-course check")
-
 # %% imports
 import importlib
 import json
@@ -48,6 +35,17 @@ K = max(K, torch.cuda.device_count())  # a rank for each GPU
 FOLDER = Path("runs")  # where the runs write
 DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each rank, or the processor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
+
+# %% [markdown]
+r"""
+## Where you are
+
+Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. What is open there can
+wait until after this lesson, or come before it.
+"""
+
+# %% where-you-are
+_ = show.command("ddp-course check")
 
 # %% [markdown]
 r"""
