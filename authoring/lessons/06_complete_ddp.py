@@ -525,8 +525,9 @@ claims.decide(
 r"""
 ## On your GPUs
 
-The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so their times
-should be close.
+The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so on GPUs
+their times should be close. Where two processes share a processor, either one may come out ahead, by a third or more: they
+disturb each other, and a few steps are too few to average that out.
 """
 
 # %% on-your-gpus
