@@ -163,7 +163,8 @@ Read the panels one by one:
    DataParallel weights, too. This is what the course fights, and each stage has less of it.
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
-   turn; in lesson 05's rows communication runs *below* the backward pass, at the same time.
+   turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
+   at the same time.
 
 The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
 answers the others. A bar is the time from one step of a rank to its next.

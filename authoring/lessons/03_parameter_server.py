@@ -180,6 +180,8 @@ r"""
 
 A **sampler** decides which rank sees which sample. Ours, like torch's `DistributedSampler`, shuffles the epoch in
 the same way on all ranks and then deals it out like cards: rank r takes positions r, r+K, r+2K, …
+In a script of your own it stands in the loader:
+`DataLoader(data, batch_size=96 // K, sampler=DistributedSampler(data))`. Lesson 04 trains with these two.
 """
 
 # %% shard
