@@ -71,8 +71,9 @@ show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring
 # %% [markdown]
 r"""
 8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** is where efficiency falls below 90 %. Up to there,
-communication hides behind the backward pass; then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In
-two levels there are few, and the curve goes on.
+communication hides behind the backward pass; what is lost all the same is the last bucket, and computing that all-reduces
+slow down. Then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In two levels (the hierarchical ring) there
+are few, and the curve goes on.
 """
 
 # %% claim-20
@@ -272,7 +273,8 @@ per token; recomputing does not count. Both describe a step. **Goodput** describ
 steps which were kept, so not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 % goodput
 trains as if it had 36 % all the time.
 
-Thin bars in the figure are sending that hides under computing: it costs nothing.
+Below the run that was asked for stand the other ways, the fastest first; `zero1 in host` divides the optimizer's state
+over the GPUs of a host only. Thin bars are sending that hides under computing: it costs nothing.
 
 ## 1,536 GPUs
 
