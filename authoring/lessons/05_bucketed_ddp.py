@@ -390,7 +390,8 @@ r"""
 ## On your GPUs
 
 The same on the devices of this machine, in real time, beside torch's. In the timeline communication lies below the backward
-pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins little.
+pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins
+little, and buckets may even take longer than the ring.
 """
 
 # %% on-your-gpus

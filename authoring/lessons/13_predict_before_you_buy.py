@@ -70,10 +70,10 @@ show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring
 
 # %% [markdown]
 r"""
-8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** is where efficiency falls below 90 %. Up to there,
-communication hides behind the backward pass; what is lost all the same is the last bucket, and computing that all-reduces
-slow down. Then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In two levels (the hierarchical ring) there
-are few, and the curve goes on.
+8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** is where efficiency falls below 90 %, the
+dotted line. Up to there, communication hides behind the backward pass; what is lost all the same is the last bucket, and
+computing that all-reduces slow down. Then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In two levels
+(the hierarchical ring) there are few, and the curve goes on.
 """
 
 # %% claim-20
