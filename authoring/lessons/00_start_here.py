@@ -159,11 +159,12 @@ r"""
 Read the panels one by one:
 
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
-2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for gradients that travel. This is what
-   the course fights, and each stage has less of it.
+2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for what travels: gradients, and under
+   DataParallel weights, too. This is what the course fights, and each stage has less of it.
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
-   turn; in lesson 05's rows communication runs *below* the backward pass, at the same time.
+   turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
+   at the same time.
 
 The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
 answers the others. A bar is the time from one step of a rank to its next.
@@ -187,8 +188,10 @@ show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.it
 r"""
 All of this depends on how fast the links are. Move the sliders: which strategy wins when links are fast, when they are
 slow, when there are more ranks, when each message costs something? Sharding, pipeline and tensor parallelism (lessons
-07 to 09) are for models that are too large for one device; this one is small, so they gain little, or lose. The bars
-are computed by the formulas of the column *predicted*.
+07 to 09) are for models that are too large for one device. This one is small: here sharding is slower than buckets, and
+pipeline and tensor parallelism are slower than one device. The whole-gradient ring is the first try of lesson 04.
+The bars are computed by the formulas of the column *predicted*. In the title p is the bytes of all gradients, and b is the
+bytes per second that a link carries, so p/b is the time in which one link carries them once.
 """
 
 # %% explorer
@@ -238,6 +241,7 @@ Each lesson has such a cell near its end.
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,
 145 ms with the server, 139 ms with the ring and 104 ms with buckets. Nothing could become faster there, but what buckets
 hide can be seen: the ring adds 76 ms to the single device's time, buckets add 41.
+(Both differences are taken before rounding.)
 """
 
 # %% on-your-gpus

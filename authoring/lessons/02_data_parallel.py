@@ -313,9 +313,11 @@ show.bars(kept, "processor time / wall time",
 # %% [markdown]
 r"""
 So threads help where torch's operations are large, and hardly where they are many and tiny: then most of the time is
-Python's, and a process per device is the way out. And too many threads? torch itself uses threads inside its operations. If
-every rank of K takes a thread for each core, there are K times as many threads as cores, and they push each other aside:
-**thrashing**. Here each of the K ranks computes the same matrix products with 1, 2, 4 or 8 threads, all at the same time.
+Python's, and a process per device is the way out. Beside a thread of Python code even large products help little (the
+second bar): after each of them their thread waits for the lock, for up to 5 ms. And too many threads? torch itself uses
+threads inside its operations. If every rank of K takes a thread for each core, there are K times as many threads as
+cores, and they push each other aside: **thrashing**. Here each of the K ranks computes the same matrix products with 1,
+2, 4 or 8 threads, all at the same time.
 """
 
 

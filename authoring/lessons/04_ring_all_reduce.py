@@ -171,10 +171,10 @@ print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]
 r"""
-The drawing has a row for each rank, and a bar for each message from its post to its wait. Hatched is what nobody has waited
-for, the cross is where rank 0 touches it, and both lines stand below. Wait for what is leaving, as `wire.exchange` does, and
-the ring is right in every order. The checks of exercise 4 try yours in the same way;
-[EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
+The drawing has a row for each rank, and a bar for each message from its post to its wait. Hatched is what nobody has
+waited for, the cross is where rank 0 touches it, and both lines stand below. (A sleep takes no time in this drawing.)
+Wait for what is leaving, as `wire.exchange` does, and the ring is right in every order. The checks of exercise 4 try
+yours in the same way; [EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
 
 ## Count
 
@@ -428,7 +428,8 @@ among ring, tree and others by message size and topology; on one machine with NV
 at once. Where this is in PyTorch: `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp` and `ProcessGroupNCCL.cpp`, which hand
 the call on to these libraries.
 
-The all-reduce is one of eight *collectives*; the later lessons use the others.
+The all-reduce is one of eight *collectives*; the later lessons use the others. Mind one difference: torch's
+`reduce_scatter`, as drawn here, leaves chunk r with rank r; our ring leaves it chunk r+1.
 
 ![Broadcast, scatter, gather, allgather, reduce, reduce-scatter, all-reduce and all-to-all on four ranks: which chunks each rank has before and after](../docs/figures/collectives.svg)
 

@@ -77,7 +77,8 @@ bucket larger than the cap.
 
 ## Predict
 
-On the emulated devices and links below, with 4 ranks, our model's all-reduce takes about as long as its backward pass.
+On the emulated devices and links below, with 4 ranks, our model's all-reduce takes nearly as long as its backward pass,
+about four fifths of it.
 """
 
 # %% predict
@@ -221,10 +222,13 @@ network = simulate.Network(theory.Costs.of_link(40e6, latency=latency))
 
 # %% [markdown]
 r"""
-The points are the real program in virtual time, the line is simulated, and the strip above shows the simulated step for the
-cap that you choose. They differ by a few percent, since the simulator shares the computing out by parameters. For the same
-reason it hides 79 % of the communication at a cap of 0.1 MiB, and the program 70 %: there the last gradients are those of the
-embeddings, which are large and cost almost no computing, so that less is left to hide them under. Drag the slider: where is the best cap, and why is it neither the smallest nor the largest?
+The points are the real program in virtual time, the line is simulated, and the strip above shows the simulated step for
+the cap that you choose. They differ by a few percent, since the simulator shares the computing out by parameters. For the
+same reason it hides 79 % of the communication at a cap of 0.1 MiB, and the program 70 %: there the last gradients are
+those of the embeddings, which are large and cost almost no computing, so that less is left to hide them under. Drag the
+slider, which moves the dotted line: why is the largest cap the worst? And why does the smallest one lose nothing here? On
+this link a message has hardly any latency. Where it has 50 µs, as in the numbers above claim 8, the best cap is neither the
+smallest nor the largest.
 """
 
 # %% explorer
@@ -386,7 +390,8 @@ r"""
 ## On your GPUs
 
 The same on the devices of this machine, in real time, beside torch's. In the timeline communication lies below the backward
-pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins little.
+pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins
+little, and buckets may even take longer than the ring.
 """
 
 # %% on-your-gpus

@@ -450,7 +450,8 @@ r"""
 In a notebook `launch` starts the ranks. Everywhere else **torchrun** does: it starts one process per device, each runs the
 same script, and environment variables tell each process its rank. This is a whole script of this kind. Find in it: the
 process group, this rank's device, the sampler that shares the data and is told the epoch, the wrapper, and the one rank
-that writes the checkpoint.
+that writes the checkpoint. [Your script in five changes](../docs/CONVERT.md) leads from a script for one device to such
+a one.
 """
 
 # %% script
@@ -525,8 +526,9 @@ claims.decide(
 r"""
 ## On your GPUs
 
-The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so their times
-should be close.
+The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so on GPUs
+their times should be close. Where two processes share a processor, either one may come out ahead, by a third or more: they
+disturb each other, and a few steps are too few to average that out.
 """
 
 # %% on-your-gpus

@@ -286,7 +286,8 @@ show.sketches.schedules(rows)
 
 # %% [markdown]
 r"""
-The white parts in the beginning and at the end are the **bubble**. In GPipe and 1F1B it is a share of
+The white parts in the figure are the **bubble**: a rank waits while the pipeline fills, turns round and empties. In GPipe
+and 1F1B it is a share of
 
 $$\frac{K-1}{M+K-1}$$
 

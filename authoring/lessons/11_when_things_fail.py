@@ -259,7 +259,8 @@ r"""
 This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what
 each rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that
 waits *inside* the all-reduce seems to communicate. Rank 1 comes last, so it does not wait at all. Whatever another rank
-spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale.
+spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale. (The links cost nothing here, so that no
+transfer is left to see.)
 """
 
 
@@ -353,9 +354,10 @@ everywhere at the same time.
 
 ## A GPU that has nothing to do
 
-Now a real trace: the step of ResNet-50 on two A100s that you saw in [lesson 5](05_bucketed_ddp.ipynb). It takes 220 ms, and the
-GPU computes for 38 of them. Whose fault is that: the network's, the loader's, the other GPU's, the processor's? Collect
-the evidence first, and decide before you read on. (Enlarged are the milliseconds around the first all-reduce.)
+Now a real trace: the step of ResNet-50 on two A100s that you saw in [lesson 5](05_bucketed_ddp.ipynb). It takes 220 ms,
+and the GPU computes for 38 of them. Whose fault is that: the network's, the loader's, the other GPU's, the processor's?
+Collect the evidence first, and decide before you read on. (Enlarged are the milliseconds around the first all-reduce;
+below each all-reduce stands how many gradients it adds up.)
 """
 
 # %% whose-fault folded=true
@@ -451,8 +453,8 @@ torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d --
 ```
 
 What does a restart cost? `python exercises/clinic/elastic.py runs/elastic` measures it in a terminal, in a minute or
-two: one of two hosts loses its power, and later a third host joins. The hosts are virtual; a step takes a tenth of a
-second, and every second step is saved. Here is one such run, on two cores:
+two: one of two hosts loses its power, and later a third host joins. The hosts are virtual; in each step a rank
+sleeps for a tenth of a second, and every second step is saved. Here is one such run, on two cores:
 """
 
 # %% elastic folded=true
