@@ -107,6 +107,7 @@ picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, l
                       kind="published; simulated")  # fmt: skip
 for _, percents, colour in measured.values():
     picture.axes[0].plot([2, 16], [percents[0]] * 2, ":", color=colour, linewidth=1.2)
+picture.axes[0].plot([], [], ":", color="#777777", label="as on 2 GPUs")
 picture.axes[0].set_ylim(80, 101)
 picture.axes[0].legend(ncols=2, loc="lower left")
 picture

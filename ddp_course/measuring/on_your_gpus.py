@@ -60,7 +60,8 @@ def on_your_gpus(stages: str) -> Comparison:
         progress=True,
         **(problem_options(size) | {"steps": steps}),
     )
-    results.measured_on = name_devices(names[:world_size], world_size)
+    workers = {"1": "process", "2": "threads"}.get(stages, "processes")
+    results.measured_on = name_devices(names[:world_size], world_size, workers)
     results.message = message(results, len(names))
     return results
 
@@ -147,11 +148,10 @@ def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
     return math.ceil(messages_ms / saved_ms)
 
 
-def name_devices(names: list[str], ranks: int) -> str:
-    """The devices: "4 × NVIDIA H100", or the processor."""
+def name_devices(names: list[str], ranks: int, workers: str = "processes") -> str:
+    """The devices: "4 × NVIDIA H100", or the processor with the `workers` that share it."""
     if not names:
-        noun = "process" if ranks == 1 else "processes"
-        return f"this machine's processor: {ranks} {noun}"
+        return f"this machine's processor: {ranks} {workers}"
     gpus = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
     return gpus if ranks == len(names) else f"{gpus}, shared by {ranks} ranks"
 

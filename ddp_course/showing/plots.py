@@ -178,9 +178,10 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
         look: Any = {"color": stage.colour, "linewidth": width, "label": stage.label}
         axes.plot(range(1, len(stage.loss) + 1), stage.loss, **look)
-    axes.set(
-        xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another"
-    )
+    title = "Loss (measured)"
+    if len(stages) > 1:
+        title += ": the curves lie on one another"
+    axes.set(xlabel="step", ylabel="loss (nats)", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage.loss) for stage in stages))
     axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.

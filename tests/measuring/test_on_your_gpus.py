@@ -74,3 +74,4 @@ def test_a_batch_of_the_samples_that_are_needed_makes_the_gpus_as_fast_as_is_sai
 def test_devices_are_called_by_their_names():
     assert on_your_gpus.name_devices(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
     assert on_your_gpus.name_devices(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"
+    assert on_your_gpus.name_devices([], 2, "threads") == "this machine's processor: 2 threads"

@@ -98,7 +98,7 @@ class Ranks:
         setting = self.open_file(pickle.dumps(self.setting))
         files = [file.fileno() for file in (setting, self.log, payload, self.recorder)]
         # if the agent has died, the end of its socket is read next
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(ConnectionError):
             socket.send_fds(connection, [b"f"], LaunchFiles(*files))
             for rank in range(self.setting.world_size):
                 socket.send_fds(connection, [b"f"], self.open_for(rank))

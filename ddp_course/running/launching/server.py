@@ -198,7 +198,7 @@ def end_what_is_left(agent: int, launches: dict) -> None:
     """Kill the process group of an ended agent, and all children that are no agents: they had left
     that group.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(OSError):  # no process of the group is left
         os.killpg(agent, signal.SIGKILL)
     # Only Linux has this file, and adopts orphans.
     children = Path(f"/proc/self/task/{os.getpid()}/children")

@@ -91,7 +91,7 @@ def ask_for_agent(launch: socket.socket) -> Server:
             except BlockingIOError:
                 raise LaunchError(f"no launch server can be started: {PROCESS_LIMIT}") from None
         # if the server is just dying, the launch learns that from the end of its socket
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(ConnectionError):
             socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
         return servers[0]
 
