@@ -348,7 +348,8 @@ r"""
 The same two times say how many devices are worth having. Let the batch of a step be fixed, since a larger one trains
 differently (lesson 10): G tokens. A model of n parameters takes 4 n flops per token backward, so K devices of R flop/s
 compute for $4\,n\,G / (K R)$ seconds. A ring sends gradients of e bytes for $2\,\frac{K-1}{K}\,n\,e / W$ seconds over
-links of W bytes/s. All is hidden while the first is the longer one. n cancels, and K too, but for K-1:
+links of W bytes/s. All is hidden while the first is the longer one. n cancels, and so do the two
+denominators K; of K only K-1 is left:
 
 $$K \le 1 + \frac{2\,G\,W}{e\,R}$$
 

@@ -275,8 +275,8 @@ check("5.7", when_it_hides)
 # The batch of one step is fixed, since a larger one would train differently (lesson 10): `tokens` tokens, shared out evenly over K
 # devices. With n parameters, backward takes 4 n flops per token, and a device computes `flops_per_s`. Meanwhile a ring
 # all-reduce sends 2(K-1)/K of n gradients of `gradient_bytes` each, over a link of `bytes_per_s`. More devices have less to
-# compute, but hardly less to send. Up to which K does the all-reduce still fit under the backward pass? You need no n: write
-# both times down, and see what cancels.
+# compute, but hardly less to send. Up to which K, a whole number, does the all-reduce still fit under the backward pass? You need
+# no n: write both times down, on paper and without the lesson, and see what cancels.
 # %% answer-5-8
 def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
     """Return the largest K at which the all-reduce takes no longer than the backward pass."""

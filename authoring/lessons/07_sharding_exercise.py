@@ -235,14 +235,15 @@ check("7.6", global_norm)
 # *15 minutes · medium*
 #
 # A model is trained fully sharded, on as few GPUs as possible. Each parameter takes 16 bytes in all (parameter, gradient and Adam's
-# state, as in 7.3), shared out evenly, and a GPU has room for `memory` bytes of them. More of the batch's tokens mean more computing,
-# but no more messages. With n parameters on K GPUs of `flops_per_s` each,
+# state, as in 7.3), shared out evenly, and a GPU has room for `memory` bytes. A larger batch is more to compute for the same messages.
+# With n parameters on K GPUs of `flops_per_s` each,
 #
 # - a forward pass computes 2 n flops per token, while the weights are gathered,
 # - a backward pass computes 4 n flops per token, while the weights are gathered again and the gradients are scattered.
 #
 # Each gather and each scatter sends (K-1)/K of its n numbers, `weight_bytes` or `gradient_bytes` each, over a link of `bytes_per_s`.
 # On the fewest GPUs, how many tokens must the batch have, over all GPUs together, so that *neither* pass waits for the network?
+# Both are whole numbers; where nothing is sent, 0 tokens are enough.
 # %% answer-7-7
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
     """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for nothing."""

@@ -91,9 +91,10 @@ check("9.2", Enter, Leave)
 #
 # *20 minutes · medium*
 #
-# `sizes` says how large a mesh is along each axis, such as `{"data": 2, "pipeline": 2, "tensor": 4}`. Rank numbers count along the
-# last axis first, so that the ranks that share a layer are neighbours, inside a host; then along the axis before it, and so on.
-# Two ranks are in one group along an axis if they differ in their place on this axis alone: on this mesh rank 5 belongs to 4, 5, 6, 7
+# `sizes` says how large a mesh is along each axis, such as `{"data": 2, "pipeline": 2, "tensor": 4}`. Another mesh may
+# have fewer axes, or others. Ranks are numbered along the last axis first, then along the axis before it, and so on: so the ranks of a
+# line along the last axis are neighbours, inside a host.
+# Two ranks are in one group along an axis if they differ in their place on this axis alone: on the mesh above rank 5 belongs to 4, 5, 6, 7
 # along `tensor`, to 1, 5 along `pipeline` and to 5, 13 along `data`. Each rank calls your function with its own number.
 #
 # `new_group(ranks)` makes a group of these ranks and returns it, as `dist.new_group` does. Its rules are those of torch: *every*
@@ -229,8 +230,9 @@ check("9.5", Gather, Scatter)
 #
 # `logits`, of shape (tokens, columns), are those of this rank's words: column 0 is of word `first`, column 1 of the next one. `targets`,
 # equal on all ranks, are words of the whole vocabulary, or -100 for a token that does not count: no loss, no gradient, not a part of the
-# mean. At least one counts.
-# `all_max(tensor)` and `all_sum(tensor)` return the largest and the sum of the ranks' tensors, element by element; autograd sees neither.
+# mean. At least one token counts.
+# `all_max(tensor)` and `all_sum(tensor)` return the largest and the sum of the ranks' tensors, element by element, so these have the
+# same shape on all ranks; autograd sees neither.
 # The result is torch's `cross_entropy` of the whole logits, on every rank, and the gradient of this rank's columns. Three numbers per token
 # have to travel, however large the vocabulary is.
 # %% answer-9-6

@@ -162,7 +162,7 @@ check("13.4", predicted, held_out)
 # *15 minutes · medium*
 #
 # A layer has `weights` weights and a `width`; a micro-batch has so many `tokens`, in sequences of `context`. On an A100 products with
-# weights run at 0.75 of 312 Tflop/s, attention at 0.32. A product is 2 flops per weight and token; attention is 2 flops per token of the
+# weights run at 0.75 of 312 Tflop/s, attention at 0.32 of these. A product is 2 flops per weight and token; attention is 2 flops per token of the
 # context, unit of width and token (half of all scores is masked). The backward pass has twice the products and 2.5 times the attention.
 # Return the seconds of both passes.
 #

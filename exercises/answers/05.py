@@ -544,3 +544,9 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 # %% 5.8 wrong: twice as many | that is twice as many as can be: with K devices each has a K-th of the tokens
 #- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 #+ 2 * int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+# %% 5.8 wrong: rate and bandwidth swapped | a faster device leaves less time to hide in, a faster link more: rate and bandwidth have changed places
+#- bytes_per_s / (gradient_bytes * flops_per_s)
+#+ flops_per_s / (gradient_bytes * bytes_per_s)
+# %% 5.8 wrong: not rounded | a number of devices is whole: round down, to an int
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ 1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s)

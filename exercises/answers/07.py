@@ -144,6 +144,9 @@ def sharded_step(weights, gradients, update, group=None):
 #+ dist.get_rank() + world_size
 #- gradients[own])
 #+ gradients[own + world_size - 1])
+# %% 7.2 told: no chunk after the last one | so its index is (rank + 1) % K
+#- own = (dist.get_rank(group) + 1) % world_size
+#+ own = dist.get_rank(group) + 1
 # %% 7.2 wrong: weights are summed, too | the weights are summed over the ranks, too: the sum is of gradients, and a stepped chunk only has to be sent: allgather
 #- allgather(weights, group)
 #+ reduce_scatter(weights, group); allgather(weights, group)
@@ -346,6 +349,16 @@ def free(layer):
 #+ .view(-1) / world_size
 #- part = gradients[layer.index].clone()
 #+ part = gradients[layer.index].float()
+# %% 7.5 wrong: reduced in bfloat16, divided there, too | bfloat16 travels where float32 should: make the gradients float32 before they are summed
+#- .view(-1).float() / world_size
+#+ .view(-1).clone()
+#- part = gradients[layer.index].clone()
+#+ part = (gradients[layer.index] / world_size).float()
+# %% 7.5 told: bfloat16 to the end | `own` is float32, and so is its gradient
+#- .view(-1).float() / world_size
+#+ .view(-1) / world_size
+# %% 7.5 told: the memory is not taken again | take it again, by storage.resize_(nbytes)
+#-         layer.storage.resize_(layer.nbytes)
 # %% 7.5 wrong: chunk r | rank r has the sum of chunk r+1: `layer.index` says which
 #- part = gradients[layer.index].clone()
 #+ part = gradients[dist.get_rank(layer.group)].clone()[: len(layer.own)]; part = torch.nn.functional.pad(part, (0, len(layer.own) - len(part)))
@@ -534,6 +547,9 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 wrong: rounded down to GPUs | that is one GPU too few: what is left over needs a place, too
 #- gpus = -(-16 * parameters // memory)
 #+ gpus = max(1, 16 * parameters // memory)
+# %% 7.7 wrong: rounded down to no GPU | that is one GPU too few: what is left over needs a place, too
+#- gpus = -(-16 * parameters // memory)
+#+ gpus = 16 * parameters // memory
 # %% 7.7 wrong: one GPU more where it fits exactly | what fits exactly fits: that is one GPU too many
 #- gpus = -(-16 * parameters // memory)
 #+ gpus = 16 * parameters // memory + 1

@@ -428,3 +428,11 @@ def backward(stage, number):
 # %% 8.7 told: detached and kept | the graph is gone
 #-     stage.kept[number] = x, y
 #+     stage.kept[number] = x, y.detach()
+# %% 8.7 told: rank 0 is false | rank 0 counts as false, so ask `is None`
+#-     if stage.before is None:
+#+     if not stage.before:
+# %% 8.7 told: a loss at every stage | only the last stage has one: there `after` is None
+#-     if stage.after is None:
+#-         y = stage.loss
+#+     if True:
+#+         y = stage.loss

@@ -265,6 +265,9 @@ def plan(job):
 # %% 9.4 told: not all GPUs | is not
 def plan(job):
     return 1, 8, 1
+# %% 9.3 told: three axes by name | take their names, their number and their order from `sizes`
+#- .view(*sizes.values())
+#+ .view(sizes["data"], sizes["pipeline"], sizes["tensor"])
 # %% 9.3 wrong: sizes from the last on | the grid has its sizes in the wrong order: the first axis is the slowest, and has the first size
 #- .view(*sizes.values())
 #+ .view(*list(sizes.values())[::-1])
@@ -331,6 +334,11 @@ class Scatter:
 #+
 #+
 #+ class Gather(torch.autograd.Function):
+# %% 9.5 wrong: the first rows of the gradient | every rank has a term of x's gradient: backward of Gather sums the terms over the ranks, by a reduce-scatter
+#-         ctx.reduce_scatter = reduce_scatter
+#+         ctx.rows = len(x)
+#- return ctx.reduce_scatter(gradient), None, None
+#+ return gradient[: ctx.rows], None, None
 # %% 9.5 wrong: a mean | Scatter's sum is divided by the number of ranks: it is a sum, not a mean
 #-         return reduce_scatter(term)
 #+         part = reduce_scatter(term)
@@ -561,3 +569,15 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 wrong: logarithms of each rank's sum | the logarithm is that of the sum over all ranks: sums add up, their logarithms do not
 #- losses = total.log()
 #+ losses = all_sum(weights.sum(1).log())
+# %% 9.6 wrong: a mean over all tokens in the loss | the mean is over all tokens: those with target -100 do not count
+#- losses[counts].mean()
+#+ losses[counts].sum() / len(targets)
+# %% 9.6 wrong: the target's exponential | the target's logit is subtracted, not its exponential
+#- logits[rows, columns[rows]]
+#+ weights[rows, columns[rows]]
+# %% 9.6 told: sums of whole rows | take the largest, or the sum, of its own columns first
+#- all_sum(weights.sum(1))
+#+ all_sum(weights).sum(1)
+# %% 9.6 told: the largest of whole rows | take the largest, or the sum, of its own columns first
+#- all_max(logits.amax(1))
+#+ all_max(logits).amax(1)

@@ -397,3 +397,11 @@ def reshard(saved, rank, world_size):
 # %% 11.6 wrong: parts averaged | the old parts are pieces of one tensor, so nothing is averaged or added: put them end to end
 #- torch.cat([other[name] for other in saved])
 #+ torch.cat([other[name] for other in saved]) / len(saved)
+# %% 11.6 told: the step joined, too | the number of the step is none
+#- isinstance(value, torch.Tensor)
+#+ True
+# %% 11.6 told: so many old parts for each | no old part is left for a new rank
+#-             whole = torch.cat([other[name] for other in saved])
+#-             part[name] = whole.tensor_split(world_size)[rank].clone()
+#+             each = len(saved) // world_size
+#+             part[name] = torch.cat([other[name] for other in saved[rank * each : (rank + 1) * each]])

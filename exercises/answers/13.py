@@ -362,6 +362,9 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 #-     attention = 2 * context * width * tokens / (0.32 * 312e12)
 #+     products = 2 * weights * tokens / (0.32 * 312e12)
 #+     attention = 2 * context * width * tokens / (0.75 * 312e12)
+# %% 13.5 wrong: a share of a share | attention reaches 0.32 of the 312 Tflop/s, not of what products reach
+#- (0.32 * 312e12)
+#+ (0.32 * 0.75 * 312e12)
 # %% 13.6 right: one more at a time
 def most_sharded(job):
     def waits(gpus):

@@ -331,3 +331,11 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: scales added | the values of each rank are worth that rank's own scale
 #- their_values * their_scale
 #+ their_values * sum(all_scales)
+# %% 14.5 wrong: summed as bytes, times the mean scale | sums of bytes do not fit into a byte, and the values of each rank are worth that rank's own scale: multiply before adding
+#-     total = torch.zeros_like(owed)
+#-     for their_values, their_scale in zip(all_values, all_scales):
+#-         total += their_values * their_scale
+#+     total = sum(all_values).float() * (sum(all_scales) / len(all_scales))
+# %% 14.5 told: a plain number | the scale is a tensor of one number
+#- gather(scale.reshape(1))
+#+ gather(scale.item())

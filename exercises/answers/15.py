@@ -67,6 +67,11 @@
 # %% 15.1 told: no killed run | the run.json of "killed" is missing
 #- "killed": {
 #+ "kill": {
+# %% 15.1 told: made up | "wrap" is missing: paste all that its run.json holds
+def what_the_runs_wrote():
+    return {name: {"world_size": 2, "loss": 0.02, "step_s": 0.1} for name in ("ddp", "fully_shard", "killed")}
+
+
 # %% 15.1 told: text | a dict was expected
 def what_the_runs_wrote():
     return '{"ddp": {}}'

@@ -14,7 +14,7 @@ from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import SERVER, noted_ring, require, several, tensors, worlds
+from .shared import SERVER, in_words, noted_ring, require, several, tensors, worlds
 
 SCHEDULES = load_tasks(8)
 
@@ -94,8 +94,9 @@ class ShardedStep:
                         sharded_step(weights, chunks, update, group)
                     except IndexError as error:
                         raise Wrong(
-                            f"with {size} ranks: {error}: are rank, number of ranks and both"
-                            " collectives those of `group`?"
+                            f"with {size} ranks: {error}: the last rank has the sum of chunk 0,"
+                            " so its index is (rank + 1) % K; and are rank, K and both collectives"
+                            " those of `group`?"
                         ) from error
                     yield "weights", f"with {size} ranks, after step {turn}", flat.clone()
             sent = torch.tensor([traffic.bytes_sent // 3])
@@ -298,6 +299,14 @@ class CountingThread:
         self.executor.submit(lambda: None).result()
 
 
+FAULTS = {
+    "data is not allocated": "the memory of the whole parameter was given back: take it again, by"
+    " storage.resize_(nbytes), before anything is written into it",
+    "assign a gradient": "`own` is float32, and so is its gradient: make the gradients float32 before"
+    " they are summed",
+}
+
+
 class HookedModel:
     """Linear layers with a tanh between them; hooks call the learner's three functions."""
 
@@ -320,7 +329,8 @@ class HookedModel:
             "a layer was freed before its gradient was there: only `finish` frees it in the backward"
             " pass",
         )
-        self.finish(layer, self.thread)
+        with in_words(FAULTS):
+            self.finish(layer, self.thread)
         require(
             self.thread.submitted > submitted,
             "finish sums in its own thread, while a gather may run in the other one, and their"
@@ -337,7 +347,8 @@ class HookedModel:
         for ahead in (number, following):
             if 0 <= ahead < len(self.layers):
                 before = self.thread.last
-                future = self.fetch(self.layers[ahead], self.thread)
+                with in_words(FAULTS):
+                    future = self.fetch(self.layers[ahead], self.thread)
                 if self.thread.last is not before and self.thread.last in self.thread.waited_for:
                     self.fault = (
                         "fetch waits for its gather, so nothing computes under it: return the"
@@ -348,7 +359,8 @@ class HookedModel:
                     f"fetch returned {future!r}; the future of thread.submit was expected",
                 )
                 if ahead == number:
-                    future.result()
+                    with in_words(FAULTS):
+                        future.result()
                     require(
                         self.layers[number].storage.nbytes() > 0,
                         f"layer {number} is about to compute and has no memory: after free, fetch"

@@ -404,6 +404,10 @@ class StageWithMessages:
 
 
 CAUSES = {
+    "object has no attribute 'inputs'": "only the first stage has them, and `before` is None there alone;"
+    " rank 0 counts as false, so ask `is None`",
+    "object has no attribute 'targets'": "only the last stage has them: there `after` is None",
+    "object has no attribute 'loss'": "only the last stage has one: there `after` is None",
     "'NoneType' object has no attribute": "what is None? What came from the stage before has a"
     " gradient, x.grad, only if it asks for one before the module runs: requires_grad_()",
     "a second time": "is each micro-batch kept under its own number, and does backward take that one?",

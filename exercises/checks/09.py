@@ -12,7 +12,7 @@ from ddp_course.checking.checks import task
 from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import require, several, tensors, worlds
+from .shared import in_words, require, several, tensors, worlds
 
 RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 
@@ -137,7 +137,13 @@ class MakeMesh:
                     calls.append(group)
                     return group
 
-                groups = make_mesh(rank, dict(sizes), new_group)
+                try:
+                    groups = make_mesh(rank, dict(sizes), new_group)
+                except KeyError as error:
+                    raise Wrong(
+                        f"{about}: KeyError: {error}: a mesh may have other axes: take their names,"
+                        " their number and their order from `sizes`"
+                    ) from error
                 calls_by_rank.append([group.ranks for group in calls])
                 groups_by_rank.append(groups)
                 for axis in sizes:
@@ -340,6 +346,11 @@ class CountedSums:
 
 
 WORDS = 11  # The vocabulary of 9.6.
+UNEQUAL = (
+    "the ranks' tensors differ in shape, or a rank makes another call: a rank may have fewer columns"
+    " than another, so take the largest, or the sum, of its own columns first, and give all_max or all_sum"
+    " one number per token"
+)
 
 
 @task(
@@ -372,7 +383,8 @@ class LossOfSplitVocabulary:
             about = f"with {size} ranks" if size > 1 else "on one rank"
             others = targets.clone(), int(words[0]), sums.all_max, sums.all_sum
             try:
-                loss = SplitLoss.apply(inside, *others)
+                with in_words({"all ranks must call the same collective": UNEQUAL}):
+                    loss = SplitLoss.apply(inside, *others)
             except IndexError as error:
                 raise Wrong(
                     f"{about}: {error}: a target may be in another rank's columns"

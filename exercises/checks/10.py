@@ -9,7 +9,7 @@ from ddp_course import problems, stage1_single
 from ddp_course.checking.checks import task
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import noted_ring, require, several, tensors, worlds
+from .shared import in_words, noted_ring, require, several, tensors, worlds
 
 
 def plain(indices):
@@ -164,6 +164,12 @@ def learns(rate):
     return sum(stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)[-10:]) / 10 < 1
 
 
+ONCE = (
+    "a rank calls all_reduce once for each of its micro-batches, and ranks have different numbers of them:"
+    " add up this rank's tokens first, then one call is enough"
+)
+
+
 @task("10.6", "losses_for_backward", {"gradient": 2, "one sum": 1}, ranks=4)
 class LossesForBackward:
     """Sums of losses over the number of all tokens, times K, since DDP divides by K."""
@@ -184,17 +190,20 @@ class LossesForBackward:
                 sums.append(count * token.square())
             about = f"with {size} ranks of {counts[:size]} tokens"
             each = f"{about}: a loss for each micro-batch was expected"
-            losses = several(losses_for_backward(sums, list(own), all_reduce, size), len(own), each)
-            count = len(calls)
+            with in_words({"all ranks must call the same collective": f"{about}: {ONCE}"}):
+                losses = several(
+                    losses_for_backward(sums, list(own), all_reduce, size), len(own), each
+                )
+                count = len(calls)
 
-            def twice(tensor, *groups, all_reduce=all_reduce):
-                return all_reduce(tensor, *groups).mul_(2)
+                def twice(tensor, *groups, all_reduce=all_reduce):
+                    return all_reduce(tensor, *groups).mul_(2)
 
-            lighter = several(losses_for_backward(sums, list(own), twice, size), len(own), each)
-            for loss in losses:
-                loss.backward(retain_graph=True)
-            gradient = parameter.grad / size
-            ring_all_reduce(gradient, group)
+                lighter = several(losses_for_backward(sums, list(own), twice, size), len(own), each)
+                for loss in losses:
+                    loss.backward(retain_graph=True)
+                gradient = parameter.grad / size
+                ring_all_reduce(gradient, group)
             require(
                 not gradient.isnan().any(),
                 f"{about} the gradient is not a number: a micro-batch without tokens has no mean,"

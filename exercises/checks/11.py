@@ -19,7 +19,7 @@ from ddp_course.checking.diagnosis import kind_of, same
 from ddp_course.checking.plain import ODD
 from ddp_course.errors import Wrong
 
-from .shared import require, several, tensors
+from .shared import in_words, require, several, tensors
 
 EX1 = load_tasks(1)  # Exercise 1 makes the batches.
 
@@ -393,6 +393,12 @@ class Clinic:
             yield patient, f"{patient}, the kind", of_kind
 
 
+JOINED = {
+    "expected Tensor": "torch.cat joins tensors, and the number of the step is none: it stays as it is",
+    "non-empty list": "no old part is left for a new rank: put all parts end to end, then cut",
+}
+
+
 @task("11.6", "reshard", {"fewer ranks": 1, "more ranks": 1, "memory": 1}, bound=0)
 class Reshard:
     """Chunks of all old ranks end to end, cut anew for the new ones."""
@@ -409,12 +415,14 @@ class Reshard:
             for rank in range(before):
                 part = {name: w.tensor_split(before)[rank].clone() for name, w in wholes.items()}
                 saved.append({"step": step, **part})
+            about = f"saved on {before} ranks, loaded on {after}"
             for rank in range(after):
                 try:
-                    state = reshard(saved, rank, after)
+                    with in_words({words: f"{about}: {cause}" for words, cause in JOINED.items()}):
+                        state = reshard(saved, rank, after)
                 except IndexError as error:
                     raise Wrong(
-                        f"saved on {before} ranks, loaded on {after}, rank {rank}: {error}: `saved` has"
+                        f"{about}, rank {rank}: {error}: `saved` has"
                         f" {before} parts, and `chunk` may make fewer pieces than asked for"
                     ) from error
                 yield "", f"{before} {after} {rank}", (state, memory_behind(state))

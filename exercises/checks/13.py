@@ -203,10 +203,15 @@ class LayerUnderFsdp:
                 )
             )
         cases = []
-        for forward, backward in ((0.02, 0.05), (0.001, 0.002), (0.004, 0.03)):
+        # In the last case the forward pass is bound by sending and the backward pass by computing.
+        for forward, backward, gpus in (
+            (0.02, 0.05, (2, 8, 64)),
+            (0.001, 0.002, (2, 8, 64)),
+            (0.004, 0.04, (8, 64)),
+        ):
             weights = random.randrange(150, 250) * 1e6
             cases.append(
-                (forward, backward, weights, random.choice((2, 8, 64)), random.uniform(3e10, 6e10))
+                (forward, backward, weights, random.choice(gpus), random.uniform(3e10, 6e10))
             )
         return {"layers": layers, "cases": cases}
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_course.checking.checks import task
 
-from .shared import noted_ring, several, tensors, worlds
+from .shared import noted_ring, require, several, tensors, worlds
 
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
@@ -225,6 +225,11 @@ def on_three(int8_mean, gradients, left, about):
             calls = []
 
             def gather(tensor, calls=calls, rank=rank):
+                require(
+                    isinstance(tensor, torch.Tensor),
+                    f"{about}: gather takes a tensor, not {tensor!r:.40}: the scale is a tensor of one"
+                    " number",
+                )
                 calls.append(tensor.clone())
                 place = len(calls) - 1
                 if len(given[rank]) == place:

@@ -39,8 +39,12 @@ def read_runs(runs, *names):
     for name in names:
         run = runs.get(name) if isinstance(runs, dict) else None
         require(isinstance(run, dict), f'the run.json of "{name}" is missing: a dict was expected')
-        odd = [key for key, kind in HOLDS.items() if not isinstance(run.get(key), kind)]
-        require(not odd, f'"{name}": run.json has another "{odd[:1]}"')
+        for key, kind in HOLDS.items():
+            require(key in run, f'"{name}": "{key}" is missing: paste all that its run.json holds')
+            require(
+                isinstance(run[key], kind),
+                f'"{name}": "{key}" is {run[key]!r:.40}, not what a run.json holds: paste all of it',
+            )
         chosen.append(run)
     return chosen
 

@@ -1,6 +1,7 @@
 """What several exercises draw, forbid and require, and a ring that notes what it is called with."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,10 +41,26 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
     calls: list = []
 
     def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
+        require(
+            isinstance(tensor, torch.Tensor),
+            f"all_reduce takes a tensor, not {tensor!r:.40}: make one of it, such as torch.tensor(5.0)",
+        )
         calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
         return ring_all_reduce(tensor, group)
 
     return all_reduce, calls
+
+
+@contextmanager
+def in_words(causes: dict[str, str]) -> Iterator[None]:
+    """Where an error's message has certain words in it, raise Wrong with its cause instead."""
+    try:
+        yield
+    except Exception as error:
+        for words, cause in causes.items():
+            if words in str(error):
+                raise Wrong(cause) from error
+        raise
 
 
 def copied_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
