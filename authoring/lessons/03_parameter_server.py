@@ -321,9 +321,8 @@ def taken_apart():
     return waiting.seconds, whole.seconds
 
 
-ranks = launch(taken_apart, world_size=K, link=link, device="cpu")
-pieces = [max(piece) for piece in zip(*ranks)]
-total, incoming = torch.ones(p // 4), torch.ones(p // 4)
+pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link, device="cpu"))]
+total, incoming = torch.ones(2, p // 4)
 total += incoming  # The first addition also wakes torch's threads.
 with timing.stopwatch() as adding:
     for _ in range(K - 1):

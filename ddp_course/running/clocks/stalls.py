@@ -41,10 +41,11 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     end = real_clock() + GATHER_S
     while not all(table.lines[rank, 0] for rank in ranks) and real_clock() < end:
         real_sleep(0.002)
-    lines = [bytes(table.lines[rank]).rstrip(b"\0").decode("utf-8", "replace") for rank in ranks]
-    ended = sorted(set(range(table.ranks)) - set(ranks))
-    lines += [f"rank {rank} has returned" for rank in ended]
-    return DeadlockError("deadlock: " + "; ".join(filter(None, lines)))
+    # A rank that was told of the deadlock before may have ended: it has left its line.
+    texts = [bytes(line).rstrip(b"\0").decode("utf-8", "replace") for line in table.lines]
+    lines = [text for text in texts if text]
+    lines += [f"rank {rank} has returned" for rank, text in enumerate(texts) if not text]
+    return DeadlockError("deadlock: " + "; ".join(lines))
 
 
 def line_of(frame: Any) -> str:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from ddp_course import Link, launch
 from ddp_course.errors import RankError
+from ddp_course.running.clocks import stalls
+from ddp_course.running.clocks.clock import Clock
+from ddp_course.running.clocks.table import BLOCKED, FREE, LINE, STATE, Table
 
 LARGE = 2**20
 
@@ -130,6 +133,18 @@ def test_a_deadlock_is_named_with_all_ranks_and_lines(program):
     assert re.search(said, caught.value.message), caught.value.message
     waiting = re.findall(r"rank \d+ waits .*? since [\d.]+ s, (.*?)(?:;|$)", caught.value.message)
     assert all(line.startswith("test_deadlocks.py line ") for line in waiting), waiting
+
+
+def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_later():
+    table = Table([0, 1])
+    late = Clock(table, table.own_threads()[0], 0)
+    table.threads[STATE, late.slot] = BLOCKED
+    table.threads[STATE, table.threads_per_rank] = FREE  # rank 1 has raised the error, and ended
+    line = b"rank 1 waits for another thread"
+    table.lines[1] = list(line.ljust(LINE, b"\0"))
+    message = str(stalls.deadlock(late, "for another thread"))
+    assert "rank 0 waits for another thread" in message
+    assert message.endswith("; rank 1 waits for another thread")
 
 
 def one_raises_and_the_other_waits():
