@@ -52,7 +52,7 @@ def gather(
 ) -> list[Evidence]:
     """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
     before anything of it runs, they keep to them. `took` are the seconds of the solutions; without
-    them the first attempt is a solution.
+    them the first attempt must be one that ends: the solution, or an answer that does nothing.
     """
     results: list[Evidence] = []
     waiting = list(attempts)

@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> None:
     folder = args.folder.resolve()
     for path in bring(folder):
         print(
-            f"{path}: kept yours; the course's own is another, which comes when you rename or"
-            " delete yours"
+            f"{path}: kept yours; the course has another, which comes when you rename or delete"
+            " yours"
         )
     print(f"Your copies of the course are in {folder}, and what you change there stays.")
     if args.no_open:
@@ -118,7 +118,9 @@ def prepare_environment(folder: Path) -> None:
     """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in
     `folder`; style it.
     """
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )
     os.chdir(folder)
     home = folder / ".jupyter"
     files = {

@@ -84,8 +84,8 @@ def use_huge_pages() -> None:
     """
     for line in read(Path("/proc/self/maps")).splitlines():
         area, rights, *_ = line.split()
-        first, end = (int(address, 16) for address in area.split("-"))
         if rights == "rw-p":
+            first, end = (int(address, 16) for address in area.split("-"))
             libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_COLLAPSE)
 
 

@@ -8,9 +8,11 @@ import sys
 import time
 
 import pytest
+import tqdm
 
 from ddp_course import cli
-from ddp_course.commands import as_typed, lab
+from ddp_course.commands import as_typed, compare, lab
+from ddp_course.measuring import comparison
 from ddp_course.running import waiting
 from ddp_course.running.learners_copy import RECORD
 
@@ -145,9 +147,23 @@ def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch)
     assert shown[io.StringIO] == ""
 
 
+def slowly(function):
+    """The function, as a slow machine carries it out."""
+
+    def call(*args, **kwargs):
+        time.sleep(0.5)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def test_compare_counts_seconds_before_its_first_bar_and_before_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     monkeypatch.setattr("sys.stderr", Terminal())
+    # Where a test before has had a kernel in this process, the bar would be a widget.
+    monkeypatch.setattr("tqdm.auto.tqdm", tqdm.tqdm)
+    for module, name in ((comparison, "device_and_link"), (compare, "save")):
+        monkeypatch.setattr(module, name, slowly(getattr(module, name)))
     options = ["--world-size", "1", "--stages", "1", "--steps", "1"]
     assert cli.main(["compare", *options, "--out", str(tmp_path)]) == 0
     before_bar, _, after_bar = sys.stderr.getvalue().partition("single device:")

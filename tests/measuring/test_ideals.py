@@ -60,15 +60,6 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
     assert compute_s < seconds(8 * 3 * 0.75 * p / compute_s) < 2 * compute_s
 
 
-def test_fully_sharded_ranks_update_their_part_only():
-    job = job_of()
-    device = Device("2GFLOP/s", memory="10MB/s")
-    work = job.work(device, 4)
-    seconds = ideals.gathered_seconds(ladder.find("7"), job, device, theory.Costs(0.0, 0.0))
-    assert work.update_s > 0.1
-    assert seconds == pytest.approx(work.compute_s - work.update_s + work.update_s / 4)
-
-
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     """Three equal blocks whose gathers and sums take as long as a forward pass, 1."""
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
