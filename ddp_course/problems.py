@@ -93,7 +93,7 @@ class Problem:
         as it is.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return self.new_model().to(self.device, self.dtype)
 
     def batches(

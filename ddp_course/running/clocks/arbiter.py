@@ -53,8 +53,11 @@ def settle(table: Table) -> None:
     floors = threads[FLOOR]  # `argmin` and one index take a third of the time of `min`
     timers = threads[TIMER]
     while True:
-        rows = pending(table) if head[PENDING] else []
-        ready = min((table.rows[MOMENT, row] for row in rows), default=FOREVER)
+        ready = FOREVER
+        if head[PENDING]:
+            rows = (table.arrays["rows"][STAGE] == READY).nonzero()[0]
+            moments = table.arrays["rows"][MOMENT, rows]
+            ready = int(moments.min(initial=FOREVER))
         timer = table.threads[TIMER, int(timers.argmin())]
         moment = min(ready, timer)
         floor = table.threads[FLOOR, int(floors.argmin())]
@@ -65,7 +68,7 @@ def settle(table: Table) -> None:
             break
         head[LATEST] = moment
         if ready == moment:
-            due = [row for row in rows if table.rows[MOMENT, row] == moment]
+            due = rows[moments == moment].tolist()
             for row in sorted(due, key=lambda row: [table.rows[field, row] for field in ORDER]):
                 book(table, row)
         else:
@@ -89,11 +92,6 @@ def first_due(table: Table, moment: int) -> int:
         return slot // table.threads_per_rank, table.threads[NUMBER, slot]
 
     return min(due, key=rank_and_number)
-
-
-def pending(table: Table) -> list[int]:
-    """Return the rows that are ready and not booked."""
-    return (table.arrays["rows"][STAGE] == READY).nonzero()[0].tolist()
 
 
 def make_ready(table: Table, row: int) -> None:

@@ -28,7 +28,15 @@ from .table import (
 QUESTION = 10_000_000  # a question that is answered with "no" takes 10 microseconds
 
 process: Any = SimpleNamespace(table=None, started=0, threads=0, needed=0, daemons=set(), calls={})
-local = threading.local()
+
+
+class Local(threading.local):
+    """What each thread has of its own."""
+
+    clock: "Clock | None" = None
+
+
+local = Local()
 
 
 class Clock:
@@ -122,7 +130,7 @@ class Clock:
 
 def own() -> Clock | None:
     """Return this thread's clock, or None if it has none."""
-    return getattr(local, "clock", None)
+    return local.clock
 
 
 def moment() -> int:

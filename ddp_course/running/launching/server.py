@@ -34,12 +34,13 @@ from ddp_course.running import linux
 from ddp_course.running.launching import protocol
 
 AGENT = "ddp_course.running.launching.agent"
-COURSE = [  # Every launch needs these modules, with all that they import.
+COURSE = [  # Launches and comparisons need these modules, with all that they import.
     AGENT,
     "ddp_course.running.launching.rank",
     "ddp_course.running.links.link",
     "ddp_course.running.clocks.group",
     "ddp_course.running.clocks.threads",
+    "ddp_course.measuring.comparison",
 ]
 CALLER = os.getppid()
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
