@@ -52,7 +52,9 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
                     markeredgewidth=1.8,
                     color=colour,
                 )
-        axes.axhline(100 * KNEE, color="#777777", linewidth=1, linestyle=":")
+        axes.axhline(
+            100 * KNEE, color="#777777", linewidth=1, linestyle=":", label=f"{KNEE:.0%} efficient"
+        )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         axes.set(

@@ -328,7 +328,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
             color=STAGE_COLOURS["5"],
             label="the program, in virtual time",
         )
-        below.axvline(cap, color="#777777", linestyle=":")
+        below.axvline(cap, color="#777777", linestyle=":", label="the cap above")
         plots.logarithmic(below, "x")
         highest = max(*[ms for _, ms in measured], *times.values())
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
