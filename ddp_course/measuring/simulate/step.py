@@ -13,15 +13,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import theory
+from ..theory import Costs
 from ..timeline import Span
-from .algorithms import PROGRAMS
 from .model import Profile, assign_buckets
-from .network import Network, Simulation
 
 KNEE = 0.9  # Scaling has ended where the efficiency is lower.
+
+
+class Network(NamedTuple):
+    """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each."""
+
+    link: Costs
+    local: Costs | None = None
+    per_host: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,23 +101,6 @@ def simulate(
     sending_s = sum(span.seconds for span in spans if span.lane == "network")
     sizes = tuple(full_after[bucket[-1]] for bucket in buckets)
     return Step(world_size, end, profile.compute_s, sending_s, sizes, tuple(spans))
-
-
-def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
-    """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets
-    the options. Raises ValueError for an algorithm of which no messages are known.
-    """
-    theory.check_sizes(nbytes, world_size)
-    if not callable(algorithm) and algorithm not in PROGRAMS:
-        raise ValueError(
-            f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or time'
-            " your own in virtual time: timing.time_collective"
-        )
-    program = algorithm if callable(algorithm) else PROGRAMS[algorithm]
-    simulation = Simulation(network)
-    return simulation.play(
-        program(rank, world_size, nbytes, simulation, **options) for rank in range(world_size)
-    )
 
 
 def knee(steps: Iterable[Step]) -> int | None:
