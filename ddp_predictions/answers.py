@@ -123,7 +123,7 @@ class Answer:
         runs = [replace(self.run, way=way) for way in WAYS if way != self.run.way]
         if self.run.gpus <= self.run.inside_host:
             runs = [run for run in runs if run.way not in ("hybrid", "zero1 in host")]
-        return sorted((answer(run) for run in runs), key=lambda other: other.step_s)
+        return sorted((answer_of(run) for run in runs), key=lambda other: other.step_s)
 
     def columns(self) -> dict[str, Any]:
         """The columns that a table gains."""
@@ -249,7 +249,7 @@ def describe(run: Run) -> str:
     return ", ".join(words)
 
 
-def answer(run: Run, assumed: Any = ()) -> Answer:
+def answer_of(run: Run, assumed: Any = ()) -> Answer:
     """The answer for a run."""
     return Answer(run, step(run), memory_gb(run), list(assumed))
 
@@ -258,7 +258,7 @@ def predict(**fields: Any) -> Answer:
     """How long a step takes; `fields` are columns as `runs` reads them. ValueError names one that
     cannot be.
     """
-    return answer(*read_run(fields))
+    return answer_of(*read_run(fields))
 
 
 def readable(value: float) -> str:
