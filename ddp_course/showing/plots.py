@@ -111,17 +111,19 @@ def panels(
         picture = Picture(width, height, message.replace("\n", " "), seen, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
-            look: Any = {
-                "fontsize": 9,
-                "color": "#555555",
-                "style": "italic",
-                "rotation": 90,
-                "va": "top",
-            }
             first = np.ravel(axes)[0]
             first.set_title(title, wrap=True)
             first.annotate(
-                kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look
+                kind,
+                (1, 1),
+                (5, 0),
+                "axes fraction",
+                "offset points",
+                fontsize=9,
+                color="#555555",
+                style="italic",
+                rotation=90,
+                va="top",
             )
         yield picture, axes
 
@@ -176,8 +178,8 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
     """
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
-        look: Any = {"color": stage.colour, "linewidth": width, "label": stage.label}
-        axes.plot(range(1, len(stage.loss) + 1), stage.loss, **look)
+        steps = range(1, len(stage.loss) + 1)
+        axes.plot(steps, stage.loss, color=stage.colour, linewidth=width, label=stage.label)
     title = "Loss (measured)"
     if len(stages) > 1:
         title += ": the curves lie on one another"
@@ -206,12 +208,8 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
         waiting = stage.communication_ms or 0.0
         computing = max(0.0, stage.step_ms - waiting)
         axes.barh(position, computing, color=stage.colour, height=0.62)
-        hatched: Any = {
-            "facecolor": "white",
-            "edgecolor": stage.colour,
-            "hatch": "////",
-        }
-        axes.barh(position, waiting, left=computing, height=0.62, **hatched)
+        hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
+        axes.barh(position, waiting, left=computing, edgecolor=stage.colour, **hatched)
         ideal = stage.ideal_ms
         if ideal:
             name = "predicted: compute, then the formula" if position == 0 else ""
@@ -224,7 +222,7 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
     axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
     axes.set_title(f"Step time ({kind}): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
-    axes.barh(0, 0, label="communication not hidden", **hatched | {"edgecolor": "#777777"})
+    axes.barh(0, 0, label="communication not hidden", edgecolor="#777777", **hatched)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
@@ -410,8 +408,9 @@ def curves(
             )
             if not points and len(set(ys)) == 1:
                 # A flat line carries its name, as a legend would cover it.
-                place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
-                axes.annotate(label, *place, ha="right", fontsize=9)
+                edge = axes.get_yaxis_transform()
+                above = "offset points"
+                axes.annotate(label, (1, ys[0]), (0, 3), edge, above, ha="right", fontsize=9)
                 line.set_label("_" + label)
         for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
             width_pt = 1.8
