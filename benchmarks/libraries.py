@@ -130,7 +130,7 @@ def gloo_ring(
     segments += -segments % world_size
     size = nbytes / segments
     moved = segments - segments // world_size
-    for _ in ("reduce-scatter", "allgather"):
+    for _ in range(2):  # reduce-scatter, then allgather
         in_flight = deque()
         for step in range(moved + 2):
             if step >= 2:

@@ -201,10 +201,13 @@ class Answer:
         answers = [self, *self.others()]
         width = max(other.step_s + other.step.hidden for other in answers)
         message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
-        seen = "Stacked bars of seconds, and bars of memory, by way"
+        description = "Stacked bars of seconds, and bars of memory, by way"
         height = 1.6 + 0.42 * len(answers)
         form: Any = {"kind": "derived", "sharey": True, "width_ratios": [2, 1]}
-        with panels(1, 2, 10, height, message, seen, title=message, **form) as (picture, axes):
+        with panels(1, 2, 10, height, message, description, title=message, **form) as (
+            picture,
+            axes,
+        ):
             for row, other in enumerate(answers):
                 draw_step(axes[0], row, other)
                 colour = "#0072B2" if other.fits else "#8C8C8C"

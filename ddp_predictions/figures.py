@@ -21,7 +21,7 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
             known.setdefault(row["table"], []).append(row)
     height = 0.9 + 0.5 * len(known)
     kind = "published; derived"
-    with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
+    with panels(1, 1, 9.6, height, description="Points by table", kind=kind) as (picture, axes):
         for place, name in enumerate(known):
             colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
             count = len(known[name])

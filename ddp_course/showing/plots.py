@@ -43,17 +43,17 @@ style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those
-    who cannot see it.
+    """A figure with a `message` (one line, what it shows) and, for those who cannot see it, a
+    `description` of what is in it.
 
     `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
     is at the right edge.
     """
 
-    def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
+    def __init__(self, width=7.2, height=3.6, message="", description="", kind=""):
         super().__init__(figsize=(width, height), layout="constrained")
         self.message = message
-        self.seen = seen
+        self.description = description
         self.kind = kind
 
     @property
@@ -64,7 +64,7 @@ class Picture(Figure):
     @property
     def alt(self) -> str:
         """The alternative text: what can be seen, and the caption."""
-        return ". ".join(part for part in (self.seen, self.caption) if part)
+        return ". ".join(part for part in (self.description, self.caption) if part)
 
     def png(self, dpi: float | None = None) -> bytes:
         """The figure as the bytes of a PNG file."""
@@ -96,7 +96,7 @@ def panels(
     width: float = 7.2,
     height: float = 3.6,
     message: str = "",
-    seen: str = "",
+    description: str = "",
     kind: str = "",
     title: str = "",
     **options: Any,
@@ -108,7 +108,7 @@ def panels(
     lines as it needs.
     """
     with style():
-        picture = Picture(width, height, message.replace("\n", " "), seen, kind)
+        picture = Picture(width, height, message.replace("\n", " "), description, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
             first = np.ravel(axes)[0]
@@ -135,9 +135,9 @@ def compare_figure(results: Comparison) -> Picture:
     stages = results.stages
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
-    seen = f"Four panels comparing {len(stages)} stages"
+    description = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, gridspec_kw=ratios) as (
         picture,
         axes,
     ):
@@ -347,8 +347,8 @@ def timeline_figure(
     if not align:
         origins = [min(origins, default=0.0)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
-    seen = f"Timeline with {len(lanes)} lanes"
-    with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
+    description = f"Timeline with {len(lanes)} lanes"
+    with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             spans = [[name, start - origin, end - origin, part] for name, start, end, part in lane]
             draw_lane(axes, row, spans)

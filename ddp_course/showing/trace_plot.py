@@ -28,8 +28,8 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         f" {len(recorded.reduced)} all-reduces take {sending:.0f} ms, on a stream of their own,"
         f" {100 * hidden_share(recorded.gpu):.0f} % of it hidden under the backward pass"
     )
-    seen = "A timeline of processor and GPU, and a part of it enlarged"
-    with panels(2, 1, 8.4, 4.4, message, seen, "measured", message) as (picture, axes):
+    description = "A timeline of processor and GPU, and a part of it enlarged"
+    with panels(2, 1, 8.4, 4.4, message, description, "measured", message) as (picture, axes):
         for axis in axes:
             for row, spans in enumerate((recorded.processor, recorded.gpu)):
                 lane = list(map(as_list, spans))
