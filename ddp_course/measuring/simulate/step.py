@@ -114,9 +114,8 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never
     rank by rank.
 
-    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link,
-    and a server adds up local and remote messages. ValueError where ranks do not fill hosts evenly,
-    and for other algorithms.
+    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link.
+    ValueError where ranks do not fill hosts evenly, and for other algorithms.
     """
     link = network.link
     local = network.local or network.link
@@ -126,12 +125,8 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
     if algorithm == "hierarchical_ring":
         return theory.seconds(algorithm, nbytes, world_size, link, local=local, per_host=per_host)
-    if algorithm in ("ring", "whole_gradient_ring"):
+    if algorithm == "ring":
         return max(theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local))
-    if algorithm == "parameter_server":
-        outside = (world_size - per_host) / (world_size - 1)
-        costs = [theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local)]
-        return outside * costs[0] + (1 - outside) * costs[1]
     raise ValueError(
         f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or"
         " hierarchical_ring"
