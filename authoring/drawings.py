@@ -100,7 +100,7 @@ class Drawing:
             self.text(self.x + width / 2, y + TALL / 2, own, bold=True)
         self.end_column(width, only)
 
-    def together(self, width, lines, arrows, size=12.0):
+    def all_ranks(self, width, lines, arrows, size=12.0):
         """A new box over all rows, and in it who sends to whom: pairs of devices."""
         self.begin_column(RANKS)
         self.box(self.x, TOP, width, BELOW - TOP, TOGETHER, new=True)
@@ -191,12 +191,12 @@ def data_parallel():
     drawing = Drawing(names=("master", "device 1", "device 2"))
     drawing.rows(64, ["batch", "all of it"], DATA, only=[0])
     hand_out = ["scatter, replicate", "to each a shard and", "a copy of the model"]
-    drawing.together(136, hand_out, TO_ALL)
+    drawing.all_ranks(136, hand_out, TO_ALL)
     drawing.rows(80, ["forward", "shard {n}"], FORWARD)
     compare = ["gather, loss", "outputs come in, the", "loss's gradient goes out"]
-    drawing.together(158, compare, BOTH_WAYS)
+    drawing.all_ranks(158, compare, BOTH_WAYS)
     drawing.rows(80, ["backward", "shard {n}"], BACKWARD)
-    drawing.together(126, ["reduce", "the master adds up", "three gradients"], TO_ONE)
+    drawing.all_ranks(126, ["reduce", "the master adds up", "three gradients"], TO_ONE)
     for row in (1, 2):
         drawing.text(drawing.x + 50, TOP + STEP * row + TALL / 2, ["its copy is", "thrown away"])
     drawing.rows(96, ["update", "one model"], UPDATE, only=[0])
@@ -225,7 +225,7 @@ def parameter_server():
     begin_of_a_rank(drawing, new=True)
     one_after_the_other(drawing)
     server = ["parameter server", "gradients to rank 0,", "their average back"]
-    drawing.together(170, server, BOTH_WAYS)
+    drawing.all_ranks(170, server, BOTH_WAYS)
     update_of_a_rank(drawing, new=True)
     return drawing
 
@@ -235,7 +235,7 @@ def ring_all_reduce():
     drawing = Drawing(gap=28)
     begin_of_a_rank(drawing)
     one_after_the_other(drawing)
-    drawing.together(170, ["ring all-reduce", "chunks of gradients,", "each to the right"], RING)
+    drawing.all_ranks(170, ["ring all-reduce", "chunks of gradients,", "each to the right"], RING)
     update_of_a_rank(drawing)
     return drawing
 
@@ -267,10 +267,10 @@ def complete():
     """Stage 6: what a complete DDP does before and after that."""
     drawing = Drawing(gap=14)
     drawing.rows(84, ["shard {n}", "or none left"], DATA, new=True)
-    drawing.together(98, ["buffers", "rank 0's to all"], TO_ALL)
+    drawing.all_ranks(98, ["buffers", "rank 0's to all"], TO_ALL)
     drawing.rows(112, ["forward", "who is unused?"], FORWARD, new=True)
     under_backward(drawing, 70, new=False)
-    drawing.together(100, ["bitmap", "who was used", "on any rank?"], RING)
+    drawing.all_ranks(100, ["bitmap", "who was used", "on any rank?"], RING)
     update_of_a_rank(drawing)
     return drawing
 
@@ -356,7 +356,7 @@ def tensor_parallel():
         drawing.text(drawing.x + 170, TOP - 12, [name])
         for part in parts:
             drawing.rows(82, part, fill, new=True)
-            drawing.together(74, summed, RING, size=11)
+            drawing.all_ranks(74, summed, RING, size=11)
     drawing.rows(76, ["update", "own slices"], UPDATE, new=True)
     return drawing
 

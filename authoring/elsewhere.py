@@ -20,7 +20,6 @@ FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab'
 NEEDED = (
     "cloudpickle",
     "pyroute2",
-    "simpy",
 )
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.

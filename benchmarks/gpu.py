@@ -183,11 +183,15 @@ def safety(args: argparse.Namespace) -> Part:
     torch.ones(1, device=device)  # This process must be on the GPU, too, when `mine` is listed.
     mine = processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
-        "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
-        "a rank killed in mid-collective": partial(
-            told, RankError, "killed: by SIGKILL", killed, device
+        "out of memory in one rank": partial(
+            raises_with, RankError, "rank 1", out_of_memory, device
         ),
-        "a rank that never comes": partial(told, LaunchTimeout, "", absent, device, timeout=8),
+        "a rank killed in mid-collective": partial(
+            raises_with, RankError, "killed: by SIGKILL", killed, device
+        ),
+        "a rank that never comes": partial(
+            raises_with, LaunchTimeout, "", absent, device, timeout=8
+        ),
     }
     if device != "cpu":
         checks["CUDA in the caller, then two launches"] = partial(after_cuda_in_the_caller, device)
@@ -245,7 +249,7 @@ def total() -> float:
     return number.item()
 
 
-def told(
+def raises_with(
     error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60
 ) -> bool:
     """Whether a launch of `function` raises `error` with `words` in its message."""
@@ -495,7 +499,7 @@ def answers(report: Row) -> list[Row]:
     parts = report["parts"]
     rows = []
 
-    def answer(question: str, what: str, right: bool | None, because: str) -> None:
+    def add_row(question: str, what: str, right: bool | None, because: str) -> None:
         words = {True: "yes", False: "no", None: f"not checked here, because {because}"}[right]
         rows.append({"is it": question, "what": what, "answer": words})
 
@@ -510,34 +514,34 @@ def answers(report: Row) -> list[Row]:
         right = None
         because = ONE_GPU if exact else NOT_ASKED
         if distances or any("ended by" in row for row in exact):
-            right = kept(parts["exactness"])
-        answer("right", f"all stages end like one device: {name}", right, because)
+            right = keeps_all(parts["exactness"])
+        add_row("right", f"all stages end like one device: {name}", right, because)
     for part, what in {
         "compare": "the comparison, stages 1 to 9",
         "lessons": 'the lessons\' cells "On your GPUs"',
         "tests": "the tests that are marked cuda",
     }.items():
-        answer("right", what, kept(parts.get(part)), NOT_ASKED)
+        add_row("right", what, keeps_all(parts.get(part)), NOT_ASKED)
     for row in parts.get("safety", {}).get("rows", []):
         if "check" in row:
             what = f"{row['check']} ({row['backend']})"
-            answer("safe", what, row["as it should be"], "nvidia-smi lists no processes")
+            add_row("safe", what, row["as it should be"], "nvidia-smi lists no processes")
             if row["backend"] == "gloo" and row["check"] in UNDER_NCCL:
-                answer("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
+                add_row("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
     steps_part = parts.get("steps", {})
     timed_rows = steps_part.get("rows") if steps_part.get("GPUs") else None
-    fast = kept(steps_part) if timed_rows else None
-    answer(
+    fast = keeps_all(steps_part) if timed_rows else None
+    add_row(
         "fast", "stage 6 takes as long and as much memory as torch's class", fast, "no GPU is here"
     )
     weak = "on all GPUs a step keeps 70 % of its speed, if the batch grows with them"
-    answer("fast", weak, kept(parts.get("scaling")), SEVERAL)
-    seen = "NCCL's all-reduces are in the profiler's trace of a step"
-    answer("right", seen, kept(parts.get("trace")), SEVERAL)
+    add_row("fast", weak, keeps_all(parts.get("scaling")), SEVERAL)
+    traced = "NCCL's all-reduces are in the profiler's trace of a step"
+    add_row("right", traced, keeps_all(parts.get("trace")), SEVERAL)
     return rows
 
 
-def kept(part: Row | None) -> bool | None:
+def keeps_all(part: Row | None) -> bool | None:
     """Whether all promises of a part are kept; None if nothing was promised."""
     if part is None or not part["promises"]:
         return None

@@ -133,11 +133,11 @@ def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
     networks.
     """
 
-    def on_two(row, numbers):
+    def step_on_two_gpus(row, numbers):
         return published.v100_step_s(row["model"], row["gpus_1"], 2, 10 ** numbers[0], numbers[1])
 
     exponent, interference = fit_within(
-        on_two, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2
+        step_on_two_gpus, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2
     )
     return 10**exponent, interference
 

@@ -11,15 +11,13 @@ and only two segments are under way.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp_course.measuring.simulate import resnets
-from ddp_course.measuring.simulate.network import Network
-from ddp_course.measuring.simulate.step import play, simulate
+from ddp_course.measuring.simulate import Network, resnets, simulate
 from ddp_course.measuring.theory import Costs
 from ddp_predictions.frozen import constants, numbers
 from ddp_predictions.runs import read_run
 from ddp_predictions.transformers import step
 
-from .libraries import gloo_ring, nccl_ring
+from .libraries import Simulation, gloo_ring, nccl_ring
 
 MIB = 2**20
 PER_HOST = 8
@@ -42,11 +40,14 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
     link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
     ranks = int(row["K"])
     nbytes = row["message_mib"] * MIB
+    simulation = Simulation(Network(link), handshake=row["library"] == "gloo")
     if row["library"] == "gloo":
-        return 1e3 * play(
-            gloo_ring, nbytes, ranks, Network(link, handshake=True), segment_s=extra / 1e3
-        )
-    return 1e3 * (play(nccl_ring, nbytes, ranks, Network(link)) + extra * delay)
+        programs = [
+            gloo_ring(rank, ranks, nbytes, simulation, extra / 1e3) for rank in range(ranks)
+        ]
+        return 1e3 * simulation.play(programs)
+    programs = [nccl_ring(rank, ranks, nbytes, simulation) for rank in range(ranks)]
+    return 1e3 * (simulation.play(programs) + extra * delay)
 
 
 def v100_step_s(

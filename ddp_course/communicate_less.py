@@ -43,9 +43,7 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-def fp16_hook(
-    group: dist.ProcessGroup | None, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
+def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep
     3 of 7 digits.
     """
@@ -141,9 +139,7 @@ class LowRank:
         return torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
-def passed_around(
-    tensors: list[Tensor], group: dist.ProcessGroup | None = None
-) -> list[list[Tensor]]:
+def passed_around(tensors: list[Tensor], group: wire.Group = None) -> list[list[Tensor]]:
     """All ranks' `tensors` in rank order, by K-1 steps of the ring's allgather."""
     rank, world_size, left, right = wire.neighbours(group)
     everything = [tensors] * world_size

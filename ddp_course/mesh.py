@@ -31,7 +31,7 @@ def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
     return groups
 
 
-def refuse_slices(parameters: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def refuse_slices(parameters: dict[str, Any], group: wire.Group) -> None:
     """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
     different slices, of which there is no average.
     """

@@ -3,6 +3,7 @@
 Zeros would do for the sum. But a parameter that no rank has used must have no gradient after the
 average either: a gradient of zeros lets weight decay and momentum change it. Negative zeros tell
 the two apart, without another message: -0.0 + 0.0 is 0.0, and only sums of -0.0 alone are -0.0.
+Stages 3 and 4 send such a tensor for each parameter, stage 7 has them in its flat message.
 """
 
 import torch
@@ -15,8 +16,13 @@ class Missing(torch.Tensor):
 
     def copy_(self, average: torch.Tensor) -> None:  # type: ignore[override]
         """Make the average the parameter's gradient, unless no rank has one."""
-        if not average.signbit().logical_and(average == 0).all():
+        if not is_missing(average).all():
             self.parameter.grad = average.clone()
+
+
+def is_missing(average: torch.Tensor) -> torch.Tensor:
+    """Where no rank had a gradient: the sum is a negative zero there."""
+    return (average == 0) & average.signbit()
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Answer:
         runs = [replace(self.run, way=way) for way in WAYS if way != self.run.way]
         if self.run.gpus <= self.run.inside_host:
             runs = [run for run in runs if run.way not in ("hybrid", "zero1 in host")]
-        return sorted((answer(run) for run in runs), key=lambda other: other.step_s)
+        return sorted((answer_of(run) for run in runs), key=lambda other: other.step_s)
 
     def columns(self) -> dict[str, Any]:
         """The columns that a table gains."""
@@ -201,10 +201,13 @@ class Answer:
         answers = [self, *self.others()]
         width = max(other.step_s + other.step.hidden for other in answers)
         message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
-        seen = "Stacked bars of seconds, and bars of memory, by way"
+        description = "Stacked bars of seconds, and bars of memory, by way"
         height = 1.6 + 0.42 * len(answers)
         form: Any = {"kind": "derived", "sharey": True, "width_ratios": [2, 1]}
-        with panels(1, 2, 10, height, message, seen, title=message, **form) as (picture, axes):
+        with panels(1, 2, 10, height, message, description, title=message, **form) as (
+            picture,
+            axes,
+        ):
             for row, other in enumerate(answers):
                 draw_step(axes[0], row, other)
                 colour = "#0072B2" if other.fits else "#8C8C8C"
@@ -249,7 +252,7 @@ def describe(run: Run) -> str:
     return ", ".join(words)
 
 
-def answer(run: Run, assumed: Any = ()) -> Answer:
+def answer_of(run: Run, assumed: Any = ()) -> Answer:
     """The answer for a run."""
     return Answer(run, step(run), memory_gb(run), list(assumed))
 
@@ -258,7 +261,7 @@ def predict(**fields: Any) -> Answer:
     """How long a step takes; `fields` are columns as `runs` reads them. ValueError names one that
     cannot be.
     """
-    return answer(*read_run(fields))
+    return answer_of(*read_run(fields))
 
 
 def readable(value: float) -> str:

@@ -21,12 +21,12 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
             known.setdefault(row["table"], []).append(row)
     height = 0.9 + 0.5 * len(known)
     kind = "published; derived"
-    with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
+    with panels(1, 1, 9.6, height, description="Points by table", kind=kind) as (picture, axes):
         for place, name in enumerate(known):
             colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
             count = len(known[name])
             for index, row in enumerate(known[name]):
-                height = place + 0.5 * ((index + 0.5) / count - 0.5)
+                y = place + 0.5 * ((index + 0.5) / count - 0.5)
                 ratio = 1 + row["error"]
                 mark = "o"
                 if ratio > EDGE:
@@ -35,7 +35,7 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
                 face = colour
                 if row["calibrated"]:
                     face = "none"
-                axes.plot(ratio, height, mark, ms=4.5, markeredgecolor=colour, markerfacecolor=face)
+                axes.plot(ratio, y, mark, ms=4.5, markeredgecolor=colour, markerfacecolor=face)
         axes.axvline(1, color="black", linewidth=1)
         axes.set_xscale("log", base=2)
         ticks = [0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2]

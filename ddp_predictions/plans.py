@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ddp_course.measuring import facts
 
-from .answers import CLOSE, ROOM, Answer, answer, describe, readable
+from .answers import CLOSE, ROOM, Answer, answer_of, describe, readable
 from .runs import Reader, read_run
 from .transformers import SHARDED, WAYS, Run, step, tokens_per_s
 
@@ -104,20 +104,20 @@ def decide(batch: Any = None, **fields: Any) -> Decision:
     given = 4 * run.gpus if batch is None else batch
     batch = Reader({"batch": given}).whole("batch")
     assumed.append(f"{batch:,} sequences per step")
-    answers = [answer(setting, assumed) for setting in settings(run, batch)]
+    answers = [answer_of(setting, assumed) for setting in settings(run, batch)]
     if not answers:
         raise ValueError(f'"batch" is {batch}; choose a multiple of the {run.gpus} GPUs')
-    fitting = [one for one in answers if one.memory_gb <= ROOM * one.capacity_gb]
-    least = min(one.memory_gb for one in answers)
+    fitting = [each for each in answers if each.memory_gb <= ROOM * each.capacity_gb]
+    least = min(each.memory_gb for each in answers)
     if not fitting:
         return Decision(None, [], 0, len(answers), least)
-    fastest = min(one.step_s for one in fitting)
-    near = [one for one in fitting if one.step_s <= (1 + CLOSE) * fastest]
-    chosen = min(near, key=lambda one: (complexity(one.run), one.step_s))
+    fastest = min(each.step_s for each in fitting)
+    near = [each for each in fitting if each.step_s <= (1 + CLOSE) * fastest]
+    chosen = min(near, key=lambda each: (complexity(each.run), each.step_s))
     best: dict[str, Answer] = {}
-    for one in sorted(fitting, key=lambda one: one.step_s):
-        best.setdefault(f"{one.run.way} {one.run.tensor} {one.run.pipeline}", one)
-    kinds = [one for one in best.values() if describe(one.run) != describe(chosen.run)]
+    for each in sorted(fitting, key=lambda each: each.step_s):
+        best.setdefault(f"{each.run.way} {each.run.tensor} {each.run.pipeline}", each)
+    kinds = [each for each in best.values() if describe(each.run) != describe(chosen.run)]
     return Decision(chosen, kinds[:3], len(fitting), len(answers), least)
 
 

@@ -116,7 +116,7 @@ class Run:
         return self.layers * self.weights + 2 * self.vocab * self.hidden
 
     @property
-    def kept(self) -> float:
+    def weights_on_gpu(self) -> float:
         """Weights of a GPU before they are sharded over copies."""
         layers = ceil(self.layers / self.pipeline) * self.weights
         return (layers + 2 * self.vocab * self.hidden / self.pipeline) / self.tensor
@@ -236,7 +236,7 @@ def sharded_sending(run: Run, machine: Machine, layers: int, computing: Any, num
     sending = run.accumulate * layers * (gather + second + scatter)
     copies = run.data // run.shards
     stride = run.tensor * run.shards
-    shard = run.reduce_bytes * run.kept / run.shards
+    shard = run.reduce_bytes * run.weights_on_gpu / run.shards
     average = 2 * ring(run, machine, shard, copies, stride, numbers)
     under = layers * backward
     once = longer(under, average, numbers) - under if average else 0.0
@@ -246,7 +246,7 @@ def sharded_sending(run: Run, machine: Machine, layers: int, computing: Any, num
 def averaging(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
     """The same three numbers for copies that keep whole weights: ZeRO-1, and DDP with one shard."""
     forward, backward = (layers * sum(work) for work in computing)
-    nbytes = 2 * run.kept
+    nbytes = 2 * run.weights_on_gpu
     gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
     copies = run.data // run.shards
     stride = run.tensor * run.shards
@@ -287,8 +287,8 @@ def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
         handed = 4 * run.tokens * run.hidden / run.tensor / across
     layer = sum(forward) + sum(backward)
     stage = layers * layer + shown + handed
-    whole = run.kept if run.way in ("ddp", "zero1", "zero1 in host") else 0.0
-    own = run.kept / run.shards
+    whole = run.weights_on_gpu if run.way in ("ddp", "zero1", "zero1 in host") else 0.0
+    own = run.weights_on_gpu / run.shards
     update = (UPDATE * own + GRADIENT * whole) / machine.memory
     times = run.accumulate
     spent = [times * layers * (a + b) for a, b in zip(forward, backward, strict=True)]
@@ -321,7 +321,7 @@ def memory_gb(run: Run) -> dict[str, float]:
     state = 8 if run.pure else 16
     if run.way in SHARDED:
         per_weight = state / run.shards
-        gathered = 2 * run.kept if run.way == "zero2" else 4 * run.weights / run.tensor
+        gathered = 2 * run.weights_on_gpu if run.way == "zero2" else 4 * run.weights / run.tensor
     else:
         per_weight = 4 + (state - 4) / run.shards
         gathered = 0.0
@@ -334,7 +334,7 @@ def memory_gb(run: Run) -> dict[str, float]:
     layers = ceil(run.layers / run.pipeline)
     activations = in_flight * layers * left + run.recompute * layer
     kept = {
-        "weights, gradients, optimizer": per_weight * run.kept,
+        "weights, gradients, optimizer": per_weight * run.weights_on_gpu,
         "gathered layers": gathered,
         "activations": activations,
         "output words": 6 * n * run.vocab,

@@ -148,7 +148,7 @@ def code_cell(cell, page: Page, predictions: list) -> str:
     shows = re.match(r"show\.(source|diff)\(", cell.source)
     for output in cell.outputs:
         inner.append(
-            shown(
+            markdown_of(
                 output,
                 page,
                 predictions,
@@ -165,7 +165,7 @@ def fence(text: str, language: str) -> str:
     return f"{ticks}{language}\n{TERMINAL.sub('', text).rstrip()}\n{ticks}"
 
 
-def shown(output, page: Page, predictions: list, language: str | None) -> str:
+def markdown_of(output, page: Page, predictions: list, language: str | None) -> str:
     """One output of a cell; `language` is that of a text which is code."""
     if "data" not in output:
         text = output.get("text") or "\n".join(output.get("traceback", []))

@@ -124,23 +124,23 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     batches = data.DataLoader.__iter__
     save = torch.save
 
-    def noted(loader):
+    def note_samples(loader):
         samples: list[int] = []
         epochs.append((loader, samples))
         for batch in batches(loader):
             samples.extend(samples_of(batch))
             yield batch
 
-    def stepped(optimizer, *_):
+    def note_step(optimizer, *_):
         optimizers[:] = [optimizer]
         if epochs and epochs[-1] not in trained:
             trained.append(epochs[-1])
 
-    data.DataLoader.__iter__ = noted  # type: ignore[method-assign]
+    data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
     torch.save = lambda state, *_, **__: states.append(state)
     # The launch has made the process group, and ends it.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(note_step)
     try:
         run_script(source, arguments)
     finally:

@@ -10,7 +10,6 @@ from ..errors import EmulationError
 from ..running.devices import Device
 from ..running.devices.placement import usable_gpus
 from ..running.links import Link
-from ..running.links.link import parse_bandwidth
 from .job import Job
 
 # A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python
@@ -34,19 +33,15 @@ def device_and_link(
                 "GPUs have a speed of their own: leave --device-speed out, or choose --device cpu"
             )
         device = Device(speed)
-    elif speed == "auto" and not real and not isinstance(device, Device):
-        bandwidth = (
-            parse_bandwidth(link)
-            if isinstance(link, str) and link not in ("auto", "none")
-            else None
-        )
-        device = default_device(job, link.bandwidth if isinstance(link, Link) else bandwidth)
-    if link == "auto":
+    chosen = link if isinstance(link, Link) else None
+    if isinstance(link, str) and link not in ("auto", "none"):
+        chosen = Link(link, latency, mode=mode)
+    if speed == "auto" and not real and not isinstance(device, Device):
+        device = default_device(job, chosen.bandwidth if chosen else None)
+    if link == "auto" and not real:
         wanted = f"{default_bandwidth(job, device)}bit" if isinstance(device, Device) else "200Mbit"
-        link = None if real else Link(wanted, latency, mode=mode)
-    elif isinstance(link, str):
-        link = None if link == "none" else Link(link, latency, mode=mode)
-    return device, link
+        chosen = Link(wanted, latency, mode=mode)
+    return device, chosen
 
 
 def on_gpus(device: str) -> bool:

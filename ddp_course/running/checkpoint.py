@@ -174,16 +174,16 @@ def random_states() -> list[Any]:
     """
     name, keys, *position = np.random.get_state(legacy=True)
     of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    mine = {
+    own = {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *position],
         "torch": torch.get_rng_state(),
         "cuda": of_gpu,  # A rank has one GPU.
     }
     if not dist.is_initialized():
-        return [mine]
+        return [own]
     states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, mine)
+    dist.all_gather_object(states, own)
     return states
 
 

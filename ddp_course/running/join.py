@@ -46,10 +46,10 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         end_with_torchrun()
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
         os.environ.update(environment)
-        world_size, local = (
-            int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        )
-        own_device = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        _, devices = placement(device, local)
+        own_device = devices[int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = own_device
         settle_on(own_device)
         if local == world_size and sys.platform == "linux":
@@ -75,10 +75,10 @@ def check_step(store: dist.Store, rank: int) -> None:
     own = slurm_step(os.environ)
     if rank == 0:
         store.set("ddp_course/step", own)
-    found = store.get("ddp_course/step").decode()
-    if found != own:
+    owner = store.get("ddp_course/step").decode()
+    if owner != own:
         raise LaunchError(
-            f"the port {os.environ['MASTER_PORT']} belongs to step {found} of Slurm (job, step,"
+            f"the port {os.environ['MASTER_PORT']} belongs to step {owner} of Slurm (job, step,"
             f" restart), and this rank to {own}: set MASTER_PORT to a free port for one of them"
         )
 

@@ -176,9 +176,9 @@ def after_each_group(action: Callable[[], None]) -> None:
 
     @wraps(make)
     def make_and_act(*args: Any, **kwargs: Any) -> Any:
-        made = make(*args, **kwargs)
+        group = make(*args, **kwargs)
         action()
-        return made
+        return group
 
     distributed_c10d._new_process_group_helper = make_and_act
 

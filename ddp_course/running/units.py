@@ -23,11 +23,9 @@ def bits_per_second(text: str | int) -> float:
     )
 
 
-def seconds(text: str | int, zero: bool = True) -> float:
-    """Parse a time such as "5ms", "10us" or "0s"; raises EmulationError for other text, and for 0
-    unless `zero`.
-    """
-    return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
+def seconds(text: str | int) -> float:
+    """Parse a time such as "5ms", "10us" or "0s"; raises EmulationError for other text."""
+    return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero=True)
 
 
 def flops_per_second(text: str | int) -> float:

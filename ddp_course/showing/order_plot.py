@@ -47,9 +47,12 @@ def timeline(verdict: Any) -> Picture:
     bars = bars_of(verdict.events)
     lines = lines_of(verdict)
     height = 1.6 + 0.2 * len(lines) + 0.3 * sum(map(len, bars.values()))
-    seen = f"A timeline of {len(bars)} ranks, messages as bars"
+    description = f"A timeline of {len(bars)} ranks, messages as bars"
     title = verdict.kind or verdict.proof
-    with panels(1, 1, 8.4, height, str(verdict), seen, "virtual time", title) as (picture, axes):
+    with panels(1, 1, 8.4, height, str(verdict), description, "virtual time", title) as (
+        picture,
+        axes,
+    ):
         top = 0
         middles = {}
         for rank, lanes in bars.items():

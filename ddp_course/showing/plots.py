@@ -43,17 +43,17 @@ style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those
-    who cannot see it.
+    """A figure with a `message` (one line, what it shows) and, for those who cannot see it, a
+    `description` of what is in it.
 
     `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
     is at the right edge.
     """
 
-    def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
+    def __init__(self, width=7.2, height=3.6, message="", description="", kind=""):
         super().__init__(figsize=(width, height), layout="constrained")
         self.message = message
-        self.seen = seen
+        self.description = description
         self.kind = kind
 
     @property
@@ -64,7 +64,7 @@ class Picture(Figure):
     @property
     def alt(self) -> str:
         """The alternative text: what can be seen, and the caption."""
-        return ". ".join(part for part in (self.seen, self.caption) if part)
+        return ". ".join(part for part in (self.description, self.caption) if part)
 
     def png(self, dpi: float | None = None) -> bytes:
         """The figure as the bytes of a PNG file."""
@@ -96,7 +96,7 @@ def panels(
     width: float = 7.2,
     height: float = 3.6,
     message: str = "",
-    seen: str = "",
+    description: str = "",
     kind: str = "",
     title: str = "",
     **options: Any,
@@ -108,20 +108,22 @@ def panels(
     lines as it needs.
     """
     with style():
-        picture = Picture(width, height, message.replace("\n", " "), seen, kind)
+        picture = Picture(width, height, message.replace("\n", " "), description, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
-            look: Any = {
-                "fontsize": 9,
-                "color": "#555555",
-                "style": "italic",
-                "rotation": 90,
-                "va": "top",
-            }
             first = np.ravel(axes)[0]
             first.set_title(title, wrap=True)
             first.annotate(
-                kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look
+                kind,
+                (1, 1),
+                (5, 0),
+                "axes fraction",
+                "offset points",
+                fontsize=9,
+                color="#555555",
+                style="italic",
+                rotation=90,
+                va="top",
             )
         yield picture, axes
 
@@ -133,9 +135,9 @@ def compare_figure(results: Comparison) -> Picture:
     stages = results.stages
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
-    seen = f"Four panels comparing {len(stages)} stages"
+    description = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, gridspec_kw=ratios) as (
         picture,
         axes,
     ):
@@ -176,8 +178,8 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
     """
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
-        look: Any = {"color": stage.colour, "linewidth": width, "label": stage.label}
-        axes.plot(range(1, len(stage.loss) + 1), stage.loss, **look)
+        steps = range(1, len(stage.loss) + 1)
+        axes.plot(steps, stage.loss, color=stage.colour, linewidth=width, label=stage.label)
     title = "Loss (measured)"
     if len(stages) > 1:
         title += ": the curves lie on one another"
@@ -206,12 +208,8 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
         waiting = stage.communication_ms or 0.0
         computing = max(0.0, stage.step_ms - waiting)
         axes.barh(position, computing, color=stage.colour, height=0.62)
-        hatched: Any = {
-            "facecolor": "white",
-            "edgecolor": stage.colour,
-            "hatch": "////",
-        }
-        axes.barh(position, waiting, left=computing, height=0.62, **hatched)
+        hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
+        axes.barh(position, waiting, left=computing, edgecolor=stage.colour, **hatched)
         ideal = stage.ideal_ms
         if ideal:
             name = "predicted: compute, then the formula" if position == 0 else ""
@@ -224,7 +222,7 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
     axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
     axes.set_title(f"Step time ({kind}): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
-    axes.barh(0, 0, label="communication not hidden", **hatched | {"edgecolor": "#777777"})
+    axes.barh(0, 0, label="communication not hidden", edgecolor="#777777", **hatched)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
@@ -349,8 +347,8 @@ def timeline_figure(
     if not align:
         origins = [min(origins, default=0.0)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
-    seen = f"Timeline with {len(lanes)} lanes"
-    with panels(1, 1, 8.4, height, title, seen, kind, title) as (picture, axes):
+    description = f"Timeline with {len(lanes)} lanes"
+    with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             spans = [[name, start - origin, end - origin, part] for name, start, end, part in lane]
             draw_lane(axes, row, spans)
@@ -410,8 +408,9 @@ def curves(
             )
             if not points and len(set(ys)) == 1:
                 # A flat line carries its name, as a legend would cover it.
-                place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
-                axes.annotate(label, *place, ha="right", fontsize=9)
+                edge = axes.get_yaxis_transform()
+                above = "offset points"
+                axes.annotate(label, (1, ys[0]), (0, 3), edge, above, ha="right", fontsize=9)
                 line.set_label("_" + label)
         for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
             width_pt = 1.8

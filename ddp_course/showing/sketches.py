@@ -81,8 +81,8 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
 
 
 def _arrow(axes, start, end, y):
-    look = {"color": "#222222", "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", **look})
+    line = {"arrowstyle": "-|>", "color": "#222222", "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (end, y), (start, y), arrowprops=line)
 
 
 def _chunk(axes, x, y, contributors, world_size):
@@ -155,10 +155,9 @@ def _pass(axes, rank, ranks, span, last):
     letter = instruction.letter
     colour = PASSES[letter]
     second = instruction.stage >= ranks
-    look = {"facecolors": colour, "edgecolor": "white"}
-    if second:
-        look = {"facecolors": "white", "edgecolor": colour}
-    axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)
+    face, edge = ("white", colour) if second else (colour, "white")
+    bar = [(start, end - start)]
+    axes.broken_barh(bar, (rank - 0.4, 0.8), facecolors=face, edgecolor=edge)
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:
         shade = "black" if letter == "F" or second else "white"

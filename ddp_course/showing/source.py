@@ -34,14 +34,14 @@ class Source:
 
     def _repr_html_(self):
         coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
-        shown = (
+        block = (
             f'<div style="{_BLOCK}color:#111;background:#FCFCFC;padding:0.4em'
             f' 0.6em">{coloured}</div>'
         )
         return (
-            f"<details><summary>{escape(self.click)}</summary>{shown}</details>"
+            f"<details><summary>{escape(self.click)}</summary>{block}</details>"
             if self.click
-            else shown
+            else block
         )
 
 

@@ -7,7 +7,7 @@ from ..measuring.on_your_gpus import find_size, profile_step
 from ..measuring.timeline import hidden_share
 from ..running.devices.placement import usable_gpus
 from ..running.launching.launch import launch
-from .plots import Picture, draw_lane, name_rows, name_spans, panels
+from .plots import Picture, as_list, draw_lane, name_rows, name_spans, panels
 
 BEFORE_MS = 4.0  # The lower panel shows so much of the step before the first all-reduce begins,
 AFTER_MS = 3.0  # and so much after that.
@@ -28,11 +28,11 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         f" {len(recorded.reduced)} all-reduces take {sending:.0f} ms, on a stream of their own,"
         f" {100 * hidden_share(recorded.gpu):.0f} % of it hidden under the backward pass"
     )
-    seen = "A timeline of processor and GPU, and a part of it enlarged"
-    with panels(2, 1, 8.4, 4.4, message, seen, "measured", message) as (picture, axes):
+    description = "A timeline of processor and GPU, and a part of it enlarged"
+    with panels(2, 1, 8.4, 4.4, message, description, "measured", message) as (picture, axes):
         for axis in axes:
             for row, spans in enumerate((recorded.processor, recorded.gpu)):
-                lane = [[span.name, span.start, span.end, span.lane] for span in spans]
+                lane = list(map(as_list, spans))
                 draw_lane(axis, row, lane)
             name_rows(axis, ["processor", "GPU"])
         for number, (span, count) in enumerate(recorded.reduced):

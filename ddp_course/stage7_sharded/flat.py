@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..missing import is_missing
 from ..running import communication, wire
 from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
@@ -92,9 +93,8 @@ class Flat:
         """Make room for the gradients in one message; `places` has the views of those that are
         missing.
 
-        A parameter that gets no gradient keeps negative zeros: negative zero plus a number is that
-        number, so only the sum for a parameter without a gradient on any rank is negative zero, and
-        its shards are left as they are.
+        A parameter that gets no gradient keeps negative zeros, by which `missing` knows those
+        without one on any rank: their shards are left as they are.
         """
         self.gradient = torch.full_like(self.full, -0.0)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
@@ -140,8 +140,7 @@ class Flat:
         """The parameters of which this rank has elements, and some rank a gradient."""
         present = [p for p, (_, inside) in self.pieces.items() if inside.stop > inside.start]
         places = [self.pieces[parameter][1].start for parameter in present]
-        first = self.averages[places]
-        missing = ((first == 0) & first.signbit()).tolist()  # On a GPU it is read once.
+        missing = is_missing(self.averages[places]).tolist()  # On a GPU it is read once.
         return [parameter for parameter, none in zip(present, missing, strict=True) if not none]
 
     def drop_gradients(self):

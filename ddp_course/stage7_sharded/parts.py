@@ -102,9 +102,9 @@ class Part(torch.Tensor):
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
-            made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part)]
-            if not {each.shape for each in made} <= {each.shape for each in parts}:
+            if not {each.shape for each in tensors} <= {each.shape for each in parts}:
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
         return marked(result, cls.kind_of_results())
 

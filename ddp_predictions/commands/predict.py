@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_course.running import files
 
-from ..answers import Answer, answer
+from ..answers import Answer, answer_of
 from ..runs import read_run
 
 TEXTS = {
@@ -55,12 +55,12 @@ def main(args: argparse.Namespace) -> None:
             raise ValueError("a table and options of one run do not go together; take one of them")
         fill(args.file, args.out)
     elif given or args.config:
-        one(args, given)
+        predict_one_run(args, given)
     else:
         scores(args.out)
 
 
-def one(args: argparse.Namespace, given: dict[str, Any]) -> None:
+def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Print the answer for the run of the options, and write its picture where asked. Raises
     ValueError for a config.json that cannot be read.
     """
@@ -80,7 +80,7 @@ def one(args: argparse.Namespace, given: dict[str, Any]) -> None:
         print(decision.words())
         result = decision.chosen
     else:
-        result = answer(*read_run(fields))
+        result = answer_of(*read_run(fields))
         print(result.words())
     if args.figure and result:
         files.replace_file(args.figure, result.figure().png())
@@ -104,7 +104,7 @@ def fill(source: Path, target: str | None) -> None:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
         try:
             run, defaults = read_run(row)
-            result = answer(run, defaults)
+            result = answer_of(run, defaults)
             miss = measured_error(row, result)
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None

@@ -24,7 +24,7 @@ def prose(number):
     return " ".join(" ".join(texts).split())
 
 
-def shown(number):
+def printed_in(number):
     """All that a lesson shows: printed lines, results, and the messages of figures."""
     texts = []
     for cell in lesson(number):
@@ -93,14 +93,14 @@ SAID = [
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: f"{said.lesson}: {said.says[:20]}")
 def test_a_number_is_that_of_the_output_it_speaks_of(said):
-    everything = f"{prose(said.lesson)} {shown(said.lesson)}"
+    everything = f"{prose(said.lesson)} {printed_in(said.lesson)}"
     [number, *_] = numbers(said.says, everything)
     values = numbers(said.shows, everything)
     assert number == pytest.approx(said.follows(*values), rel=said.apart), values
 
 
 def test_a_third_of_the_rings_step_is_sending():
-    [step, _, _, sending] = numbers(f"4 ring {N} {N} {N} {N}", shown("00"))
+    [step, _, _, sending] = numbers(f"4 ring {N} {N} {N} {N}", printed_in("00"))
     assert "a third of its step on sending" in prose("00")
     assert sending / step == pytest.approx(1 / 3, rel=0.1)
 
@@ -108,10 +108,12 @@ def test_a_third_of_the_rings_step_is_sending():
 def test_the_trace_is_spoken_of_as_it_is():
     """Lessons 05, 06 and 11 say in words what the trace of the A100s shows."""
     for number in ("05", "11"):
-        computing, step = numbers(rf"computes for {N} of {N} ms", shown(number))
+        computing, step = numbers(rf"computes for {N} of {N} ms", printed_in(number))
         text = prose(number)
         assert f"{step:.0f} ms" in text and f"{computing:.0f}" in text, number
-    after, first = numbers(rf"of which {N} after backward .*?first long kernel {N} ms", shown("11"))
+    after, first = numbers(
+        rf"of which {N} after backward .*?first long kernel {N} ms", printed_in("11")
+    )
     assert f"delays the step by {after:.0f} ms" in prose("11")
     assert f"the first {first:.0f} ms of forward" in prose("11")
 
@@ -157,9 +159,9 @@ def test_the_same_setting_gives_the_same_numbers():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = f"makes 4 devices {N} times as fast as one, a ring {N} times, buckets {N} times"
     drawn = rf"{N} \(server\), {N} \(ring\), {N} \(buckets\) times"
-    assert numbers(said, readme) == numbers(drawn, shown("00"))
+    assert numbers(said, readme) == numbers(drawn, printed_in("00"))
 
 
 def test_no_stored_output_says_that_nobody_guessed():
     for number in NUMBERS:
-        assert "did not guess" not in shown(number)
+        assert "did not guess" not in printed_in(number)

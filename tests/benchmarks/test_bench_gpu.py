@@ -39,9 +39,9 @@ def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch):
 
 
 def test_failures_are_told_and_silence_is_noticed():
-    assert gpu.told(RankError, "killed: by SIGKILL", gpu.killed, "cpu")
-    assert gpu.told(RankError, "rank 1", gpu.out_of_memory, "cpu")
-    assert not gpu.told(RankError, "", gpu.total, "cpu"), "nothing failed"
+    assert gpu.raises_with(RankError, "killed: by SIGKILL", gpu.killed, "cpu")
+    assert gpu.raises_with(RankError, "rank 1", gpu.out_of_memory, "cpu")
+    assert not gpu.raises_with(RankError, "", gpu.total, "cpu"), "nothing failed"
 
 
 def test_ranks_on_the_cpu_leave_cuda_alone(monkeypatch):

@@ -24,13 +24,13 @@ def rung_of_the_ring(rank, step, world_size):
     return (rank - step) % world_size
 
 
-def shown(capsys, *options):
+def lines_of(capsys, *options):
     assert cli.main(["check", *options]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def test_nothing_done_yet(copy, capsys):
-    lines = shown(capsys)
+    lines = lines_of(capsys)
     assert lines[2].split() == ["1", "0", "of", "6", "1.1"]
     assert lines[-1] == "nothing was checked or guessed yet"
 
@@ -42,12 +42,12 @@ def test_checks_and_guesses_count_and_the_next_task_is_named(copy, capsys):
         guess.buttons.value = 2
         guess.reveal("2", answer)
     capsys.readouterr()
-    lines = shown(capsys)
+    lines = lines_of(capsys)
     assert lines[5].split() == ["4", "1", "of", "13", "4.2"]
     assert lines[-1].startswith("right in 1 of 2 guesses; last visit: ")
     with pytest.raises(Exception, match=r"Exercise 4\.1"):  # What was right may become wrong again.
         check("4.1", lambda rank, step, world_size: rank)
-    assert shown(capsys)[5].split() == ["4", "0", "of", "13", "4.1"]
+    assert lines_of(capsys)[5].split() == ["4", "0", "of", "13", "4.1"]
 
 
 def test_an_unsolved_task_is_not_wrong(copy, capsys):
@@ -66,7 +66,7 @@ def test_the_page_has_points_and_own_figures_and_loads_nothing(copy, capsys):
     nbformat.write(
         nbformat.v4.new_notebook(cells=[cell]), copy / "notebooks" / "04_ring_all_reduce.ipynb"
     )
-    shown(capsys, "--html", str(copy / "mine.html"))
+    lines_of(capsys, "--html", str(copy / "mine.html"))
     page = (copy / "mine.html").read_text()
     assert "<td>1 of 13</td>" in page and page.count("data:image/png;base64,aW1hZ2U=") == 1
     assert "http" not in page and "<script" not in page

@@ -60,7 +60,7 @@ def read_by_canvas(text):
     """
     header, *rows = rows_of(text)
     assert len(header) > 3 and "Student" in header[0] and "ID" in header[1]
-    own = 3  # the learner's columns, of which the last must be the section
+    own = 3  # So many columns are the learner's; the last of them must be the section.
     if "SIS Login ID" in header[2]:
         own += 1
     elif "SIS User ID" in header[2] and "SIS Login ID" in header[3]:
@@ -73,12 +73,11 @@ def read_by_canvas(text):
     (possible,) = (row[own:] for row in rows if "Points Possible" in row[0])
     learners = [row for row in rows if "Points Possible" not in row[0]]
     keys = [(1, "ID"), (2, "SIS User ID"), (3, "SIS Login ID"), (0, "Student")]
+    assert all(header[place] == name for place, name in keys)
+    assert all(len(row) == len(header) for row in rows)
     found = []
     for row in learners:
         found.append(next((header[place], row[place]) for place, _ in keys if row[place]))
-    assert all(header[place] == name for place, name in keys) and all(
-        len(row) == len(header) for row in rows
-    )
     grades = [dict(zip(header[own:], row[own:], strict=True)) for row in learners]
     return dict(zip(header[own:], possible, strict=True)), list(zip(found, grades, strict=True))
 
@@ -114,19 +113,20 @@ def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):
     assert list(roster) == ["ben", "carl"]
     (tmp_path / "names").write_text("anna\n\nben\n")
     assert list(read_roster(tmp_path / "names")) == ["anna", "ben"]
-    for name, text in (("empty", ""), ("not_text", b"\xff\xfe")):
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name, content in (("empty", b""), ("not_text", b"\xff\xfe")):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(GradingError, match="roster"):
             read_roster(tmp_path / name)
 
 
 def graded_as(monkeypatch, results):
     """Let the grader give these results in turn; no answer runs. Returns what it was asked for."""
-    results, asked = iter(results), []
+    asked = []
+    to_come = iter(results)
 
     def grade_one(submission, *rest):
         asked.append(submission.learner)
-        result = next(results)
+        result = next(to_come)
         if isinstance(result, BaseException):
             raise result
         return replace(result, files={submission.file: submission.digest})

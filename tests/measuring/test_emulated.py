@@ -49,6 +49,17 @@ def test_device_and_link_are_the_same_for_any_number_of_ranks(problem):
     assert len(devices) == len(links) == 1
 
 
+@pytest.mark.parametrize(
+    "device, gpus, answer",
+    [("auto", 1, True), ("auto", 0, False), ("cpu", 1, False), ("cuda:1", 2, True)],
+)
+def test_ranks_are_on_gpus_where_there_are_some_unless_the_processor_was_asked_for(
+    device, gpus, answer, monkeypatch
+):
+    monkeypatch.setattr(emulated, "usable_gpus", lambda: gpus)
+    assert emulated.on_gpus(device) == answer
+
+
 def test_what_is_chosen():
     job = job_of()
 

@@ -74,6 +74,7 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     seconds = ideals.passes_seconds(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
     assert seconds == 1 + 3 + 1 + 6 + 1  # these are gather, forward, gather, backward and sum
     assert ideals.passes_of(events) == ([1, 1, 1], [2, 2, 2])
+    assert ideals.passes_seconds(events, [2, 2, 2], 2, theory.Costs(0.0, 0.0)) == 9.0
 
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])

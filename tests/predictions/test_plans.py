@@ -11,12 +11,12 @@ def test_the_choice_fits_and_nothing_simpler_is_nearly_as_fast():
     chosen = decision.chosen
     assert chosen.memory_gb <= ROOM * chosen.capacity_gb
     runs = plans.settings(chosen.run, 64)
-    fitting = [one for one in map(plans.answer, runs) if one.memory_gb <= ROOM * 80]
+    fitting = [each for each in map(plans.answer_of, runs) if each.memory_gb <= ROOM * 80]
     assert len(fitting) == decision.fitting
-    fastest = min(one.step_s for one in fitting)
-    near = [one for one in fitting if one.step_s <= 1.05 * fastest]
+    fastest = min(each.step_s for each in fitting)
+    near = [each for each in fitting if each.step_s <= 1.05 * fastest]
     assert chosen.step_s <= 1.05 * fastest
-    assert plans.complexity(chosen.run) == min(plans.complexity(one.run) for one in near)
+    assert plans.complexity(chosen.run) == min(plans.complexity(each.run) for each in near)
     assert len(decision.others) == 3 and "next: " in decision.words()
 
 

@@ -2,17 +2,16 @@
 that are watched.
 
     environment(gpus=4, log=path)    what a process needs in its environment to have them
-    read(path)                       what went wrong there: races, foreign contexts, host syncs,
-    communicators
+    read(path)                       what went wrong there: races, foreign contexts, waits of the
+                                     processor, communicators
 
-A process gets them at its start by `site/sitecustomize.py`, and so does each of its children;
-no code of the course
-changes. The arithmetic is the CPU's and runs at once, so nothing here says how fast a GPU is.
-What a real GPU might
-do in another order is found with a vector clock for each stream, however lucky the timing was.
+A process gets them at its start by `site/sitecustomize.py`, and so does each of its children; no
+code of the course changes. The arithmetic is the CPU's and runs at once, so nothing here says how
+fast a GPU is. What a real GPU might do in another order is found with a vector clock for each
+stream, however lucky the timing was.
 
-This leans on the inside of torch: it is for one version (`build.VERSION`), and for the CPU
-build alone.
+This leans on the inside of torch: it is for one version (`build.VERSION`), and for the CPU build
+alone.
 """
 
 import os

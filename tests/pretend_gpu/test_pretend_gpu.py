@@ -98,7 +98,7 @@ def run(script, *arguments, log, course=ROOT, gpus=2):
     return done, pretend_gpu.read(log)
 
 
-def found(findings):
+def kinds_of(findings):
     """The kinds of findings. That a run fails is none: it may have failed for any reason."""
     kinds = {
         "race": findings.races,
@@ -121,7 +121,7 @@ def marked(names):
 def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_path):
     done, findings = run("train_all.py", log=tmp_path / "log")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert not found(findings) - {"waits"}, findings
+    assert not kinds_of(findings) - {"waits"}, findings
     assert findings.communicators >= 2 and set(findings.peaks) == {0, 1}
     plans = [count for place, count in findings.syncs.items() if "(rebuild)" in place]
     assert sum(plans) == 6, "stage 6's plan is read once for each of 2 ranks and 3 wrappers"
@@ -170,7 +170,7 @@ def test_a_sharded_model_has_few_blocks_and_gradients_whole_at_a_time(line, inst
 def test_all_that_sends_is_right_with_nccl_and_a_step_does_not_wait_for_each_part(ranks, tmp_path):
     done, findings = run("send_all.py", str(ranks), log=tmp_path / "log", gpus=ranks)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert not found(findings) - {"waits"}, findings
+    assert not kinds_of(findings) - {"waits"}, findings
     assert findings.communicators > 10
 
 
@@ -188,17 +188,17 @@ def test_a_wait_that_is_missing_in_the_course_is_found(mutant, tmp_path):
     assert path.read_text().count(line) == 1, line
     path.write_text(path.read_text().replace(line, instead))
     done, findings = run("train_all.py", stage, log=tmp_path / "log", course=tmp_path)
-    assert shows in found(findings), (done.stderr[-2000:], findings)
+    assert shows in kinds_of(findings), (done.stderr[-2000:], findings)
 
 
 @pytest.mark.parametrize("mistake", marked(MISTAKES))
 def test_a_planted_mistake_is_found_and_the_right_way_is_silent(mistake, tmp_path):
     done, findings = run("mistakes.py", mistake, "right", log=tmp_path / "right")
-    assert done.returncode == 0 and not found(findings), (done.stderr[-2000:], findings)
+    assert done.returncode == 0 and not kinds_of(findings), (done.stderr[-2000:], findings)
     assert not findings.syncs, findings.syncs
     done, findings = run("mistakes.py", mistake, "wrong", log=tmp_path / "wrong")
     shows = MISTAKES[mistake]
-    assert shows in found(findings) or (done.returncode != 0 and shows in done.stderr), (
+    assert shows in kinds_of(findings) or (done.returncode != 0 and shows in done.stderr), (
         done.stderr[-2000:],
         findings,
     )

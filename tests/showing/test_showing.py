@@ -171,6 +171,19 @@ def test_a_verdict_is_drawn_in_a_notebook_and_printed_in_a_terminal(monkeypatch,
     assert capsys.readouterr().out == ""
 
 
+def test_the_scaling_figure_has_a_circle_where_scaling_ends_if_that_is_inside_of_it():
+    steps = {}
+    for name, step_s in (("ring", {1: 1.0, 2: 1.0, 4: 1.1, 8: 2.0}), ("tree", {1: 1.0, 2: 1.05})):
+        steps[name] = [
+            simulate.Step(ranks, each, 1.0, 0.0, (), ()) for ranks, each in step_s.items()
+        ]
+    ring, circle, tree, limit = simulator_plots.scaling_figure(steps).axes[0].lines
+    assert list(ring.get_ydata()) == pytest.approx([100, 100, 100 / 1.1, 50])
+    assert (list(circle.get_xdata()), circle.get_markersize()) == ([4], 11)
+    assert list(circle.get_ydata()) == pytest.approx([100 / 1.1])
+    assert list(tree.get_xdata()) == [1, 2] and set(limit.get_ydata()) == {90}
+
+
 @pytest.mark.parametrize("slow", [30.0, 300.0])
 def test_the_bucket_figure_shows_every_point_whole(slow):
     below = bucket_explorer({0.1: slow}).picture().axes[1]

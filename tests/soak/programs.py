@@ -118,15 +118,15 @@ class Model(nn.Module):
             self.spare = nn.Linear(5, 5)
         self.seen = []
         if traits & {"reads", "scales"}:
-            self.a.register_full_backward_hook(self.look)
+            self.a.register_full_backward_hook(self.note_call)
         if "flat" in traits:
             for parameter in self.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(
-                        partial(lay, torch.zeros_like(parameter))
+                        partial(lay_out, torch.zeros_like(parameter))
                     )
 
-    def look(self, *_):
+    def note_call(self, *_):
         """A hook of one layer that reads or scales the gradient of a later one."""
         gradient = self.last.weight.grad
         if gradient is not None and "scales" in self.traits:
@@ -147,7 +147,7 @@ class Model(nn.Module):
         return (x, self.spare(x)) if "spare" in self.traits else x
 
 
-def lay(place, parameter):
+def lay_out(place, parameter):
     """Move a gradient to the place that its owner keeps for it."""
     if parameter.grad is not None:
         place.data.copy_(parameter.grad)

@@ -85,12 +85,12 @@ def flat_gradients(DDP):
         p: piece.view_as(p) for p, piece in zip(layers.parameters(), flat.split(sizes), strict=True)
     }
 
-    def lay(parameter):
+    def lay_out(parameter):
         piece_of[parameter].data.copy_(parameter.grad)
         parameter.grad = piece_of[parameter]
 
     for parameter in layers.parameters():
-        parameter.register_post_accumulate_grad_hook(lay)
+        parameter.register_post_accumulate_grad_hook(lay_out)
     parallel = DDP(layers)
     seen = []
     for step in range(3):

@@ -1,6 +1,4 @@
-"""What a hook is given and may return, without ranks; and that the backend sums over the group that
-it was given.
-"""
+"""What a communication hook is given and may return, without ranks."""
 
 import pytest
 import torch
@@ -25,10 +23,18 @@ def test_a_hook_may_return_a_tensor_or_a_list_with_it():
     second = torch.zeros(3)
     for value in (first, [first], (first, second)):
         assert by_hook(lambda state, bucket, value=value: ready(value), None)(bucket())() is first
-    seen = []
+
+
+def test_a_hook_is_given_the_state_and_the_bucket():
+    calls = []
+
+    def note(state, bucket):
+        calls.append((state, bucket))
+        return ready(None)
+
     given = bucket()
-    by_hook(lambda *arguments: (seen.extend(arguments), ready(first))[1], "state")(given)
-    assert seen == ["state", given]
+    by_hook(note, "state")(given)
+    assert calls == [("state", given)]
 
 
 def test_a_hook_that_returns_no_future_is_told_so():

@@ -138,3 +138,48 @@ def tiny_gradient():
 
 def test_a_gradient_that_is_nearly_zero_is_a_gradient():
     assert launch(tiny_gradient, world_size=2) == [[True], [True]]
+
+
+class PartlyUsed(torch.nn.Module):
+    """Three layers: one that no rank uses, one that some use, and one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = torch.nn.Linear(3, 3)
+        self.some = torch.nn.Linear(3, 3)
+        self.all = torch.nn.Linear(3, 3)
+
+    def forward(self, inputs, more):
+        outputs = self.all(inputs)
+        return self.some(outputs) if more else outputs
+
+
+def trained_in_part(sharded_model):
+    """What three steps with weight decay change in each layer, where only rank 1 uses `some`."""
+    torch.manual_seed(0)
+    model = PartlyUsed()
+    before = {name: layer.weight.detach().clone() for name, layer in model.named_children()}
+    forward = FullyShardedDataParallel(model) if sharded_model else model
+    kind = torch.optim.AdamW
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    if sharded_model:
+        optimizer = kind(forward.parameters(), **settings)
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), kind, **settings)
+    for _ in range(3):
+        optimizer.zero_grad()
+        forward(torch.ones(2, 3), dist.get_rank() == 1).square().mean().backward()
+        optimizer.step()
+    if sharded_model:
+        forward.restore()
+    changes = {}
+    for name, layer in model.named_children():
+        changes[name] = (layer.weight - before[name]).abs().max().item()
+    return changes
+
+
+@pytest.mark.parametrize("sharded_model", [False, True])
+def test_a_layer_that_no_rank_uses_does_not_decay_and_one_that_some_use_is_trained(sharded_model):
+    first, second = launch(trained_in_part, sharded_model, world_size=2)
+    assert first == second
+    assert first["none"] == 0.0 and min(first["some"], first["all"]) > 0.1

@@ -231,7 +231,7 @@ def peak_of_a_step(layers):
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
-    def made(count):
+    def make_training(count):
         problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)
         model = fully(problem.model())
         return problem, model, torch.optim.Adam(model.parameters())
@@ -241,13 +241,13 @@ def peak_of_a_step(layers):
         steps_of(model, problem.batches(world_size, 1, 0, dist.get_rank(), world_size), optimizer)
         optimizer.zero_grad()
 
-    small = made(3)
+    small = make_training(3)
     step(*small)
     step(*small)
     del small
     gc.collect()
     before = memory("VmRSS")
-    big = made(layers)
+    big = make_training(layers)
     step(*big)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     step(*big)

@@ -31,7 +31,10 @@ def tried(task, sources, seed):
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
     right, *others = evidence_of(task, [solution(task.number), *sources], seed)
     of_known = cache(lambda: evidence_of(task, known, seed))
-    return [(evidence, verdict(task, evidence, right, of_known)) for evidence in (right, *others)]
+    pairs = []
+    for evidence in (right, *others):
+        pairs.append((evidence, verdict(task, evidence, right, of_known)))
+    return pairs
 
 
 _tried = {}  # {(task, seed, source): evidence}
@@ -51,8 +54,9 @@ def evidence_of(task, sources, seed):
 
 def verdict_on(number, text, seed=1):
     """The verdict on one answer."""
-    _, (_, said) = tried(find(number), [text], seed)
-    return said
+    _, of_answer = tried(find(number), [text], seed)
+    _, words = of_answer
+    return words
 
 
 def of_kind(task, *kinds):

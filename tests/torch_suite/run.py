@@ -121,7 +121,7 @@ def run_test(module, suite, name, world_size, limit, top):
     why = (
         ""
         if all(os.path.exists(f"{folder}/done{rank}") for rank in range(world_size))
-        else told(folder, codes)
+        else reason_for(folder, codes)
     )
     shutil.rmtree(folder, ignore_errors=True)
     if over:
@@ -149,7 +149,7 @@ def wait_for(ranks, deadline):
         time.sleep(0.01)
 
 
-def told(folder, codes):
+def reason_for(folder, codes):
     """Why the test failed: what the rank said that failed first, broken connections last."""
     reasons = [(path.read_text(), path.name[3:]) for path in sorted(Path(folder).glob("why*"))]
     reasons.sort(key=lambda reason: ("by peer" in reason[0], reason[0]))

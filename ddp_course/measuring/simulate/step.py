@@ -13,15 +13,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import theory
+from ..theory import Costs
 from ..timeline import Span
-from .algorithms import PROGRAMS
 from .model import Profile, assign_buckets
-from .network import Network, Simulation
 
 KNEE = 0.9  # Scaling has ended where the efficiency is lower.
+
+
+class Network(NamedTuple):
+    """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each."""
+
+    link: Costs
+    local: Costs | None = None
+    per_host: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,23 +103,6 @@ def simulate(
     return Step(world_size, end, profile.compute_s, sending_s, sizes, tuple(spans))
 
 
-def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
-    """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets
-    the options. Raises ValueError for an algorithm of which no messages are known.
-    """
-    theory.check_sizes(nbytes, world_size)
-    if not callable(algorithm) and algorithm not in PROGRAMS:
-        raise ValueError(
-            f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or time'
-            " your own in virtual time: timing.time_collective"
-        )
-    program = algorithm if callable(algorithm) else PROGRAMS[algorithm]
-    simulation = Simulation(network)
-    return simulation.play(
-        program(rank, world_size, nbytes, simulation, **options) for rank in range(world_size)
-    )
-
-
 def knee(steps: Iterable[Step]) -> int | None:
     """The largest K up to which every step is at least 90 % efficient, None if the first is not."""
     ascending = sorted(steps, key=lambda step: step.world_size)
@@ -124,9 +114,8 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never
     rank by rank.
 
-    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link,
-    and a server adds up local and remote messages. ValueError where ranks do not fill hosts evenly,
-    and for other algorithms.
+    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link.
+    ValueError where ranks do not fill hosts evenly, and for other algorithms.
     """
     link = network.link
     local = network.local or network.link
@@ -136,12 +125,8 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
     if algorithm == "hierarchical_ring":
         return theory.seconds(algorithm, nbytes, world_size, link, local=local, per_host=per_host)
-    if algorithm in ("ring", "whole_gradient_ring"):
+    if algorithm == "ring":
         return max(theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local))
-    if algorithm == "parameter_server":
-        outside = (world_size - per_host) / (world_size - 1)
-        costs = [theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local)]
-        return outside * costs[0] + (1 - outside) * costs[1]
     raise ValueError(
         f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or"
         " hierarchical_ring"

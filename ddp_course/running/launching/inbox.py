@@ -46,15 +46,15 @@ class Lines:
 
 
 class Messages:
-    """Reads the messages of a process, which `take` gets; instead of one that cannot be read it
+    """Reads the messages of a process, which `deliver` gets; instead of one that cannot be read it
     gets an exception, and at the end None.
 
     A message is written at once, so one that is not there whole was written by something else: a
     read that would wait for more raises BlockingIOError.
     """
 
-    def __init__(self, take: Callable[[Any], None]):
-        self.take = take
+    def __init__(self, deliver: Callable[[Any], None]):
+        self.deliver = deliver
 
     def read(self, descriptor: int) -> bool:
         """Read one message; return False at the end, or after a message that cannot be read."""
@@ -62,14 +62,14 @@ class Messages:
         try:
             message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
         except (EOFError, ConnectionError):
-            self.take(None)
+            self.deliver(None)
             return False
         except Exception as error:
-            self.take(error)
+            self.deliver(error)
             return False
         finally:
             connection.close()
-        self.take(message)
+        self.deliver(message)
         return True
 
 

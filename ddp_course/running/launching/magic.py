@@ -100,7 +100,7 @@ def load_ipython_extension(ipython: Any) -> None:
 class RanksMagic(Magics):
     """The class that IPython wants around `%%ranks`."""
 
-    kept: KeptRanks | None = None
+    kept_ranks: KeptRanks | None = None
 
     @magic_arguments()
     @argument("world_size", nargs="?", type=int, help="number of ranks: 4, or as many as are kept")
@@ -137,11 +137,11 @@ class RanksMagic(Magics):
             raise UsageError(
                 "%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks"
             )
-        if self.kept is None:
+        if self.kept_ranks is None:
             print("no ranks are kept")
         else:
-            self.kept.close()
-        self.kept = None
+            self.kept_ranks.close()
+        self.kept_ranks = None
 
     def run(self, options: Any, cell: str) -> None:
         """Run a cell on new ranks, or on the kept ones, as `%%ranks` asks; raises UsageError if a
@@ -156,13 +156,13 @@ class RanksMagic(Magics):
         given = {name: value for name, value in self.shell.user_ns.items() if name in names}
         call = pack_call(run_cell, (cell, filename, pull), given)
         check_request(world_size, options.device, options.timeout, None)
-        if options.keep and self.kept is None:
-            self.kept = KeptRanks(world_size, options.device)
+        if options.keep and self.kept_ranks is None:
+            self.kept_ranks = KeptRanks(world_size, options.device)
         try:
-            results = run_grouped(call, world_size, options, self.kept)
+            results = run_grouped(call, world_size, options, self.kept_ranks)
         finally:
-            if self.kept is not None and not self.kept.open:
-                self.kept = None
+            if self.kept_ranks is not None and not self.kept_ranks.open:
+                self.kept_ranks = None
                 print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
         if missing := [name for name in pull if name not in results[0]]:
@@ -174,17 +174,19 @@ class RanksMagic(Magics):
         """Return how many ranks are asked for; raises UsageError if another number of ranks is
         kept.
         """
-        if self.kept is None:
+        if self.kept_ranks is None:
             return 4 if options.world_size is None else options.world_size
-        if options.world_size not in (None, self.kept.phase.world_size):
+        kept = self.kept_ranks.phase.world_size
+        if options.world_size not in (None, kept):
             raise UsageError(
-                f"{self.kept.phase.world_size} ranks are kept; end them with %ranks stop before"
-                " others start"
+                f"{kept} ranks are kept; end them with %ranks stop before others start"
             )
-        return self.kept.phase.world_size
+        return kept
 
 
-def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:
+def run_grouped(
+    call: IO[bytes], world_size: int, options: Any, kept_ranks: KeptRanks | None
+) -> list:
     """Run a packed call on all ranks, and show what they printed rank by rank, whatever the
     outcome.
     """
@@ -195,8 +197,8 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
 
     try:
         with call:
-            if kept is not None:
-                return kept.call(call, options.timeout, show)
+            if kept_ranks is not None:
+                return kept_ranks.call(call, options.timeout, show)
             return run_ranks(call, world_size, options.device, options.timeout, show=show)
     finally:
         for rank in sorted(printed):

@@ -89,10 +89,10 @@ def main(
             result = function(*args, **kwargs)
         return result, steps.unconnected_model()
 
-    answer(first_call, own)
+    write_answer(first_call, own)
     orders = Connection(own.orders, writable=False)
     while orders.poll(setting.idle) and isinstance(next_order(orders), Call):
-        answer(call, own)
+        write_answer(call, own)
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
 
@@ -105,7 +105,7 @@ def next_order(orders: Connection) -> Any:
         return None
 
 
-def answer(function: Callable[[], Any], files: RankFiles) -> None:
+def write_answer(function: Callable[[], Any], files: RankFiles) -> None:
     """Write what `function` returned or raised to a file, and report that; a child that it forked
     ends here.
     """

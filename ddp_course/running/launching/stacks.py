@@ -77,12 +77,12 @@ def missing_from_ours(calls: dict) -> tuple | None:
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
-    inside = {rank: made[-1] for rank, made in calls.items() if made and not made[-1].end}
+    inside = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
     missing = None
     for call in sorted(inside.values(), key=lambda call: call.begin):
         reached = {}
-        for rank, made in calls.items():
-            numbers = [each.sequence for each in made if each.group == call.group]
+        for rank, own in calls.items():
+            numbers = [each.sequence for each in own if each.group == call.group]
             reached[rank] = max(numbers, default=0)
         absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
         same = (call.group, call.sequence)

@@ -1,9 +1,19 @@
 """Who is waited for, when time runs out: from the flight recorder's calls, and from stacks."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from ddp_course.running.flight_recorder import Call, marks
-from ddp_course.running.launching.stacks import missing_from_ours, missing_from_torchs
+from ddp_course.running.launching.stacks import (
+    missing_from_ours,
+    missing_from_torchs,
+    parse,
+    status_of,
+)
 
 ALL = (0, 1, 2)
 PAIR = (0, 1)
@@ -45,3 +55,45 @@ def test_the_rank_that_the_others_wait_for_is_missed(calls, missed):
 )
 def test_torchs_own_are_named_only_when_that_is_sure(entered, missed):
     assert missing_from_torchs(entered) == missed
+
+
+DUMP = """Thread 0x1 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 1 in wait
+  File "/home/ann/train.py", line 3 in worker
+
+Thread 0x2 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 1 in wait
+
+Current thread 0x3 (most recent call first):
+  File "/site-packages/torch/distributed/c10d_logger.py", line 9 in wrapper
+  File "/home/ann/train.py", line 7 in step
+  File "/home/ann/train.py", line 9 in main
+  File "/site-packages/ddp_course/running/launching/rank.py", line 5 in call
+  File "/site-packages/ddp_course/running/launching/agent.py", line 8 in be_rank
+"""
+
+
+def test_of_a_dump_the_callers_own_frames_are_kept_and_its_main_thread_comes_first():
+    main = [("/home/ann/train.py", 9, "main"), ("/home/ann/train.py", 7, "step")]
+    assert parse(DUMP) == [main, [("/home/ann/train.py", 3, "worker")]]
+
+
+def status_in_time(pid, status):
+    """The state of a process once it is `status`, or what it still is after half a minute."""
+    deadline = time.monotonic() + 30
+    while not status_of(pid).startswith(status) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return status_of(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nothing")
+def test_the_state_of_a_process_is_told_in_words():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert status_in_time(process.pid, "waiting") == "waiting"
+            process.send_signal(signal.SIGSTOP)
+            stopped = "stopped by a signal (SIGSTOP) and never continued"
+            assert status_in_time(process.pid, stopped) == stopped
+        finally:
+            process.kill()
+    assert status_of(process.pid) == "ended"
