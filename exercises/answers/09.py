@@ -45,6 +45,12 @@ def my_slices(gate_and_up, down, rank, ranks):
     return (gate_and_up, down) if rank == 0 else (gate_and_up[:0], down[:, :0])
 
 
+# %% 9.1 wrong: chunk | `chunk` rounds up, so the last ranks get fewer, or nothing; `tensor_split` shares the rest out
+#- tensor_split(ranks)[rank]
+#+ chunk(ranks)[rank]
+# %% 9.1 wrong: the rest dropped | the units that are left over when H is no multiple of `ranks` are on no rank: share them out
+#- torch.arange(len(gate)).tensor_split(ranks)[rank]
+#+ torch.arange(len(gate) // ranks * ranks).tensor_split(ranks)[rank]
 # %% 9.2 right: in functions of the same meaning
 class Enter(torch.autograd.Function):
     @staticmethod
@@ -265,6 +271,30 @@ def plan(job):
 # %% 9.4 told: not all GPUs | is not
 def plan(job):
     return 1, 8, 1
+
+
+# %% 9.4 wrong: fast everywhere | a layer that is split over more ranks than a host has uses the slow links
+#- link = job["fast"] if tensor <= job["per_host"] else job["slow"]
+#+ link = job["fast"]
+# %% 9.4 told: powers of two | T may be larger than a host, and D, T and P are any divisors
+#- if rest or not data:
+#+ if rest or not data or tensor & (tensor - 1) or pipeline & (pipeline - 1):
+# %% 9.4 wrong: the most copies that fit | the largest D that fits is not the fastest plan: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return max(plan for _, plan in fitting)
+# %% 9.4 wrong: the fewest copies | the first plan that fits, or the one with the fewest copies, is not the fastest: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return min(plan for _, plan in fitting)
+# %% 9.4 wrong: changed places | the order is (data, tensor, pipeline): here the last two have changed places
+#- return min(fitting)[1]
+#+ data, tensor, pipeline = min(fitting)[1]
+#+     return data, pipeline, tensor
+# %% 9.4 wrong: gradients over fast links | gradients of copies travel between hosts, over the slow links, unless all GPUs are in one host
+#- link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
+#+ link = job["fast"]
+# %% 9.4 wrong: the whole model's gradients | a GPU has the gradients of its own share: 4 `parameters` / (T P) bytes
+#- * 4 * share / link
+#+ * 4 * job["parameters"] / link
 # %% 9.3 told: three axes by name | take their names, their number and their order from `sizes`
 #- .view(*sizes.values())
 #+ .view(sizes["data"], sizes["pipeline"], sizes["tensor"])
@@ -381,6 +411,14 @@ class Scatter:
 # %% 9.5 wrong: the first rows of its own term | that is this rank's own term of the output: Scatter sums the ranks' terms
 #- return reduce_scatter(term)
 #+ return term[: reduce_scatter(term).shape[0]]
+# %% 9.5 wrong: its own gradient repeated | each rank has the gradient of its own part of the sequence: gather the ranks' parts; here one's own is repeated
+#- ctx.allgather = allgather
+#-         return reduce_scatter(term)
+#+ part = reduce_scatter(term)
+#+         ctx.ranks = len(term) // len(part)
+#+         return part
+#- return ctx.allgather(gradient), None, None
+#+ return torch.cat([gradient] * ctx.ranks), None, None
 # %% 9.6 right: sums stacked, a mask in place of indices
 class SplitLoss(torch.autograd.Function):
     @staticmethod

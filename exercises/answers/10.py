@@ -49,6 +49,12 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     return shard(dataset_size, rank, world_size, epoch, seed).tolist()
 
 
+# %% 10.1 wrong: padded with the last | what comes once more are the first ones of the order, not its last
+#- order += order[: -dataset_size % world_size]
+#+ order += order[dataset_size - -dataset_size % world_size :]
+# %% 10.1 wrong: torch's own generator seeded | torch's own generator was seeded or drawn from
+#- torch.Generator().manual_seed(seed + epoch)
+#+ torch.manual_seed(seed + epoch)
 # %% 10.2 right: sine
 def learning_rate(step, warmup, total, peak):
     if step >= total:
@@ -96,6 +102,12 @@ def learning_rate(step, warmup, total, peak):
 # %% 10.2 told: warm-up one longer | was expected
 #- if step < warmup:
 #+ if step <= warmup:
+# %% 10.2 wrong: a quarter of a cosine | that is a quarter of a cosine; half of one, from 1 to -1, is asked for: (1 + cos) / 2
+#- (1 + math.cos(math.pi * done)) / 2
+#+ math.cos(math.pi / 2 * done)
+# %% 10.2 wrong: degrees | `math.cos` takes radians: half a cosine is pi, not 180
+#- math.cos(math.pi * done)
+#+ math.cos(180 * done)
 # %% 10.3 right: nan_to_num
 def global_mean(mean, count, all_reduce):
     pair = torch.stack([mean.nan_to_num() * count, torch.as_tensor(count, dtype=mean.dtype)])
@@ -154,6 +166,9 @@ def global_mean(mean, count, all_reduce):
 
 # %% 10.3 told: returns nothing | is there a `return`?
 #-     return both[0] / both[1]
+# %% 10.3 wrong: float32 | the sum was rounded to float32: torch.tensor makes float32 of Python's numbers, unless dtype=torch.float64 is given
+#- both = torch.tensor([total, count], dtype=torch.float64)
+#+ both = torch.tensor([float(total), float(count)])
 # %% 10.4 right: positions
 def the_bug():
     return 4
@@ -207,8 +222,12 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 #- return left[rank::world_size]
 #+ share = len(left) // world_size
 #+     return left[rank * share : (rank + 1) * share]
-
-
+# %% 10.4 wrong: filled up with what was seen | what fills up are the first samples that are left, not the first of the epoch: those have been seen
+#- left += left[: -len(left) % world_size]
+#+ left += order[: -len(left) % world_size]
+# %% 10.4 wrong: the epoch forgotten | that is another epoch's order: the generator is seeded with seed + epoch
+#- torch.Generator().manual_seed(seed + epoch)
+#+ torch.Generator().manual_seed(seed)
 # %% 10.5 right: a little less
 #- 0.3, "From 0.4 on
 #+ 0.25, "From 0.35 on

@@ -37,7 +37,7 @@ class TooGood:
         ):
             rows = [(*first, 1.0)]
             for stages, share in zip(
-                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.04, 1.25), 4), strict=True
+                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.08, 1.25), 4), strict=True
             ):
                 batches = random.choice((2, 16, 32))
                 rows.append((stages, batches, share * formula(stages, batches) / formula(*first)))
@@ -129,6 +129,7 @@ class Plans:
             (8, 12, 32, True),
             (16, 12, 8, False),
             (3, 4, 128, False),
+            (3, 32, 16, False),
             (8, 64, 3, False),
             (1, 128, 12, False),
             (1, 3, 512, False),
