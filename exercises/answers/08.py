@@ -159,6 +159,15 @@ def bubble(times, micro_batches):
 # %% 8.3 wrong: the slow stage's own | that is the idle time of the slowest stage alone, not the average
 #- micro_batches * sum(times) / (len(times) * total)
 #+ micro_batches * max(times) / total
+# %% 8.3 wrong: the least busy stage | that is the idle share of the stage that is idle most; the average over all stages was asked for
+#- sum(times) / (len(times) * total)
+#+ min(times) / total
+# %% 8.3 wrong: in seconds | those are units of time, not a share: divide by the time from first to last
+#- return 1 - micro_batches * sum(times) / (len(times) * total)
+#+ return total - micro_batches * sum(times) / len(times)
+# %% 8.3 wrong: rounded | the share was rounded: return it as it is
+#- return 1 - micro_batches * sum(times) / (len(times) * total)
+#+ return round(1 - micro_batches * sum(times) / (len(times) * total), 2)
 # %% 8.4 right: a set
 def most_held(steps):
     waiting, largest = set(), 0
@@ -234,6 +243,12 @@ def most_held(steps):
 
 # %% 8.4 told: returns nothing | is there a `return`?
 #-     return most
+# %% 8.4 wrong: one less than there are | that is how many there are, less one: count those that went forward and not yet backward
+#-     held = most = 0
+#-
+#+     return sum(kind == "B" for kind, _ in steps) - 1
+#+     held = most = 0
+#+
 # %% 8.5 right: by simulation of the ticks
 def schedule(stages, micro_batches):
     orders = []

@@ -126,6 +126,9 @@ class Leave(torch.autograd.Function):
 # %% 9.2 told: one gradient for two arguments | incorrect number of gradients
 #-         return ctx.all_reduce(gradient.clone()), None
 #+         return ctx.all_reduce(gradient.clone())
+# %% 9.2 wrong: Enter adds up twice | one all-reduce adds the ranks' gradients up; another one makes it as many times as much
+#- return ctx.all_reduce(gradient.clone()), None
+#+ return ctx.all_reduce(ctx.all_reduce(gradient.clone())), None
 # %% 9.3 right: by strides
 def make_mesh(rank, sizes, new_group):
     groups = {}
@@ -273,7 +276,7 @@ def plan(job):
     return 1, 8, 1
 
 
-# %% 9.4 wrong: fast everywhere | a layer that is split over more ranks than a host has uses the slow links
+# %% 9.4 wrong: fast everywhere | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
 #- link = job["fast"] if tensor <= job["per_host"] else job["slow"]
 #+ link = job["fast"]
 # %% 9.4 told: powers of two | T may be larger than a host, and D, T and P are any divisors
@@ -289,12 +292,21 @@ def plan(job):
 #- return min(fitting)[1]
 #+ data, tensor, pipeline = min(fitting)[1]
 #+     return data, pipeline, tensor
-# %% 9.4 wrong: gradients over fast links | gradients of copies travel between hosts, over the slow links, unless all GPUs are in one host
+# %% 9.4 wrong: gradients over fast links | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
 #- link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
 #+ link = job["fast"]
-# %% 9.4 wrong: the whole model's gradients | a GPU has the gradients of its own share: 4 `parameters` / (T P) bytes
+# %% 9.4 wrong: the whole model's gradients | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
 #- * 4 * share / link
 #+ * 4 * job["parameters"] / link
+# %% 9.4 wrong: gradients of two bytes | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- * 4 * share / link
+#+ * 2 * share / link
+# %% 9.4 wrong: half an all-reduce | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- 2 * (tensor - 1) / tensor * job
+#+ (tensor - 1) / tensor * job
+# %% 9.4 wrong: activations of all stages | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- job["summed"] / (data * pipeline)
+#+ job["summed"] / data
 # %% 9.3 told: three axes by name | take their names, their number and their order from `sizes`
 #- .view(*sizes.values())
 #+ .view(sizes["data"], sizes["pipeline"], sizes["tensor"])
@@ -619,3 +631,6 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 told: the largest of whole rows | take the largest, or the sum, of its own columns first
 #- all_max(logits.amax(1))
 #+ all_max(logits).amax(1)
+# %% 9.6 wrong: the sum of losses | that is the sum over the tokens that count; their mean was asked for
+#- return losses[counts].mean()
+#+ return losses[counts].sum()

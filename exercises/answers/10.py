@@ -55,6 +55,12 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
 # %% 10.1 wrong: torch's own generator seeded | torch's own generator was seeded or drawn from
 #- torch.Generator().manual_seed(seed + epoch)
 #+ torch.manual_seed(seed + epoch)
+# %% 10.1 wrong: sorted | each rank's share is sorted: the epoch's order is lost
+#- return order[rank::world_size]
+#+ return sorted(order[rank::world_size])
+# %% 10.1 wrong: seed times epoch | the generator's seed is another one: seed + epoch
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed * epoch)
 # %% 10.2 right: sine
 def learning_rate(step, warmup, total, peak):
     if step >= total:
@@ -99,15 +105,21 @@ def learning_rate(step, warmup, total, peak):
 #+ return (step + 1) / warmup
 #- return peak * (1 + math.cos(math.pi * done)) / 2
 #+ return (1 + math.cos(math.pi * done)) / 2
-# %% 10.2 told: warm-up one longer | was expected
-#- if step < warmup:
-#+ if step <= warmup:
 # %% 10.2 wrong: a quarter of a cosine | that is a quarter of a cosine; half of one, from 1 to -1, is asked for: (1 + cos) / 2
 #- (1 + math.cos(math.pi * done)) / 2
 #+ math.cos(math.pi / 2 * done)
 # %% 10.2 wrong: degrees | `math.cos` takes radians: half a cosine is pi, not 180
 #- math.cos(math.pi * done)
 #+ math.cos(180 * done)
+# %% 10.2 wrong: an end too early | the cosine ends one step too early: it is 0 in step `total`
+#- done = min(1.0, (step - warmup) / (total - warmup))
+#+ done = min(1.0, (step - warmup) / (total - 1 - warmup))
+# %% 10.2 wrong: no peak in the warm-up | in the warm-up the rate rises to `peak`, not to 1
+#- return peak * (step + 1) / warmup
+#+ return (step + 1) / warmup
+# %% 10.2 wrong: warm-up beyond the peak | the warm-up goes on for a step beyond the peak: in step `warmup` the cosine begins
+#- if step < warmup:
+#+ if step <= warmup:
 # %% 10.3 right: nan_to_num
 def global_mean(mean, count, all_reduce):
     pair = torch.stack([mean.nan_to_num() * count, torch.as_tensor(count, dtype=mean.dtype)])
@@ -169,6 +181,9 @@ def global_mean(mean, count, all_reduce):
 # %% 10.3 wrong: float32 | the sum was rounded to float32: torch.tensor makes float32 of Python's numbers, unless dtype=torch.float64 is given
 #- both = torch.tensor([total, count], dtype=torch.float64)
 #+ both = torch.tensor([float(total), float(count)])
+# %% 10.3 wrong: divided by the ranks | the sum over all samples is divided by the number of ranks, not by that of samples
+#- return both[0] / both[1]
+#+ return both[0] / 4
 # %% 10.4 right: positions
 def the_bug():
     return 4
@@ -228,6 +243,12 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 # %% 10.4 wrong: the epoch forgotten | that is another epoch's order: the generator is seeded with seed + epoch
 #- torch.Generator().manual_seed(seed + epoch)
 #+ torch.Generator().manual_seed(seed)
+# %% 10.4 wrong: the rest is dropped | samples are dropped where the ranks do not divide what is left: fill up instead
+#- left += left[: -len(left) % world_size]
+#+ left = left[: len(left) // world_size * world_size]
+# %% 10.4 wrong: done by each rank | `done` is the number of samples of all ranks together: nothing is to be multiplied
+#- order[done:]
+#+ order[done * world_size :]
 # %% 10.5 right: a little less
 #- 0.3, "From 0.4 on
 #+ 0.25, "From 0.35 on

@@ -97,6 +97,9 @@ def save_checkpoint(state, path):
 # %% 11.1 told: weights only | was expected
 #- torch.save(state, file)
 #+ torch.save({key: value for key, value in state.items() if key != "step"}, file)
+# %% 11.1 wrong: pickled | torch.load does not read it: write with torch.save
+#- torch.save(state, file)
+#+ __import__("pickle").dump(state, file)
 # %% 11.2 right: bytes
 import io
 
@@ -301,6 +304,9 @@ def culprit(lines):
 # %% 11.4 wrong: not copied | the state went on changing with the model (aliasing): copy.deepcopy was right
 #- copy.deepcopy(state)
 #+ state
+# %% 11.4 wrong: a step left out | a step is left out at the start of each part: the state's step is the next one
+#- range(start, stop)
+#+ range(start + 1, stop)
 # %% 11.5 right: other lines of the same fault
 #- 1: (2, 33,
 #+ 1: (2, 34,

@@ -101,6 +101,9 @@ def two_levels(tensor, inside, between):
 # %% 12.1 wrong: four chunks | inside a host are two ranks: as many chunks as the group has ranks
 #- tensor.tensor_split(world_size)
 #+ tensor.tensor_split(4)
+# %% 12.1 wrong: gathered between the hosts | chunks are gathered from the neighbour inside the host; over the cable they would come from the same place
+#- allgather(chunks, inside)
+#+ allgather(chunks, between)
 # %% 12.2 right: by two sizes
 def foresee(measure, size, nbytes):
     two, four = measure(2, nbytes), measure(4, nbytes)  # 2a + w, 6a + 1.5 w
@@ -164,6 +167,15 @@ def foresee(measure, size, nbytes):
 # %% 12.2 wrong: a small message for a latency | a ring of two has two latencies, 2 (K-1), and a small message has bytes as well: divide, and take the bytes away
 #- latency = (short - 2**10 * seconds_per_byte) / 2
 #+ latency = short
+# %% 12.2 wrong: in bits | both sizes are in bytes: no factor of 8
+#- 2 * (size - 1) / size * nbytes * seconds
+#+ 2 * (size - 1) / size * 8 * nbytes * seconds
+# %% 12.2 wrong: as in a tree | that is a tree's number of steps; a ring has 2 (K-1)
+#- latencies = 2 * (size - 1) * latency
+#+ latencies = 2 * (size - 1).bit_length() * latency
+# %% 12.2 wrong: half of the bytes | 2 (K-1) / K of the bytes are carried: reduce-scatter, and allgather as well
+#- 2 * (size - 1) / size * nbytes
+#+ (size - 1) / size * nbytes
 # %% 12.3 right: by means
 def why_no_faster(log):
     def mean(nodes, name):

@@ -47,6 +47,12 @@ def too_good(rows):
 # %% 13.1 wrong: on both sides | a row that is slower than the formula is possible: only what is faster is too good
 #- times > 1.1 * formula(p, m) / first
 #+ abs(times * first / formula(p, m) - 1) > 0.1
+# %% 13.1 wrong: efficiency | that is a share, not a speed: P stages do P times as much of it
+#- return stages * micro_batches / (micro_batches + stages - 1)
+#+ return micro_batches / (micro_batches + stages - 1)
+# %% 13.1 wrong: the first row's stages | the first row's number is its own formula's, not its number of stages
+#- first = formula(*rows[0][:2])
+#+ first = rows[0][0]
 # %% 13.2 right: by the algorithm's bandwidth
 def seconds(bus_gb_per_s, nbytes, ranks):
     algorithm = bus_gb_per_s / (2 * (ranks - 1) / ranks)
@@ -117,6 +123,9 @@ def used(protocols):
 # %% 13.2 wrong: below zero | a number of bytes below zero: the signs do not fit together. start + bytes / rate is the same for both
 #- (second[0] - first[0]) /
 #+ (first[0] - second[0]) /
+# %% 13.2 wrong: all of the bytes twice | each rank has its own part already: (K-1)/K of the bytes go around twice
+#- 2 * (ranks - 1) / ranks * nbytes
+#+ 2 * nbytes
 # %% 13.3 right: a table of tests
 def kept_gb(plan, job):
     parts = plan[0] * plan[1]
@@ -202,6 +211,12 @@ def wrong_with(plan, job):
 # %% 13.3 wrong: fewer GPUs will do | the ways have to make as many GPUs as there are, no fewer
 #- != job["gpus"]
 #+ > job["gpus"]
+# %% 13.3 wrong: 18 bytes | 16 bytes per parameter were given, whatever they are made of
+#- return 16 *
+#+ return 18 *
+# %% 13.3 wrong: sequences by GPUs | the sequences are shared by the copies, not by all GPUs
+#- if job["batch"] % data:
+#+ if job["batch"] % job["gpus"]:
 # %% 13.4 right: a linear system
 def predicted(two_rows, gpus):
     (k, t), (n, u) = two_rows
@@ -402,6 +417,9 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 wrong: the forward pass counted twice | the forward pass is in it as well: the backward pass alone has twice the products and 2.5 times the attention
 #- 2 * products + 2.5 * attention
 #+ 3 * products + 3.5 * attention
+# %% 13.5 wrong: six flops forward | forward a product is 2 flops per weight and token; 6 are both passes
+#- products = 2 * weights
+#+ products = 6 * weights
 # %% 13.6 right: one more at a time
 def most_sharded(job):
     def waits(gpus):
@@ -569,3 +587,6 @@ def most_together(job):
 # %% 13.6 wrong: within a host | shards are on all hosts: their messages travel `between` hosts
 #- job["tokens"] * job["between"] /
 #+ job["tokens"] * job["inside"] /
+# %% 13.6 wrong: the smallest T | the largest T that fits was asked for
+#- return max(t for t in
+#+ return min(t for t in

@@ -117,6 +117,9 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
 #+ velocity + rate * change
 #- shared - rate * velocity
 #+ shared - velocity
+# %% 14.2 wrong: the change multiplied, too | momentum multiplies the old velocity only, not this change
+#- velocity = momentum * velocity + change
+#+ velocity = momentum * (velocity + change)
 # %% 14.3 right: sorting
 def the_bug():
     return 6
@@ -268,6 +271,9 @@ def break_even(plain, frugal, target, compute_s):
 # %% 14.4 wrong: of one step | that compares one step of each: the frugal way needs more steps, so multiply by both numbers of steps
 #- 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ 8 * (plain["bytes"] - frugal["bytes"]) / compute_s
+# %% 14.4 wrong: the lowest loss | what counts is the first step at which the target is reached, not the lowest loss
+#- if loss <= target), float("inf"))
+#+ if loss == min(way["losses"])), float("inf"))
 # %% 14.5 right: floor of a half more
 def int8_mean(gradient, left, gather):
     owed = gradient + left
@@ -401,3 +407,6 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 told: a plain number | the scale is a tensor of one number
 #- gather(scale.reshape(1))
 #+ gather(scale.item())
+# %% 14.5 wrong: unsigned | int8 has a sign, uint8 has none: -1 becomes 255
+#- values = (owed / scale.clamp(min=1e-30)).round().to(torch.int8)
+#+ values = (owed / scale.clamp(min=1e-30)).round().to(torch.uint8)

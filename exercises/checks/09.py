@@ -60,12 +60,38 @@ class MySlices:
                         " belongs to two rows: one of the gate's half and the same one of up's"
                     )
                     continue
+                misfit = misfit or mixed_up(rank, fused, back, gate_and_up, down)
                 gate, up = (x @ fused.T).chunk(2, dim=-1)
                 total = total + (torch.nn.functional.silu(gate) * up) @ back.T
             case = f"H = {down.shape[1]}, {ranks} ranks: "
             yield "sum", case + "two rows for each column", misfit
             yield "sum", case + "the sum of all ranks' y", total
             yield "sizes", case + "numbers on each rank, most first", sorted(sizes, reverse=True)
+
+
+def mixed_up(rank, fused, back, gate_and_up, down):
+    """In words, that a rank's rows and columns are of different units; "" if they belong together."""
+    columns = places_in(back.T, down.T)
+    rows = places_in(fused, gate_and_up)
+    gate = rows[: len(columns)]
+    up = [row if row is None else row - down.shape[1] for row in rows[len(columns) :]]
+    if gate == up == columns:
+        return ""
+    if None in columns or None in rows:
+        return f"rank {rank} has rows or columns that are none of the whole matrices': slice, and change nothing"
+    return (
+        f"rank {rank} has the units {gate} of the gate, {up} of up (below zero: rows of the gate again), and"
+        f" the columns {columns} of down: they must be of the same units"
+    )
+
+
+def places_in(rows, whole):
+    """Where each row stands in a matrix; None if it is not there."""
+    places = []
+    for row in rows:
+        equal = (whole == row).all(1) if row.shape == whole[0].shape else torch.zeros(1)
+        places.append(int(equal.nonzero()[0]) if equal.any() else None)
+    return places
 
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
@@ -158,7 +184,8 @@ def ranks_of(groups, axis, case):
     """The ranks of a rank's group along an axis."""
     require(
         isinstance(groups, dict) and axis in groups,
-        f"{case}: a dict with a group for each axis was expected, also for an axis of size 1",
+        f"{case}: a dict with a group for each axis was expected, also for an axis of size 1; each rank is"
+        " in one line along each axis",
     )
     require(
         isinstance(groups[axis], MadeGroup),

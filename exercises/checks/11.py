@@ -449,6 +449,10 @@ class Reshard:
                 case = f"{about}, rank {rank}"
                 yield part, f"{case}, the names", sorted(state)
                 for name in (name for name in wholes if name in state):
+                    require(
+                        isinstance(state[name], torch.Tensor),
+                        f"{case}, {name}: a tensor was expected, not {kind_of(state[name])}",
+                    )
                     old = wholes[name].tensor_split(before)
                     new = len(wholes[name].tensor_split(after)[rank])
                     was_there = any(same(state[name], piece) for piece in old)

@@ -139,6 +139,7 @@ class Plans:
         cases = [(plan, MEGATRON) for plan in random.sample(plans, len(plans))]
         odd = MEGATRON | {"batch": random.choice((1500, 1544))}
         cases += [((8, 12, 16, False), odd), ((8, 12, 16, False), MEGATRON | {"memory_gb": 32})]
+        cases.append(((8, 12, 16, False), MEGATRON | {"batch": 1552}))
         small = MEGATRON | {"parameters": 4e9, "layers": 24, "gpus": 8, "batch": 32}
         return {"cases": [*cases, ((1, 1, 8, False), small), ((2, 1, 4, False), small)]}
 
@@ -180,6 +181,10 @@ class HeldOut:
                 )
             errors = held_out(list(rows))
             require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
+            require(
+                set(errors) == {gpus for gpus, _ in rows},
+                f"the keys of the dictionary are the GPUs of all three rows, not {list(errors)}",
+            )
             for gpus, _ in sorted(rows):
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"

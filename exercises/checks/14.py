@@ -36,6 +36,14 @@ class Compress:
                 about = f"{size} values, share {share:g}, step {step}"
                 answer = compress(given, left, share)
                 values, places, left = several(answer, 3, f"{about}: return (values, places, left)")
+                require(
+                    not torch.as_tensor(places).is_floating_point(),
+                    f"{about}: `places` are whole numbers: return (values, places, left), in this order",
+                )
+                require(
+                    torch.as_tensor(places).dtype != torch.bool,
+                    f"{about}: `places` are the numbers of the places, as topk gives them, not a mask",
+                )
                 part = "largest" if step == 1 else "feedback"
                 sent = torch.zeros(size)
                 yield (
