@@ -217,6 +217,9 @@ def wrong_with(plan, job):
 # %% 13.3 wrong: sequences by GPUs | the sequences are shared by the copies, not by all GPUs
 #- if job["batch"] % data:
 #+ if job["batch"] % job["gpus"]:
+# %% 13.3 wrong: shared by all GPUs | sharded copies have a part each: divide by their number, too; the other ways have divided the rest already
+#- (data if sharded else 1)
+#+ (job["gpus"] if sharded else 1)
 # %% 13.4 right: a linear system
 def predicted(two_rows, gpus):
     (k, t), (n, u) = two_rows

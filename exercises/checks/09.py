@@ -74,7 +74,9 @@ def mixed_up(rank, fused, back, gate_and_up, down):
     columns = places_in(back.T, down.T)
     rows = places_in(fused, gate_and_up)
     gate = rows[: len(columns)]
-    up = [row if row is None else row - down.shape[1] for row in rows[len(columns) :]]
+    up = []
+    for row in rows[len(columns) :]:
+        up.append(None if row is None else row - down.shape[1])
     if gate == up == columns:
         return ""
     if None in columns or None in rows:
@@ -222,7 +224,8 @@ def twins(groups_by_rank):
     return ""
 
 
-# The best plans of these have 12 ranks to a layer, on two hosts, and three stages: no powers of two.
+# The best plans of the first two have 12 ranks to a layer, on two hosts, and three stages: no powers
+# of two. In the third one every term of the table decides.
 ODD_JOBS = [
     {
         "gpus": 24,
@@ -247,6 +250,18 @@ ODD_JOBS = [
         "microbatches": 16,
         "fast": 300e9,
         "slow": 50e9,
+    },
+    {
+        "gpus": 48,
+        "per_host": 8,
+        "memory": 80e9,
+        "parameters": 52.8e9,
+        "activations": 960e9,
+        "summed": 48e9,
+        "compute": 129.6,
+        "microbatches": 2,
+        "fast": 300e9,
+        "slow": 10e9,
     },
 ]
 
