@@ -307,12 +307,27 @@ def plan(job):
 # %% 9.4 wrong: activations of all stages | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
 #- job["summed"] / (data * pipeline)
 #+ job["summed"] / data
+# %% 9.4 wrong: the most copies, with the fewest ranks to a layer | the largest D that fits is not the fastest plan: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return max((plan for _, plan in fitting), key=lambda plan: plan[0])
 # %% 9.3 told: three axes by name | take their names, their number and their order from `sizes`
 #- .view(*sizes.values())
 #+ .view(sizes["data"], sizes["pipeline"], sizes["tensor"])
 # %% 9.3 wrong: sizes from the last on | the grid has its sizes in the wrong order: the first axis is the slowest, and has the first size
 #- .view(*sizes.values())
 #+ .view(*list(sizes.values())[::-1])
+# %% 9.3 right: a line once for each of its ranks, the last group kept
+# All members keep the same group, so each collective has all of its ranks; the other groups stay unused.
+def make_mesh(rank, sizes, new_group):
+    grid = torch.arange(torch.tensor(list(sizes.values())).prod()).reshape(*sizes.values())
+    mesh = {}
+    for place, axis in enumerate(sizes):
+        for line in grid.movedim(place, -1).reshape(-1, sizes[axis]).tolist():
+            for _ in line:
+                group = new_group(line)
+            if rank in line:
+                mesh[axis] = group
+    return mesh
 # %% 9.5 right: saved on the context by name
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -634,3 +649,10 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 wrong: the sum of losses | that is the sum over the tokens that count; their mean was asked for
 #- return losses[counts].mean()
 #+ return losses[counts].sum()
+# %% 9.6 wrong: a logit from everybody | a rank that does not have the target adds one of its own logits: it should add 0
+#-         at_target = torch.zeros_like(highest)
+#-         at_target[rows] = logits[rows, columns[rows]]
+#-
+#+         every = torch.arange(len(columns))
+#+         at_target = logits[every, columns.clamp(0, logits.shape[1] - 1)]
+#+
