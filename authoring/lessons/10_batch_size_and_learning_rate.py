@@ -332,8 +332,8 @@ Neither raises an error. Both cost accuracy. `DistributedSampler` should shuffle
 be clipped by the norm of the average, not one by one in a hook, before they are averaged.
 
 Write the sampler first (task 10.1 of [exercise 10](../exercises/10_batch_size_and_learning_rate.ipynb)). Each epoch has an order of
-its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks: `torch.randperm(dataset_size, generator=…)`. If K
-does not divide the samples, the first ones of the order come once more at its end. Rank r takes positions r, r+K, r+2K, …
+its own, the same on all ranks: `torch.randperm(dataset_size, generator=…)`, drawn by a generator of its own, seeded with
+`seed + epoch`, so that torch's own generator, which dropout draws from, stays as it is. If K does not divide the samples, the first ones of the order come once more at its end. Rank r takes positions r, r+K, r+2K, …
 """
 
 

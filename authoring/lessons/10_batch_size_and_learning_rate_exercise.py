@@ -18,8 +18,8 @@ from ddp_course.checking import check, hint
 #
 # *10 minutes · medium*
 #
-# Each epoch has an order of its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks:
-# `torch.randperm(dataset_size, generator=…)`. If K does not divide the samples, the first ones of the order come
+# Each epoch has an order of its own, the same on all ranks: `torch.randperm(dataset_size, generator=…)`, drawn by a generator
+# of its own, seeded with `seed + epoch`, so that torch's own generator, which dropout draws from, stays as it is. If K does not divide the samples, the first ones of the order come
 # once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
 # %% answer-10-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):

@@ -214,7 +214,7 @@ check("13.5", passes, fsdp_layer)
 #
 # **Fully sharded**, all GPUs: a forward pass computes 2 flops per weight and token, while the weights are gathered; a backward pass computes
 # 4, while the weights are gathered again and the gradients are scattered. Each of the three sends (K-1)/K of its bytes. Up to which K does
-# *neither* pass wait? (K need not fill whole hosts.)
+# *neither* pass wait? (K need not fill whole hosts, and all of it is sent at `between`, for any K.)
 #
 # **Tensor parallel**: T ranks of a host share each pair of layers, and sum up its outputs (`width` per token) by a ring all-reduce, under
 # which nothing can be computed. Up to which T does it take no longer than the computing of the pair's forward pass? T must divide `per_host`.

@@ -119,8 +119,8 @@ check("14.3", the_bug, make_hook)
 #
 # *15 minutes · medium*
 #
-# Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]` what the
-# busiest rank sends in each step. A step takes `compute_s` seconds of computing and then the time to send on a link of
+# Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]`, one number, what
+# the busiest rank sends in a step, on the average. A step takes `compute_s` seconds of computing and then the time to send on a link of
 # `bits` bits per second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
 # link do they get there after equally long?
 # %% answer-14-4

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from inspect import unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
@@ -187,12 +188,13 @@ def refuse_the_courses_own(answers: Sequence) -> None:
 
 def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
     """Raise Wrong if the module of an answer has a copy of a forbidden function, whose code was
-    `replaced`.
+    `replaced`; a copy is known by its constants, among them the docstring.
     """
     for answer in answers:
         for thing in getattr(answer, "__globals__", {}).values():
+            known_by = getattr(getattr(unwrap(thing), "__code__", None), "co_consts", 0)
             for function, code in replaced:
-                if getattr(thing, "__code__", None) == code:
+                if known_by == code.co_consts:
                     raise Wrong(f"your code has a copy of {function.__name__}: write it yourself")
 
 
@@ -239,7 +241,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[list]:
             )
             original.__kwdefaults__ = function.__kwdefaults__
             forbidden_now[name] = Forbidden(message, depth, original)
-            names: dict[str, Any] = {}
+            names: dict = {}
             exec(STUB.format(name), names)
             changed.append((function, function.__code__))
             function.__code__ = names["stub"].__code__

@@ -48,6 +48,9 @@ def gpipe(stage, stages, micro_batches):
 # %% 8.1 told: as words | each step is a pair such as ("F", 0)
 #- ("B", m)
 #+ f"B{m}"
+# %% 8.1 wrong: as many as stages | there is a pass for each micro-batch, not for each stage
+#- return [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
+#+ return [("F", m) for m in range(stages)] + [("B", m) for m in range(stages)]
 # %% 8.2 right: counters
 def one_forward_one_backward(stage, stages, micro_batches):
     steps, forward, backward = [], 0, 0
@@ -97,6 +100,14 @@ def one_forward_one_backward(stage, stages, micro_batches):
 # %% 8.2 wrong: same for all stages | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stages - 1
+# %% 8.2 wrong: backward before forward | after the warm-up each turn is a forward pass and then a backward pass: here the backward pass comes before the forward pass that it needs
+#- ("F", m), ("B", m - warm_up)
+#+ ("B", m - warm_up), ("F", m)
+# %% 8.2 wrong: few micro-batches, one more | with fewer micro-batches than stages there are no more than those: the warm-up has min(…, micro_batches)
+#- warm_up = min(stages - 1 - stage, micro_batches)
+#+ warm_up = stages - stage
+#- ("F", m), ("B", m - warm_up)
+#+ ("B", m - warm_up), ("F", m)
 # %% 8.3 right: when each is done
 def bubble(times, micro_batches):
     free = [0] * len(times)
@@ -148,6 +159,15 @@ def bubble(times, micro_batches):
 # %% 8.3 wrong: the slow stage's own | that is the idle time of the slowest stage alone, not the average
 #- micro_batches * sum(times) / (len(times) * total)
 #+ micro_batches * max(times) / total
+# %% 8.3 wrong: the least busy stage | that is the idle share of the stage that is idle most; the average over all stages was asked for
+#- sum(times) / (len(times) * total)
+#+ min(times) / total
+# %% 8.3 wrong: in seconds | those are units of time, not a share: divide by the time from first to last
+#- return 1 - micro_batches * sum(times) / (len(times) * total)
+#+ return total - micro_batches * sum(times) / len(times)
+# %% 8.3 wrong: rounded | the share was rounded: return it as it is
+#- return 1 - micro_batches * sum(times) / (len(times) * total)
+#+ return round(1 - micro_batches * sum(times) / (len(times) * total), 2)
 # %% 8.4 right: a set
 def most_held(steps):
     waiting, largest = set(), 0
@@ -223,6 +243,12 @@ def most_held(steps):
 
 # %% 8.4 told: returns nothing | is there a `return`?
 #-     return most
+# %% 8.4 wrong: one less than there are | that is how many there are, less one: count those that went forward and not yet backward
+#-     held = most = 0
+#-
+#+     return sum(kind == "B" for kind, _ in steps) - 1
+#+     held = most = 0
+#+
 # %% 8.5 right: by simulation of the ticks
 def schedule(stages, micro_batches):
     orders = []
@@ -278,6 +304,11 @@ def schedule(stages, micro_batches):
 #-                 steps.append(("F", warm_up + m))
 #-             steps.append(("B", m))
 #+ steps += [("B", m), ("F", m)]
+# %% 8.5 wrong: no W | each micro-batch needs its W, too: there are none
+#- steps.append(("W", done))
+#+ pass
+#- return orders
+#+ return [[step for step in order if step[0] != "W"] for order in orders]
 # %% 8.6 right: by overlap
 def read(timeline):
     stages = 1 + max(span[0] for span in timeline)
@@ -316,6 +347,11 @@ def read(timeline):
 # %% 8.6 told: words of one's own | the result is 'sequential'; 'one at a time' was expected
 #- return "one at a time", slow
 #+ return "sequential", slow
+# %% 8.6 wrong: not sorted | the timeline is in any order: sort each stage's steps by when they start
+#- first = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if
+#+ first = [(kind, m) for stage, kind, m, _, _ in timeline if
+#- last = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if
+#+ last = [(kind, m) for stage, kind, m, _, _ in timeline if
 # %% 8.7 right: with autograd.grad
 def forward(stage, number):
     if stage.before is not None:

@@ -45,6 +45,12 @@ def my_slices(gate_and_up, down, rank, ranks):
     return (gate_and_up, down) if rank == 0 else (gate_and_up[:0], down[:, :0])
 
 
+# %% 9.1 wrong: chunk | `chunk` rounds up, so the last ranks get fewer, or nothing; `tensor_split` shares the rest out
+#- tensor_split(ranks)[rank]
+#+ chunk(ranks)[rank]
+# %% 9.1 wrong: the rest dropped | the units that are left over when H is no multiple of `ranks` are on no rank: share them out
+#- torch.arange(len(gate)).tensor_split(ranks)[rank]
+#+ torch.arange(len(gate) // ranks * ranks).tensor_split(ranks)[rank]
 # %% 9.2 right: in functions of the same meaning
 class Enter(torch.autograd.Function):
     @staticmethod
@@ -120,6 +126,9 @@ class Leave(torch.autograd.Function):
 # %% 9.2 told: one gradient for two arguments | incorrect number of gradients
 #-         return ctx.all_reduce(gradient.clone()), None
 #+         return ctx.all_reduce(gradient.clone())
+# %% 9.2 wrong: Enter adds up twice | one all-reduce adds the ranks' gradients up; another one makes it as many times as much
+#- return ctx.all_reduce(gradient.clone()), None
+#+ return ctx.all_reduce(ctx.all_reduce(gradient.clone())), None
 # %% 9.3 right: by strides
 def make_mesh(rank, sizes, new_group):
     groups = {}
@@ -265,12 +274,60 @@ def plan(job):
 # %% 9.4 told: not all GPUs | is not
 def plan(job):
     return 1, 8, 1
+
+
+# %% 9.4 wrong: fast everywhere | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- link = job["fast"] if tensor <= job["per_host"] else job["slow"]
+#+ link = job["fast"]
+# %% 9.4 told: powers of two | T may be larger than a host, and D, T and P are any divisors
+#- if rest or not data:
+#+ if rest or not data or tensor & (tensor - 1) or pipeline & (pipeline - 1):
+# %% 9.4 wrong: the most copies that fit | the largest D that fits is not the fastest plan: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return max(plan for _, plan in fitting)
+# %% 9.4 wrong: the fewest copies | the first plan that fits, or the one with the fewest copies, is not the fastest: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return min(plan for _, plan in fitting)
+# %% 9.4 wrong: changed places | the order is (data, tensor, pipeline): here the last two have changed places
+#- return min(fitting)[1]
+#+ data, tensor, pipeline = min(fitting)[1]
+#+     return data, pipeline, tensor
+# %% 9.4 wrong: gradients over fast links | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
+#+ link = job["fast"]
+# %% 9.4 wrong: the whole model's gradients | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- * 4 * share / link
+#+ * 4 * job["parameters"] / link
+# %% 9.4 wrong: gradients of two bytes | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- * 4 * share / link
+#+ * 2 * share / link
+# %% 9.4 wrong: half an all-reduce | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- 2 * (tensor - 1) / tensor * job
+#+ (tensor - 1) / tensor * job
+# %% 9.4 wrong: activations of all stages | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
+#- job["summed"] / (data * pipeline)
+#+ job["summed"] / data
+# %% 9.4 wrong: the most copies, with the fewest ranks to a layer | the largest D that fits is not the fastest plan: compare the seconds of all that fit
+#- return min(fitting)[1]
+#+ return max((plan for _, plan in fitting), key=lambda plan: plan[0])
 # %% 9.3 told: three axes by name | take their names, their number and their order from `sizes`
 #- .view(*sizes.values())
 #+ .view(sizes["data"], sizes["pipeline"], sizes["tensor"])
 # %% 9.3 wrong: sizes from the last on | the grid has its sizes in the wrong order: the first axis is the slowest, and has the first size
 #- .view(*sizes.values())
 #+ .view(*list(sizes.values())[::-1])
+# %% 9.3 right: a line once for each of its ranks, the last group kept
+# All members keep the same group, so each collective has all of its ranks; the other groups stay unused.
+def make_mesh(rank, sizes, new_group):
+    grid = torch.arange(torch.tensor(list(sizes.values())).prod()).reshape(*sizes.values())
+    mesh = {}
+    for place, axis in enumerate(sizes):
+        for line in grid.movedim(place, -1).reshape(-1, sizes[axis]).tolist():
+            for _ in line:
+                group = new_group(line)
+            if rank in line:
+                mesh[axis] = group
+    return mesh
 # %% 9.5 right: saved on the context by name
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -381,6 +438,14 @@ class Scatter:
 # %% 9.5 wrong: the first rows of its own term | that is this rank's own term of the output: Scatter sums the ranks' terms
 #- return reduce_scatter(term)
 #+ return term[: reduce_scatter(term).shape[0]]
+# %% 9.5 wrong: its own gradient repeated | each rank has the gradient of its own part of the sequence: gather the ranks' parts; here one's own is repeated
+#- ctx.allgather = allgather
+#-         return reduce_scatter(term)
+#+ part = reduce_scatter(term)
+#+         ctx.ranks = len(term) // len(part)
+#+         return part
+#- return ctx.allgather(gradient), None, None
+#+ return torch.cat([gradient] * ctx.ranks), None, None
 # %% 9.6 right: sums stacked, a mask in place of indices
 class SplitLoss(torch.autograd.Function):
     @staticmethod
@@ -581,3 +646,13 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 told: the largest of whole rows | take the largest, or the sum, of its own columns first
 #- all_max(logits.amax(1))
 #+ all_max(logits).amax(1)
+# %% 9.6 wrong: the sum of losses | that is the sum over the tokens that count; their mean was asked for
+#- return losses[counts].mean()
+#+ return losses[counts].sum()
+# %% 9.6 wrong: a logit from everybody | a rank that does not have the target adds one of its own logits: it should add 0
+#-         at_target = torch.zeros_like(highest)
+#-         at_target[rows] = logits[rows, columns[rows]]
+#-
+#+         every = torch.arange(len(columns))
+#+         at_target = logits[every, columns.clamp(0, logits.shape[1] - 1)]
+#+

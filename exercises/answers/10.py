@@ -49,6 +49,18 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     return shard(dataset_size, rank, world_size, epoch, seed).tolist()
 
 
+# %% 10.1 wrong: padded with the last | what comes once more are the first ones of the order, not its last
+#- order += order[: -dataset_size % world_size]
+#+ order += order[dataset_size - -dataset_size % world_size :]
+# %% 10.1 wrong: torch's own generator seeded | torch's own generator was seeded or drawn from
+#- torch.Generator().manual_seed(seed + epoch)
+#+ torch.manual_seed(seed + epoch)
+# %% 10.1 wrong: sorted | each rank's share is sorted: the epoch's order is lost
+#- return order[rank::world_size]
+#+ return sorted(order[rank::world_size])
+# %% 10.1 wrong: seed times epoch | the generator's seed is another one: seed + epoch
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed * epoch)
 # %% 10.2 right: sine
 def learning_rate(step, warmup, total, peak):
     if step >= total:
@@ -93,7 +105,19 @@ def learning_rate(step, warmup, total, peak):
 #+ return (step + 1) / warmup
 #- return peak * (1 + math.cos(math.pi * done)) / 2
 #+ return (1 + math.cos(math.pi * done)) / 2
-# %% 10.2 told: warm-up one longer | was expected
+# %% 10.2 wrong: a quarter of a cosine | that is a quarter of a cosine; half of one, from 1 to -1, is asked for: (1 + cos) / 2
+#- (1 + math.cos(math.pi * done)) / 2
+#+ math.cos(math.pi / 2 * done)
+# %% 10.2 wrong: degrees | `math.cos` takes radians: half a cosine is pi, not 180
+#- math.cos(math.pi * done)
+#+ math.cos(180 * done)
+# %% 10.2 wrong: an end too early | the cosine ends one step too early: it is 0 in step `total`
+#- done = min(1.0, (step - warmup) / (total - warmup))
+#+ done = min(1.0, (step - warmup) / (total - 1 - warmup))
+# %% 10.2 wrong: no peak in the warm-up | in the warm-up the rate rises to `peak`, not to 1
+#- return peak * (step + 1) / warmup
+#+ return (step + 1) / warmup
+# %% 10.2 wrong: warm-up beyond the peak | the warm-up goes on for a step beyond the peak: in step `warmup` the cosine begins
 #- if step < warmup:
 #+ if step <= warmup:
 # %% 10.3 right: nan_to_num
@@ -154,6 +178,12 @@ def global_mean(mean, count, all_reduce):
 
 # %% 10.3 told: returns nothing | is there a `return`?
 #-     return both[0] / both[1]
+# %% 10.3 wrong: float32 | the sum was rounded to float32: torch.tensor makes float32 of Python's numbers, unless dtype=torch.float64 is given
+#- both = torch.tensor([total, count], dtype=torch.float64)
+#+ both = torch.tensor([float(total), float(count)])
+# %% 10.3 wrong: divided by the ranks | the sum over all samples is divided by the number of ranks, not by that of samples
+#- return both[0] / both[1]
+#+ return both[0] / 4
 # %% 10.4 right: positions
 def the_bug():
     return 4
@@ -207,8 +237,18 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 #- return left[rank::world_size]
 #+ share = len(left) // world_size
 #+     return left[rank * share : (rank + 1) * share]
-
-
+# %% 10.4 wrong: filled up with what was seen | what fills up are the first samples that are left, not the first of the epoch: those have been seen
+#- left += left[: -len(left) % world_size]
+#+ left += order[: -len(left) % world_size]
+# %% 10.4 wrong: the epoch forgotten | that is another epoch's order: the generator is seeded with seed + epoch
+#- torch.Generator().manual_seed(seed + epoch)
+#+ torch.Generator().manual_seed(seed)
+# %% 10.4 wrong: the rest is dropped | samples are dropped where the ranks do not divide what is left: fill up instead
+#- left += left[: -len(left) % world_size]
+#+ left = left[: len(left) // world_size * world_size]
+# %% 10.4 wrong: done by each rank | `done` is the number of samples of all ranks together: nothing is to be multiplied
+#- order[done:]
+#+ order[done * world_size :]
 # %% 10.5 right: a little less
 #- 0.3, "From 0.4 on
 #+ 0.25, "From 0.35 on

@@ -97,6 +97,9 @@ def save_checkpoint(state, path):
 # %% 11.1 told: weights only | was expected
 #- torch.save(state, file)
 #+ torch.save({key: value for key, value in state.items() if key != "step"}, file)
+# %% 11.1 wrong: pickled | torch.load does not read it: write with torch.save
+#- torch.save(state, file)
+#+ __import__("pickle").dump(state, file)
 # %% 11.2 right: bytes
 import io
 
@@ -286,6 +289,24 @@ def culprit(lines):
 # %% 11.4 told: the state is not kept | was expected
 #- model.load_state_dict(state["model"])
 #+ pass
+# %% 11.4 wrong: over the steps that are left | after a restart the rate goes over the steps that are left: as if it were step 0 of a shorter run
+#- peak * (1 - step / len(batches))
+#+ peak * (1 - (step - start) / (len(batches) - start))
+# %% 11.4 wrong: over the steps until it stops | the rate goes over `stop` steps: it belongs to the whole run, whose length is len(batches), wherever it stops
+#- peak * (1 - step / len(batches))
+#+ peak * (1 - step / stop)
+# %% 11.4 wrong: the rate of the next step | a run that was never stopped has the next step's rate in each step: step 0 begins at the peak
+#- peak * (1 - step / len(batches))
+#+ peak * (1 - (step + 1) / len(batches))
+# %% 11.4 wrong: no rate at all | the rate is never set now: it falls in straight line, and step / len(batches) says how far it is
+#-         optimizer.param_groups[0]["lr"] = peak * (1 - step / len(batches))
+#-
+# %% 11.4 wrong: not copied | the state went on changing with the model (aliasing): copy.deepcopy was right
+#- copy.deepcopy(state)
+#+ state
+# %% 11.4 wrong: a step left out | a step is left out at the start of each part: the state's step is the next one
+#- range(start, stop)
+#+ range(start + 1, stop)
 # %% 11.5 right: other lines of the same fault
 #- 1: (2, 33,
 #+ 1: (2, 34,

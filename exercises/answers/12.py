@@ -22,16 +22,16 @@ def two_levels(tensor, inside, between):
     allgather(chunks, inside)
 
 
-# %% 12.1 wrong: each host alone | that is the sum of each host: its parts must still be added up between the hosts
+# %% 12.1 wrong: each host alone | that is the sum of each host: between the hosts each rank adds up the chunk that it holds now, r+1 (mod K)
 #- ring_all_reduce(chunks[(rank + 1) % world_size], between)
 #+ pass
-# %% 12.1 wrong: whole tensors between the hosts | each rank sends its whole tensor to the other host; reduce-scatter inside comes first
+# %% 12.1 wrong: whole tensors between the hosts | all of the tensor goes over the cable from each rank: reduce-scatter and allgather go inside, and only the chunk that a rank holds goes between
 def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, inside)
     ring_all_reduce(tensor, between)
 
 
-# %% 12.1 wrong: the other chunk | that is the sum of each host: its parts must still be added up between the hosts
+# %% 12.1 wrong: the other chunk | that is the sum of each host: between the hosts each rank adds up the chunk that it holds now, r+1 (mod K)
 #- chunks[(rank + 1) % world_size], between
 #+ chunks[rank], between
 # %% 12.1 wrong: only between | that is the sum between the hosts: inside them nothing was added up
@@ -80,6 +80,30 @@ def two_levels(tensor, inside, between):
     copied(tensor, None, 2)
 
 
+# %% 12.1 told: the course's own source | your code has a copy of hierarchical_all_reduce: write it yourself
+import inspect
+
+import torch.distributed as dist
+
+from ddp_course.collectives import hierarchical
+from ddp_course.collectives.hierarchical import copied_back, default_group, flattened, group_of, os, wire
+
+exec(inspect.getsource(hierarchical.hierarchical_all_reduce))
+
+
+def two_levels(tensor, inside, between):
+    hierarchical_all_reduce(tensor, None, 2)
+
+
+# %% 12.1 wrong: not gathered | a part of the tensor is not the sum of all ranks: at the end each rank gathers the other chunk from its neighbour, inside
+#-     allgather(chunks, inside)
+#-
+# %% 12.1 wrong: four chunks | inside a host are two ranks: as many chunks as the group has ranks
+#- tensor.tensor_split(world_size)
+#+ tensor.tensor_split(4)
+# %% 12.1 wrong: gathered between the hosts | chunks are gathered from the neighbour inside the host; over the cable they would come from the same place
+#- allgather(chunks, inside)
+#+ allgather(chunks, between)
 # %% 12.2 right: by two sizes
 def foresee(measure, size, nbytes):
     two, four = measure(2, nbytes), measure(4, nbytes)  # 2a + w, 6a + 1.5 w
@@ -113,12 +137,19 @@ def foresee(measure, size, nbytes):
 # %% 12.2 told: measures there | you have four, so predict from these
 #- return latencies + carried,
 #+ return measure(size, nbytes),
-# %% 12.2 told: read, not measured | one measurement cannot tell latency from bandwidth: two are needed
+# %% 12.2 told: read, not measured | seconds
 def foresee(measure, size, nbytes):
+    measure(2, 2**10)
+    measure(2, 2**20)
     latency, bandwidth, _ = measure.__defaults__
     waiting = 2 * (size - 1) * latency
     carried = 2 * (size - 1) / size * nbytes / bandwidth
     return waiting + carried, "latency" if waiting > carried else "bandwidth"
+
+
+# %% 12.2 told: measured once | one measurement cannot tell latency from bandwidth: two are needed
+def foresee(measure, size, nbytes):
+    return measure(4, nbytes), "bandwidth"
 
 
 # %% 12.2 told: seconds only | return a pair: (seconds, cause)
@@ -130,6 +161,21 @@ def foresee(measure, size, nbytes):
 # %% 12.2 told: one latency per rank | was expected
 #- 2 * (size - 1) * latency
 #+ size * latency
+# %% 12.2 wrong: two latencies, however many ranks | the latencies do not grow with K: there are 2 (K-1) steps, and each has one
+#- latencies = 2 * (size - 1) * latency
+#+ latencies = 2 * latency
+# %% 12.2 wrong: a small message for a latency | a ring of two has two latencies, 2 (K-1), and a small message has bytes as well: divide, and take the bytes away
+#- latency = (short - 2**10 * seconds_per_byte) / 2
+#+ latency = short
+# %% 12.2 wrong: in bits | both sizes are in bytes: no factor of 8
+#- 2 * (size - 1) / size * nbytes * seconds
+#+ 2 * (size - 1) / size * 8 * nbytes * seconds
+# %% 12.2 wrong: as in a tree | that is a tree's number of steps; a ring has 2 (K-1)
+#- latencies = 2 * (size - 1) * latency
+#+ latencies = 2 * (size - 1).bit_length() * latency
+# %% 12.2 wrong: half of the bytes | 2 (K-1) / K of the bytes are carried: reduce-scatter, and allgather as well
+#- 2 * (size - 1) / size * nbytes
+#+ (size - 1) / size * nbytes
 # %% 12.3 right: by means
 def why_no_faster(log):
     def mean(nodes, name):
@@ -187,3 +233,9 @@ def why_no_faster(log):
 #+ pass
 #-     return "cable"
 #+     "cable"
+# %% 12.3 wrong: a fixed number of seconds | steps of other models take other times: compare with the seconds of one node, not with a fixed number
+#- if typical("data") > 3 * alone["data"]:
+#+ if typical("data") > 0.1:
+# %% 12.3 wrong: the first two lines | a node may have more than two ranks: `nodes=` says which lines are of one node
+#-         nodes[values["nodes"]].append(values)
+#+         nodes[1 if len(nodes[1]) < 2 else 2].append(values)

@@ -41,6 +41,18 @@ def too_good(rows):
 # %% 13.1 told: how many | not iterable
 #- return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
 #+ return len(rows)
+# %% 13.1 wrong: a tenth is added | a tenth of what the formula says, not 0.1
+#- times > 1.1 * formula(p, m) / first
+#+ times > formula(p, m) / first + 0.1
+# %% 13.1 wrong: on both sides | a row that is slower than the formula is possible: only what is faster is too good
+#- times > 1.1 * formula(p, m) / first
+#+ abs(times * first / formula(p, m) - 1) > 0.1
+# %% 13.1 wrong: efficiency | that is a share, not a speed: P stages do P times as much of it
+#- return stages * micro_batches / (micro_batches + stages - 1)
+#+ return micro_batches / (micro_batches + stages - 1)
+# %% 13.1 wrong: the first row's stages | the first row's number is its own formula's, not its number of stages
+#- first = formula(*rows[0][:2])
+#+ first = rows[0][0]
 # %% 13.2 right: by the algorithm's bandwidth
 def seconds(bus_gb_per_s, nbytes, ranks):
     algorithm = bus_gb_per_s / (2 * (ranks - 1) / ranks)
@@ -102,6 +114,18 @@ def used(protocols):
 # %% 13.2 told: one name | return a list of names
 #- return fastest
 #+ return 3
+# %% 13.2 wrong: 2 to the 30th | a GB is 10^9 bytes here, not 2^30
+#- 1e9 * bus_gb_per_s
+#+ 2**30 * bus_gb_per_s
+# %% 13.2 wrong: in bits | bandwidth and message are both in bytes: no factor of 8
+#- * nbytes / (1e9 * bus_gb_per_s)
+#+ * 8 * nbytes / (1e9 * bus_gb_per_s)
+# %% 13.2 wrong: below zero | a number of bytes below zero: the signs do not fit together. start + bytes / rate is the same for both
+#- (second[0] - first[0]) /
+#+ (first[0] - second[0]) /
+# %% 13.2 wrong: all of the bytes twice | each rank has its own part already: (K-1)/K of the bytes go around twice
+#- 2 * (ranks - 1) / ranks * nbytes
+#+ 2 * nbytes
 # %% 13.3 right: a table of tests
 def kept_gb(plan, job):
     parts = plan[0] * plan[1]
@@ -171,6 +195,31 @@ def wrong_with(plan, job):
 # %% 13.3 told: a sentence | the result is 'the batch does not come out even'; 'batch' was expected
 #- return "batch"
 #+ return "the batch does not come out even"
+# %% 13.3 wrong: 2 to the 30th | a GB is 10^9 bytes here, not 2^30
+#- job["parameters"] / 1e9 /
+#+ job["parameters"] / 2**30 /
+# %% 13.3 wrong: no wider than a host | three ranks to a layer do not divide a host of eight: then some layer's GPUs are on two hosts
+#- if job["per_host"] % tensor:
+#+ if tensor > job["per_host"]:
+# %% 13.3 wrong: memory first | the first of the table's reasons counts: memory comes last
+#-     if tensor * pipeline * data != job["gpus"]:
+#-
+#+     if kept_gb(plan, job) > 0.9 * job["memory_gb"]:
+#+         return "memory"
+#+     if tensor * pipeline * data != job["gpus"]:
+#+
+# %% 13.3 wrong: fewer GPUs will do | the ways have to make as many GPUs as there are, no fewer
+#- != job["gpus"]
+#+ > job["gpus"]
+# %% 13.3 wrong: 18 bytes | 16 bytes per parameter were given, whatever they are made of
+#- return 16 *
+#+ return 18 *
+# %% 13.3 wrong: sequences by GPUs | the sequences are shared by the copies, not by all GPUs
+#- if job["batch"] % data:
+#+ if job["batch"] % job["gpus"]:
+# %% 13.3 wrong: shared by all GPUs | sharded copies have a part each: divide by their number, too; the other ways have divided the rest already
+#- (data if sharded else 1)
+#+ (job["gpus"] if sharded else 1)
 # %% 13.4 right: a linear system
 def predicted(two_rows, gpus):
     (k, t), (n, u) = two_rows
@@ -228,6 +277,9 @@ def held_out(rows):
 #+ return list({gpus
 #- for gpus, measured in rows}
 #+ for gpus, measured in rows})
+# %% 13.4 wrong: in seconds | that is a difference in seconds: the error is a share of what was measured
+#- {gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
+#+ {gpus: predicted([row for row in rows if row[0] != gpus], gpus) - measured for
 # %% 13.5 right: term by term
 def passes(weights, width, tokens, context):
     matmul = weights * tokens / 117e12
@@ -365,6 +417,12 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 wrong: a share of a share | attention reaches 0.32 of the 312 Tflop/s, not of what products reach
 #- (0.32 * 312e12)
 #+ (0.32 * 0.75 * 312e12)
+# %% 13.5 wrong: the forward pass counted twice | the forward pass is in it as well: the backward pass alone has twice the products and 2.5 times the attention
+#- 2 * products + 2.5 * attention
+#+ 3 * products + 3.5 * attention
+# %% 13.5 wrong: six flops forward | forward a product is 2 flops per weight and token; 6 are both passes
+#- products = 2 * weights
+#+ products = 6 * weights
 # %% 13.6 right: one more at a time
 def most_sharded(job):
     def waits(gpus):
@@ -529,3 +587,9 @@ def most_together(job):
 # %% 13.6 wrong: T times the tokens | T replicas' tokens give the formula's 1 only once: the number of *replicas* is rounded, and each has T GPUs
 #- most_tensor(job) * most_sharded(job)
 #+ most_sharded({**job, "tokens": job["tokens"] * most_tensor(job)})
+# %% 13.6 wrong: within a host | shards are on all hosts: their messages travel `between` hosts
+#- job["tokens"] * job["between"] /
+#+ job["tokens"] * job["inside"] /
+# %% 13.6 wrong: the smallest T | the largest T that fits was asked for
+#- return max(t for t in
+#+ return min(t for t in

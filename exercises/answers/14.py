@@ -49,6 +49,12 @@ def compress(gradient, left, share):
 # %% 14.1 told: at least one is forgotten | 1 was expected
 #- max(1, round(share * len(owed)))
 #+ round(share * len(owed))
+# %% 14.1 wrong: the rest without what was left | what is left is owed minus what is sent, and the old `left` is a part of owed
+#- owed.index_fill(0, places, 0.0)
+#+ gradient.index_fill(0, places, 0.0)
+# %% 14.1 wrong: chosen by the gradient | the places are chosen by the gradient alone: what was left is added before the largest are chosen
+#- places = owed.abs()
+#+ places = gradient.abs()
 # %% 14.2 right: the mean first
 def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
     mean = own.clone()
@@ -89,6 +95,31 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
 # %% 14.2 told: only the weights | return a pair: (weights, velocity)
 #- return shared - rate * velocity, velocity
 #+ return shared - rate * velocity
+# %% 14.2 wrong: the sum of weights | all_reduce gives a sum: divide by the number of ranks, once
+#- change = (shared - own) / world_size
+#+ change = own.clone()
+#- all_reduce(change)
+#+ all_reduce(change)
+#+     change = shared - change
+# %% 14.2 wrong: from its own weights | the step starts from the `shared` weights: from their own the ranks would go on apart
+#- return shared - rate
+#+ return own - rate
+# %% 14.2 wrong: the velocity before this step | the step takes the velocity of before: first the velocity gets the change, then the weights move
+#- velocity = momentum * velocity + change
+#-     return shared - rate * velocity, velocity
+#+ faster = momentum * velocity + change
+#+     return shared - rate * velocity, faster
+# %% 14.2 wrong: the change damped | the change is multiplied by 1 - momentum: this momentum adds all of it, v = momentum v + g
+#- velocity + change
+#+ velocity + (1 - momentum) * change
+# %% 14.2 wrong: the rate in the velocity | the rate is in the velocity: it belongs to the weights' step only
+#- velocity + change
+#+ velocity + rate * change
+#- shared - rate * velocity
+#+ shared - velocity
+# %% 14.2 wrong: the change multiplied, too | momentum multiplies the old velocity only, not this change
+#- velocity = momentum * velocity + change
+#+ velocity = momentum * (velocity + change)
 # %% 14.3 right: sorting
 def the_bug():
     return 6
@@ -111,7 +142,7 @@ def make_hook(share):
 # %% 14.3 right: squares
 #- owed.abs().topk
 #+ owed.square().topk
-# %% 14.3 told: unchanged | negative places that were never sent, however much is owed
+# %% 14.3 told: unchanged | large negative values are not sent, however much is owed: go by magnitude
 #- owed.abs().topk
 #+ owed.topk
 # %% 14.3 wrong: another line | what was not sent is kept: right. But some of it is kept for ever: why?
@@ -135,29 +166,43 @@ def make_hook(share):
 # %% 14.3 wrong: line 8 | this takes the values at the places it is given: are they the right places?
 #- return 6
 #+ return 8
-# %% 14.3 told: one memory for all names | was expected
+# %% 14.3 told: one memory for all names | for each name of each hook on its own?
 #- gradient + kept.get(name, 0.0)
 #+ gradient + kept.get("all", 0.0)
 #- kept[name] = owed - sent
 #+ kept["all"] = owed - sent
-# %% 14.3 told: magnitudes travel | was expected
+# %% 14.3 told: magnitudes travel | the values have lost their sign
 #- sent[places] = owed[places]
 #+ sent[places] = owed[places].abs()
 # %% 14.3 wrong: names the feedback | this is the feedback, and it is right: what was kept is added
 #- return 6
 #+ return 4
-# %% 14.3 told: no feedback | never sent, however much is owed
+# %% 14.3 told: no feedback | only this step's gradient counts: what was not sent is kept under the name
 #- owed = gradient + kept.get(name, 0.0)
 #+ owed = gradient
-# %% 14.3 told: sends all | 6 of 24 are a quarter
+# %% 14.3 told: sends all | sends 24 values; a quarter of 24 are 6
 #- sent[places] = owed[places]
 #+ sent = owed.clone()
-# %% 14.3 wrong: keeps what it sends | more was sent than there was: what was sent must not be kept
+# %% 14.3 told: keeps what it sends | is everything kept that was not sent, nothing that was
 #- kept[name] = owed - sent
 #+ kept[name] = owed
-# %% 14.3 told: one store for all | never sent, however much is owed
+# %% 14.3 told: one store for all | only this step's gradient counts
 #- kept[name] = owed - sent
 #+ kept["all"] = owed - sent
+# %% 14.3 told: one store for all hooks | for each name of each hook on its own?
+#- def make_hook(share):
+#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by name."""
+#-     kept = {}
+#+ kept = {}
+#+
+#+
+#+ def make_hook(share):
+# %% 14.3 told: the smallest | the smallest magnitudes are sent; the largest should be
+#- topk(count)
+#+ topk(count, largest=False)
+# %% 14.3 told: chosen by the gradient | only this step's gradient counts
+#- owed.abs().topk
+#+ gradient.abs().topk
 # %% 14.3 told: the line's text | a plain int was expected
 #- return 6
 #+ return "places = owed.topk(count).indices"
@@ -206,6 +251,29 @@ def break_even(plain, frugal, target, compute_s):
 # %% 14.4 told: the seconds | 'top 1 %' was expected
 #- return min(ways, key=lambda name: seconds(ways[name]))
 #+ return min(seconds(way) for way in ways.values())
+# %% 14.4 wrong: below the target | a loss equal to the target counts: `target` or less
+#- if loss <= target), float("inf"))
+#+ if loss < target), float("inf"))
+# %% 14.4 wrong: bits for bytes | a byte has eight bits
+#- 8 * way["bytes"] / bits
+#+ way["bytes"] / bits
+#- return 8 * (n
+#+ return (n
+# %% 14.4 wrong: steps from zero | the first loss is that after step 1, so `enumerate` starts at 1
+#- enumerate(way["losses"], 1) if loss <= target), float("inf"))
+#+ enumerate(way["losses"]) if loss <= target), float("inf"))
+#- enumerate(way["losses"], 1) if loss <= target) for
+#+ enumerate(way["losses"]) if loss <= target) for
+# %% 14.4 wrong: all steps | that is who ends first: what counts is the step in which the target is reached
+#- return steps *
+#+ steps = len(way["losses"]) if steps < float("inf") else steps
+#+         return steps *
+# %% 14.4 wrong: of one step | that compares one step of each: the frugal way needs more steps, so multiply by both numbers of steps
+#- 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
+#+ 8 * (plain["bytes"] - frugal["bytes"]) / compute_s
+# %% 14.4 wrong: the lowest loss | what counts is the first step at which the target is reached, not the lowest loss
+#- if loss <= target), float("inf"))
+#+ if loss == min(way["losses"])), float("inf"))
 # %% 14.5 right: floor of a half more
 def int8_mean(gradient, left, gather):
     owed = gradient + left
@@ -339,3 +407,6 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 told: a plain number | the scale is a tensor of one number
 #- gather(scale.reshape(1))
 #+ gather(scale.item())
+# %% 14.5 wrong: unsigned | int8 has a sign, uint8 has none: -1 becomes 255
+#- values = (owed / scale.clamp(min=1e-30)).round().to(torch.int8)
+#+ values = (owed / scale.clamp(min=1e-30)).round().to(torch.uint8)

@@ -317,6 +317,9 @@ class WhichSchedule:
             slow = random.randrange(stages)
             timeline = played(random, name, stages, random.randrange(stages, stages + 4), slow)
             cases.append((timeline,))
+        # With as many micro-batches as stages the first stage does the same in 1F1B and GPipe.
+        for name in ("1F1B", "GPipe"):
+            cases.append((played(random, name, 4, 4, random.randrange(4)),))
         return {"cases": cases}
 
     def read(returned, cases):

@@ -24,7 +24,7 @@ class MySlices:
     def draw(random):
         shapes = [
             (8, 4, 2),
-            (12, 5, 4),
+            (10, 5, 4),  # `chunk` would make 3, 3, 3 and 1 of these.
             (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))),
             (7, 3, 1),
             (11, 6, 4),  # Three are left over.
@@ -60,12 +60,40 @@ class MySlices:
                         " belongs to two rows: one of the gate's half and the same one of up's"
                     )
                     continue
+                misfit = misfit or mixed_up(rank, fused, back, gate_and_up, down)
                 gate, up = (x @ fused.T).chunk(2, dim=-1)
                 total = total + (torch.nn.functional.silu(gate) * up) @ back.T
             case = f"H = {down.shape[1]}, {ranks} ranks: "
             yield "sum", case + "two rows for each column", misfit
             yield "sum", case + "the sum of all ranks' y", total
             yield "sizes", case + "numbers on each rank, most first", sorted(sizes, reverse=True)
+
+
+def mixed_up(rank, fused, back, gate_and_up, down):
+    """In words, that a rank's rows and columns are of different units; "" if they belong together."""
+    columns = places_in(back.T, down.T)
+    rows = places_in(fused, gate_and_up)
+    gate = rows[: len(columns)]
+    up = []
+    for row in rows[len(columns) :]:
+        up.append(None if row is None else row - down.shape[1])
+    if gate == up == columns:
+        return ""
+    if None in columns or None in rows:
+        return f"rank {rank} has rows or columns that are none of the whole matrices': slice, and change nothing"
+    return (
+        f"rank {rank} has the units {gate} of the gate, {up} of up (below zero: rows of the gate again), and"
+        f" the columns {columns} of down: they must be of the same units"
+    )
+
+
+def places_in(rows, whole):
+    """Where each row stands in a matrix; None if it is not there."""
+    places = []
+    for row in rows:
+        equal = (whole == row).all(1) if row.shape == whole[0].shape else torch.zeros(1)
+        places.append(int(equal.nonzero()[0]) if equal.any() else None)
+    return places
 
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
@@ -158,7 +186,8 @@ def ranks_of(groups, axis, case):
     """The ranks of a rank's group along an axis."""
     require(
         isinstance(groups, dict) and axis in groups,
-        f"{case}: a dict with a group for each axis was expected, also for an axis of size 1",
+        f"{case}: a dict with a group for each axis was expected, also for an axis of size 1; each rank is"
+        " in one line along each axis",
     )
     require(
         isinstance(groups[axis], MadeGroup),
@@ -195,6 +224,48 @@ def twins(groups_by_rank):
     return ""
 
 
+# The best plans of the first two have 12 ranks to a layer, on two hosts, and three stages: no powers
+# of two. In the third one every term of the table decides.
+ODD_JOBS = [
+    {
+        "gpus": 24,
+        "per_host": 6,
+        "memory": 80e9,
+        "parameters": 9.6e9,
+        "activations": 480e9,
+        "summed": 7.2e9,
+        "compute": 122.4,
+        "microbatches": 16,
+        "fast": 300e9,
+        "slow": 100e9,
+    },
+    {
+        "gpus": 24,
+        "per_host": 8,
+        "memory": 80e9,
+        "parameters": 36e9,
+        "activations": 240e9,
+        "summed": 72e9,
+        "compute": 62.4,
+        "microbatches": 16,
+        "fast": 300e9,
+        "slow": 50e9,
+    },
+    {
+        "gpus": 48,
+        "per_host": 8,
+        "memory": 80e9,
+        "parameters": 52.8e9,
+        "activations": 960e9,
+        "summed": 48e9,
+        "compute": 129.6,
+        "microbatches": 2,
+        "fast": 300e9,
+        "slow": 10e9,
+    },
+]
+
+
 @task("9.4", "plan", {"fits": 1, "seconds": 3})
 class Plan:
     """The shortest step of all plans that fit."""
@@ -216,7 +287,17 @@ class Plan:
                     "slow": random.choice((10e9, 25e9, 50e9)),
                 }
             )
-        return {"cases": [(job,) for job in jobs]}
+        return {"cases": [(job,) for job in [*jobs, *ODD_JOBS]]}
+
+    def probe(plan, cases):
+        for number, (job,) in enumerate(cases):
+            try:
+                yield "", number, plan(dict(job))
+            except (TypeError, ValueError) as error:
+                raise Wrong(
+                    f"{job['gpus']} GPUs, {job['per_host']} in a host: {error}: is there no plan, if none of"
+                    " your plans fits? T may be larger than a host, and D, T and P are any divisors"
+                ) from error
 
     def read(returned, cases):
         for (job,), plan in zip(cases, returned, strict=True):
@@ -228,11 +309,9 @@ class Plan:
             )
             share = job["parameters"] / (tensor * pipeline)
             needed = 16 * share + job["activations"] / (data * tensor)
-            yield (
-                "fits",
-                f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB",
-                needed <= job["memory"],
-            )
+            room = f"{job['memory'] / 1e9:.0f} GB"
+            words = f"it needs {needed / 1e9:.0f} GB" if needed > job["memory"] else ""
+            yield "fits", f"{about}the plan fits into {room}", words
             seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
             link = job["fast"] if tensor <= job["per_host"] else job["slow"]
             seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link

@@ -17,6 +17,12 @@ def plain(indices):
     return indices.tolist() if isinstance(indices, torch.Tensor) else indices
 
 
+RESEEDED = (
+    "it was seeded or drawn from: dropout would be the same in every epoch; make a generator of your own,"
+    " torch.Generator().manual_seed(…)"
+)
+
+
 @task(
     "10.1",
     "epoch_indices",
@@ -40,14 +46,19 @@ class EpochIndices:
         }
 
     def probe(epoch_indices, cases):
+        untouched = True
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
                 # In training, too, ranks' generators have different states.
                 torch.manual_seed(100 * number + rank)
+                before = torch.get_rng_state()
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
+                untouched = untouched and torch.equal(before, torch.get_rng_state())
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
+        words = "" if untouched else RESEEDED
+        yield "even shares", "torch's own generator, afterwards", words
 
 
 @task("10.2", "learning_rate", {"warm-up": 1, "cosine": 1})
@@ -164,6 +175,10 @@ def learns(rate):
     return sum(stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)[-10:]) / 10 < 1
 
 
+NO_GRAPH = (
+    "a loss has lost its graph, so `backward()` finds no parameter: scale the tensors of `sums` themselves,"
+    " not their `.item()`, nor detached ones"
+)
 ONCE = (
     "a rank calls all_reduce once for each of its micro-batches, and ranks have different numbers of them:"
     " add up this rank's tokens first, then one call is enough"
@@ -190,7 +205,11 @@ class LossesForBackward:
                 sums.append(count * token.square())
             about = f"with {size} ranks of {counts[:size]} tokens"
             each = f"{about}: a loss for each micro-batch was expected"
-            with in_words({"all ranks must call the same collective": f"{about}: {ONCE}"}):
+            causes = {
+                "all ranks must call the same collective": f"{about}: {ONCE}",
+                "does not require grad": f"{about}: {NO_GRAPH}",
+            }
+            with in_words(causes):
                 losses = several(
                     losses_for_backward(sums, list(own), all_reduce, size), len(own), each
                 )

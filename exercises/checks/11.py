@@ -308,8 +308,11 @@ class FindTheBugInTheRun:
             model, optimizer = small_net(seed + number)
             losses, state = mended_run(model, optimizer, list(batches), peak, state, stop)
             parts.append(list(losses))
+            kept = [parameter.detach().clone() for parameter in model.parameters()]
+            if stop < len(batches):
+                train(model, optimizer, batches[:1])  # What was left must not change by this.
         yield "", "parts", parts
-        yield "", "end", list(model.parameters())
+        yield "", "end", kept
 
     def read(returned, seed, batches, peak, stops):
         line, whole, parts, end = returned
@@ -364,6 +367,7 @@ class Clinic:
     def read(returned):
         (named,) = returned
         require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
+        require(0 not in named, "patients are numbered from 1 to 11, as their files are")
         for number, (culprit, pieces) in CAUSES.items():
             patient = f"patient {number}"
             diagnosis = named.get(number)
@@ -385,6 +389,10 @@ class Clinic:
                 else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
             )
             wrong_rank = "not all of them" if rank is None else f"not rank {rank}"
+            if rank is not None and type(rank) is not int:
+                wrong_rank = f"a rank is a number, or None for all ranks, not {rank!r:.30}"
+            elif rank is not None and rank > 3:
+                wrong_rank += ": there are at most four; the order is (rank, line, kind)"
             of_rank = "" if rank == culprit else wrong_rank
             of_line = "" if at_fault else f"not line {line}: {text}"
             of_kind = "" if kind == KINDS[number - 1] else wrong_kind
@@ -423,7 +431,8 @@ class Reshard:
                 except IndexError as error:
                     raise Wrong(
                         f"{about}, rank {rank}: {error}: `saved` has"
-                        f" {before} parts, and `chunk` may make fewer pieces than asked for"
+                        f" {before} parts, and `chunk` may make fewer pieces than asked for: put all"
+                        f" parts end to end, then cut for {after} ranks, whatever both numbers are"
                     ) from error
                 yield "", f"{before} {after} {rank}", (state, memory_behind(state))
 
@@ -440,6 +449,10 @@ class Reshard:
                 case = f"{about}, rank {rank}"
                 yield part, f"{case}, the names", sorted(state)
                 for name in (name for name in wholes if name in state):
+                    require(
+                        isinstance(state[name], torch.Tensor),
+                        f"{case}, {name}: a tensor was expected, not {kind_of(state[name])}",
+                    )
                     old = wholes[name].tensor_split(before)
                     new = len(wholes[name].tensor_split(after)[rank])
                     was_there = any(same(state[name], piece) for piece in old)

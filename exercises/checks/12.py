@@ -1,5 +1,7 @@
 """Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster."""
 
+from itertools import product
+
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
@@ -65,9 +67,17 @@ class TwoLevels:
             yield "bytes on the cable", about, {rank: across[rank // 2] for rank in range(4)}
 
 
-def ring_seconds(size, nbytes, latency, bandwidth):
-    """The ring's closed form."""
-    return 2 * (size - 1) * latency + 2 * (size - 1) / size * nbytes / bandwidth
+def two_measured(latency, bandwidth):
+    """The seconds of two ranks for an empty message and for a mebibyte.
+
+    A cluster is kept as these, so whoever looks into `measure` finds no more than it tells.
+    """
+    return 2 * latency, 2 * latency + 2**20 / bandwidth
+
+
+def ring_seconds(size, nbytes, empty, mebibyte):
+    """The ring's closed form, from two measurements on two ranks."""
+    return (size - 1) * empty + 2 * (size - 1) / size * nbytes / 2**20 * (mebibyte - empty)
 
 
 @task("12.2", "foresee", {"seconds": 2, "cause": 1})
@@ -77,24 +87,23 @@ class Foresee:
     """
 
     def draw(random):
-        cases = [
-            (
-                random.randrange(2, 60) * 1e-6,
-                random.randrange(5, 200) * 1e8,
-                random.randrange(1, 60) * 2**16,
-                size,
-            )
-            for size in (8, 64, 1024, 3)
-        ]
-        return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
+        cases = []
+        for size in (8, 64, 1024, 3):
+            latency = random.randrange(2, 60) * 1e-6
+            bandwidth = random.randrange(5, 200) * 1e8
+            nbytes = random.randrange(1, 60) * 2**16
+            cases.append((*two_measured(latency, bandwidth), nbytes, size))
+        cases.append((*two_measured(5e-6, 2e10), 2**28, 16))
+        cases.append((*two_measured(5e-5, 2e10), 2**12, 256))
+        return {"cases": cases}
 
     def probe(foresee, cases):
-        for number, (latency, bandwidth, nbytes, size) in enumerate(cases):
+        for number, (empty, mebibyte, nbytes, size) in enumerate(cases):
             asked = []
 
-            def measure(ranks, message, latency=latency, bandwidth=bandwidth, asked=asked):
+            def measure(ranks, message, empty=empty, mebibyte=mebibyte, asked=asked):
                 asked.append(ranks)
-                return ring_seconds(ranks, message, latency, bandwidth)
+                return ring_seconds(ranks, message, empty, mebibyte)
 
             pair = f"{size} ranks, {nbytes:,} bytes: return a pair: (seconds, cause)"
             seconds, cause = several(foresee(measure, size, nbytes), 2, pair)
@@ -102,7 +111,7 @@ class Foresee:
 
     def read(returned, cases):
         for case, (seconds, cause, asked) in zip(cases, returned, strict=True):
-            latency, bandwidth, nbytes, size = case
+            empty, mebibyte, nbytes, size = case
             about = f"{size} ranks, {nbytes:,} bytes"
             require(
                 len(asked) >= 2,
@@ -118,13 +127,14 @@ class Foresee:
             )
             rounded = float(f"{seconds:.6g}") if type(seconds) is float else seconds
             yield "seconds", f"{about}, seconds", rounded
-            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
+            share = (size - 1) * empty / ring_seconds(size, nbytes, empty, mebibyte)
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
-def log_of(random, cause, ranks):
+def log_of(random, cause, ranks, scale):
     """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in
-    real logs.
+    real logs. Steps of a small model take a tenth of the time, those of a large one ten times as
+    long.
     """
     compute = random.uniform(0.15, 0.4)
     data = random.uniform(0.002, 0.006)
@@ -143,7 +153,7 @@ def log_of(random, cause, ranks):
             shown = rank % ranks if world_size < ranks * nodes else rank
             yield (
                 f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                f"data={data:.4f} compute={computing:.4f} wait={idle:.4f}"
+                f"data={scale * data:.4f} compute={scale * computing:.4f} wait={scale * idle:.4f}"
             )
 
     before = list(lines(1, ranks, batch, compute, data, wait))
@@ -179,12 +189,12 @@ class WhyNoFaster:
     """The one cause for which two nodes are no faster than one, from a log of both."""
 
     def draw(random):
-        causes = random.sample([*LOOK] * 2, 2 * len(LOOK))
+        causes = random.sample([*product(LOOK, (0.1, 10.0))], 2 * len(LOOK))
         sizes = (2, 4, 8, 16)
-        for number, cause in enumerate(causes):
+        for number, (cause, scale) in enumerate(causes):
             size = random.choice(sizes)
             part = (
                 "what was started" if cause in ("apart", "small batch") else "where the seconds go"
             )
             about = f"log {number}, one node of {size} ranks, then two ({LOOK[cause]})"
-            yield part, about, (log_of(random, cause, size),)
+            yield part, about, (log_of(random, cause, size, scale),)

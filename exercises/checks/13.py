@@ -37,7 +37,7 @@ class TooGood:
         ):
             rows = [(*first, 1.0)]
             for stages, share in zip(
-                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.04, 1.25), 4), strict=True
+                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.08, 1.25), 4), strict=True
             ):
                 batches = random.choice((2, 16, 32))
                 rows.append((stages, batches, share * formula(stages, batches) / formula(*first)))
@@ -129,6 +129,7 @@ class Plans:
             (8, 12, 32, True),
             (16, 12, 8, False),
             (3, 4, 128, False),
+            (3, 32, 16, False),
             (8, 64, 3, False),
             (1, 128, 12, False),
             (1, 3, 512, False),
@@ -138,6 +139,7 @@ class Plans:
         cases = [(plan, MEGATRON) for plan in random.sample(plans, len(plans))]
         odd = MEGATRON | {"batch": random.choice((1500, 1544))}
         cases += [((8, 12, 16, False), odd), ((8, 12, 16, False), MEGATRON | {"memory_gb": 32})]
+        cases.append(((8, 12, 16, False), MEGATRON | {"batch": 1552}))
         small = MEGATRON | {"parameters": 4e9, "layers": 24, "gpus": 8, "batch": 32}
         return {"cases": [*cases, ((1, 1, 8, False), small), ((2, 1, 4, False), small)]}
 
@@ -179,6 +181,10 @@ class HeldOut:
                 )
             errors = held_out(list(rows))
             require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
+            require(
+                set(errors) == {gpus for gpus, _ in rows},
+                f"the keys of the dictionary are the GPUs of all three rows, not {list(errors)}",
+            )
             for gpus, _ in sorted(rows):
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"

@@ -49,6 +49,13 @@ def read_runs(runs, *names):
     return chosen
 
 
+def require_signed(names, runs):
+    """Raise Wrong if a run is not as the script wrote it: nothing can be seen in other numbers."""
+    for name, run in zip(names, runs, strict=True):
+        fault = unlike_a_run(run)
+        require(not fault, f'run "{name}": {fault}')
+
+
 def unlike_a_run(run):
     """In words, what shows that no run of the script wrote this; "" if nothing does."""
     says = {key: value for key, value in run.items() if key != "signature"}
@@ -71,8 +78,8 @@ class WhatTheRunsWrote:
     def probe(what_the_runs_wrote):
         names = ("ddp", "fully_shard", "killed")
         runs = read_runs(what_the_runs_wrote(), *names)
-        for name, run in zip(names, runs, strict=True):
-            yield "evidence", f'run "{name}"', unlike_a_run(run)
+        require_signed(names, runs)
+        yield "evidence", "the runs", "as the script wrote them"
         ddp, sharded, killed = runs
         job_of = itemgetter("world_size", "steps", "parameters")
         alike = "DDP and fully_shard"
@@ -105,8 +112,7 @@ class Explained:
     def probe(three_runs, explained):
         names = ("alone", "none", "ddp")
         runs = dict(zip(names, read_runs(three_runs(), *names), strict=True))
-        for name, run in runs.items():
-            yield "evidence", f'run "{name}"', unlike_a_run(run)
+        require_signed(names, runs.values())
         settings = [(run["wrap"], run["world_size"] > 1) for run in runs.values()]
         yield "evidence", "wrap, and whether there are several ranks", settings
         three = "three were expected: predicted seconds, two names of runs, a sentence"
@@ -121,9 +127,13 @@ class Explained:
         yield "predicted", "it is another number than the measurement", predicted != measured
         beside = runs["none"]["step_s"] - runs["alone"]["step_s"]
         messages = measured - runs["none"]["step_s"] - (predicted - runs["alone"]["step_s"])
-        sizes = {("none", "alone"): abs(beside), ("ddp", "none"): abs(messages)}
-        chosen = sizes.get((longer, shorter))
+        sizes = {("alone", "none"): abs(beside), ("ddp", "none"): abs(messages)}
+        chosen = sizes.get(tuple(sorted((str(longer), str(shorter)))))
         yield "explained", "the two runs differ in one thing only", chosen is not None
+        turned = chosen is not None and runs[longer]["step_s"] < runs[shorter]["step_s"]
+        words = f"a step of {longer} is shorter than one of {shorter}: the longer comes first"
+        words = words if turned else ""
+        yield "explained", "the longer run, then the shorter", words
         smaller = chosen is not None and chosen < max(sizes.values()) - measured / 20
         parts = f"ranks beside each other {beside:+.3f} s, messages {messages:+.3f} s"
         other = f"the other pair of runs differs by more: {parts}" if smaller else ""

@@ -163,6 +163,16 @@ def test_an_exception_without_a_message_is_no_right_answer():
         assert "raised Wrong" in said.message
 
 
+@pytest.mark.parametrize("number", ["15.1", "15.2"])
+def test_a_record_that_the_script_did_not_sign_earns_nothing(number):
+    signature = re.compile(r'"signature": "[0-9a-f]+"')
+    text, count = signature.subn('"signature": "0123456789abcdef"', solution(number))
+    assert count == 3
+    assert all(
+        "not what the script wrote" in fault for fault in verdict_on(number, text).parts.values()
+    )
+
+
 def test_what_a_check_computes_is_out_of_an_answers_reach():
     said = verdict_on(
         "7.1",
