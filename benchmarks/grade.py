@@ -46,7 +46,7 @@ def throughput(args: argparse.Namespace) -> Part:
     exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
-        submissions, _ = find_submissions([made])
+        submissions = find_submissions([made])
         with watching_memory() as memory:
             start = time.perf_counter()
             before = processor_seconds()

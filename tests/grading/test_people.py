@@ -58,7 +58,7 @@ def lay_out(folder, files):
 
 def handed_in(*paths, roster=None):
     """Sorted (learner, file) of all submissions."""
-    submissions, _ = find_submissions(paths, roster)
+    submissions = find_submissions(paths, roster)
     return sorted((work.learner, work.file) for work in submissions)
 
 
@@ -82,7 +82,7 @@ def test_canvas_flat_download(packed, tmp_path):
     (tmp_path / "roster.csv").write_text(CANVAS_EXPORT)
     roster = read_roster(tmp_path / "roster.csv")
     assert list(roster) == ["Doe, Jane", "Roe, Rick", "Poe, Nan"]
-    submissions, _ = find_submissions([path], roster)
+    submissions = find_submissions([path], roster)
     assert [(work.learner, work.late) for work in submissions] == [
         ("Doe, Jane", False), ("Roe, Rick", True)
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_canvas_flat_download(packed, tmp_path):
     header, _, jane, rick, nan = csv.reader(io.StringIO(as_canvas(results, roster)))
     assert header[5] == "Exercise 4 (777)" and jane[:2] == ["Doe, Jane", "12348"]
     assert (jane[5], rick[5], nan[5]) == ("3", "3", "")
-    alone, _ = find_submissions([path])
+    alone = find_submissions([path])
     assert [(work.learner, work.about["ID"]) for work in alone] == [
         ("doejane", "12348"), ("roerick", "12350")
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_moodle_folders(tmp_path):
     (tmp_path / "worksheet.csv").write_text(WORKSHEET)
     roster = read_roster(tmp_path / "worksheet.csv")
     for known in (None, roster):
-        submissions, _ = find_submissions([folder], known)
+        submissions = find_submissions([folder], known)
         assert [work.learner for work in submissions] == ["Ada Lovelace", "Grace Hopper"]
         result = Result("Ada Lovelace", 4, [TaskResult("4.1", 3, 13)], about=submissions[0].about)
         rows = list(csv.reader(io.StringIO(as_moodle([result], known or {}, 4))))
@@ -133,7 +133,7 @@ def test_github_classroom_repositories_count_no_solutions(tmp_path):
     files["ring-ada/exercises/04_ring_all_reduce.ipynb"] = SOLVED
     folder = lay_out(tmp_path / "repos", files)
     (tmp_path / "r.csv").write_text("identifier,github_username\nLovelace,ada\nHopper,grace\n")
-    submissions, _ = find_submissions([folder], read_roster(tmp_path / "r.csv"))
+    submissions = find_submissions([folder], read_roster(tmp_path / "r.csv"))
     kept = without_exercises_not_begun(submissions, load_exercises())
     assert sorted((work.learner, work.file) for work in kept) == [
         ("Hopper", "exercises/04_ring_all_reduce.ipynb"),
@@ -177,7 +177,7 @@ def test_what_is_not_clear_ends_before_anything_runs(tmp_path, capsys):
 
 def test_all_is_read_before_the_first_one_runs(tmp_path):
     folder = lay_out(tmp_path / "class", {"ada/04_x.ipynb": SOLVED})
-    submissions, _ = find_submissions([folder])
+    submissions = find_submissions([folder])
     (folder / "ada" / "04_x.ipynb").unlink()
     assert len(submissions[0].cells) > 6 and len(submissions[0].digest) == 16
     assert {cell.task for cell in submissions[0].cells} >= {"4.1", "4.6"}
