@@ -92,7 +92,7 @@ class Item(NamedTuple):
     """
 
     parts: tuple[str, ...]
-    content: bytes | GradingError | None = None
+    content: Any = None
     place: Any = None
 
     @property
@@ -163,11 +163,12 @@ def find_submissions(paths: Sequence[str | Path], roster: Roster | None = None) 
     return handed_in
 
 
-def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
+def walk(path: Any, parts: tuple[str, ...]) -> list[Item]:
     """The files in a folder or archive, and in those in it; an item of an empty name stands for a
-    folder without notebooks. Nothing of an archive is written to the disk.
+    folder without notebooks. Nothing of an archive is written to the disk, and no link to a folder
+    is followed.
     """
-    if path.is_dir():
+    if path.is_dir() and not is_link(path):
         items = []
         children: list[Any] = list(path.iterdir())
         for child in sorted(children, key=lambda child: child.name):
@@ -192,7 +193,12 @@ def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
         return [Item(parts, GradingError(f"cannot be read as an archive ({error})"))]
 
 
-def read_file(path: Path | zipfile.Path) -> bytes:
+def is_link(path: Any) -> bool:
+    """Whether a path is a link, which may lead anywhere."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
+def read_file(path: Any) -> bytes:
     """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")
@@ -208,8 +214,7 @@ def copy_neighbours(place: Any, folder: Path) -> None:
     folder. A link could lead anywhere, and is left out.
     """
     for file in place.parent.iterdir():
-        is_link = isinstance(file, Path) and file.is_symlink()
-        if not is_link and not file.name.endswith((".ipynb", ".zip")):
+        if not is_link(file) and not file.name.endswith((".ipynb", ".zip")):
             with suppress(GradingError):
                 (folder / file.name).write_bytes(read_file(file))
 

@@ -280,6 +280,16 @@ def test_a_link_beside_a_notebook_is_left_out(tmp_path):
     assert "No such file" in result.tasks[0].message
 
 
+def test_a_link_to_a_folder_is_not_followed(tmp_path):
+    path = hand_in(tmp_path / "class" / "ada", {"1.1": solution("1.1")})
+    (path.parent / "again").symlink_to(path.parent)
+    (path.parent / "disk").symlink_to("/")
+    (tmp_path / "named").symlink_to(tmp_path / "class")
+    for folder in ("class", "named"):
+        (work,) = find_submissions([tmp_path / folder])
+        assert work.learner == "ada"
+
+
 def test_a_cell_that_writes_to_all_open_files_costs_what_it_is_in(tmp_path, capfd):
     path = hand_in(tmp_path / "ada", {"1.1": solution("1.1")}, [WRITES_TO_ALL_FILES])
     (result,) = grade([submission_of(path)], EXERCISES, seed=3)
