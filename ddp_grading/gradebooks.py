@@ -6,6 +6,7 @@ else the name. Moodle's assignment finds a learner by the Identifier of its grad
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .people import Roster
 from .report import as_rows, feedback
@@ -13,22 +14,18 @@ from .results import Result
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("Identifier", "Full name", "Email address")
-FORMATS = ("canvas", "moodle")
 
 
-def grade_files(
-    form: str, target: str, results: Sequence[Result], roster: Roster
-) -> dict[str, str]:
-    """{path: content} of what a service imports: for Moodle a file per exercise."""
-    if form == "canvas":
-        return {target: as_canvas(results, roster)}
-    path = Path(target)
-    exercises = possible_points(results)
+def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[str, str]:
+    """{path: content} of what services import: for Moodle a file per exercise."""
     files = {}
-    for exercise in exercises:
-        several = path.with_name(f"{path.stem}_{exercise:02d}{path.suffix}")
-        file = several if len(exercises) > 1 else path
-        files[str(file)] = as_moodle(results, roster, exercise)
+    if args.canvas:
+        files[args.canvas] = as_canvas(results, roster)
+    if args.moodle:
+        path = Path(args.moodle)
+        for exercise in possible_points(results):
+            file = path.with_name(f"{path.stem}_{exercise:02d}{path.suffix}")
+            files[str(file)] = as_moodle(results, roster, exercise)
     return files
 
 

@@ -24,11 +24,12 @@ from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
-from .submissions import Laid, Pristine, Submission, exercise_of, lay
+from .submissions import Assembly, Pristine, Submission, assemble, copy_neighbours, exercise_of
 from .watched import make_watched
 
 END_SECONDS = 10.0
 LEAST_SECONDS = 10.0  # No solution counts as faster: a neighbour may load the machine next.
+LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
@@ -87,18 +88,17 @@ class Judge:
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
         for (_, in_every_order), company in companies.items():
             with self.lock:
-                took = {
-                    each.number: max(LEAST_SECONDS, self.right(find(each.number)).seconds)
-                    for each in company
-                }
+                took = {each.number: self.right(find(each.number)).seconds for each in company}
             way = (make_watched, every.SLOW) if in_every_order else (make_attempts, ONE_HOST)
-            evidences = gather(company, limits, *way, sum(took.values()))
+            together = max(LEAST_SECONDS, sum(took.values()))
+            evidences = gather(company, limits, *way, together)
             judged = self.compared(company, evidences)
             for attempt in company:
                 if judged[attempt.number].message:
-                    evidences = gather([attempt], limits, took=took[attempt.number])
-                    alone = self.compared([attempt], evidences)
-                    judged[attempt.number] = confirmed(alone[attempt.number], attempt, limits)
+                    alone = max(LEAST_SECONDS, took[attempt.number])
+                    evidences = gather([attempt], limits, took=alone)
+                    again = self.compared([attempt], evidences)
+                    judged[attempt.number] = confirmed(again[attempt.number], attempt, limits)
                 yield attempt.number, judged[attempt.number]
 
     def compared(
@@ -159,25 +159,28 @@ def points_of(
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
-    laid = lay(pristine, submission.cells)
+    assembly = assemble(pristine, submission.cells)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
-        errors = run(laid, folder, seconds)
+        for name in ("work", "answers", "ipython"):
+            Path(folder, name).mkdir()
+        copy_neighbours(submission.place, Path(folder, "work"))
+        errors = run(assembly, folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number not in laid.troubles and file.exists():
+            if number not in assembly.troubles and file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work")
         judged = {}
         for number, worth in pristine.points.items():
-            trouble = laid.troubles.get(number)
+            trouble = assembly.troubles.get(number)
             if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
             while number not in judged:
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
-            source = laid.sources.get(number, "")
+            source = assembly.sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
@@ -202,20 +205,20 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
         )
 
 
-def run(laid: Laid, folder: str, seconds: float) -> dict[str, str]:
+def run(assembly: Assembly, folder: str, seconds: float) -> dict[str, str]:
     """Run a submission's cells in a process of their own; return {id: its error, or ""}. Raises
     RuntimeError if the process ends without an answer.
     """
-    if laid.sources.keys() <= laid.troubles.keys():
+    if assembly.sources.keys() <= assembly.troubles.keys():
         return {}  # Nothing was answered, so nothing runs.
-    for name in ("work", "answers", "ipython"):
-        Path(folder, name).mkdir()
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = processes().Process(target=run_cells, args=(laid.cells, folder, seconds, sender))
+    child = processes().Process(target=run_cells, args=(assembly.cells, folder, seconds, sender))
     child.start()
     sender.close()
     try:
-        return receiver.recv()
+        if receiver.poll(LONGEST * seconds):
+            return receiver.recv()
+        raise EOFError
     except EOFError:
         raise RuntimeError("the notebook could not be run") from None
     finally:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,7 +32,7 @@ LIMITS = {
 }
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")]
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 SHARED_MEMORY = "/dev/shm"  # The C library makes semaphores and shared tensors of workers here.
 SHARED_BYTES = 128 << 20
 SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
@@ -39,7 +40,7 @@ SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
 
 def enter(folder: str, *also: str) -> None:
     """From here on this process and its children keep to limits, print nothing, work in `folder`,
-    and write below `folder` and `also` alone.
+    write below `folder` and `also` alone, and read no solution.
     """
     limit()
     os.environ["TMPDIR"] = folder
@@ -51,22 +52,24 @@ def enter(folder: str, *also: str) -> None:
     course = course_folder("exercises").parent
     secrets = [os.path.realpath(course / name) for name in SECRETS]
     folders = [os.path.realpath(path) for path in (folder, *also)]
-    fence([*folders, *own_shared_memory()], DEVICES)
+    fence([*folders, *own_view(secrets), *DEVICES])
     sys.addaudithook(watch(folders, secrets))
 
 
-def own_shared_memory() -> list[str]:
-    """The folder of named shared memory, which from here on is a small one of this process and its
-    children: it ends with the last of them.
+def own_view(secrets: Sequence[str]) -> list[str]:
+    """From here on this process and its children see empty folders in place of `secrets`, and a
+    small one of their own for named shared memory, which is returned.
 
-    No folder where that is forbidden: then nobody may write there.
+    No folder where that is forbidden: then nobody may write there, and only the audit hook hides
+    secrets.
     """
     options = f"size={SHARED_BYTES}".encode()
     try:
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
         linux.mount("none", "/", linux.MS_REC | linux.MS_PRIVATE)
-        where = SHARED_MEMORY.encode()
-        linux.call("mount", b"tmpfs", where, b"tmpfs", ctypes.c_ulong(0), options)
+        for folder in filter(os.path.isdir, [*secrets, SHARED_MEMORY]):
+            where = os.fsencode(folder)
+            linux.call("mount", b"tmpfs", where, b"tmpfs", ctypes.c_ulong(0), options)
     except OSError:
         return []
     return [SHARED_MEMORY]
@@ -85,7 +88,7 @@ def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
     """The audit hook, which says in words what a submission must not do, and refuses it where there
     is no Landlock, but for removed and renamed files; it counts the processes that are forked.
     """
-    started = mmap.mmap(-1, 8)
+    started = mmap.mmap(-1, 1)
 
     def hook(event: str, arguments: tuple) -> None:
         """Refuse what an answer must not do."""
@@ -105,9 +108,8 @@ def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
 
 def count_process(started: mmap.mmap) -> None:
     """PermissionError if a submission has started too many processes."""
-    count = int.from_bytes(started[:8], "little") + 1
-    started[:8] = count.to_bytes(8, "little")
-    if count > STARTS:
+    started[0] = min(started[0] + 1, STARTS + 1)
+    if started[0] > STARTS:
         raise PermissionError(
             f"your code starts too many processes: at most {STARTS} are allowed here"
         )
@@ -119,9 +121,7 @@ def refuse_address(address: str) -> None:
         raise PermissionError(f"your code connects to {address}: there is no network here")
 
 
-def refuse_file(
-    name: str | bytes, writes: bool, folders: Sequence[str], secrets: Sequence[str]
-) -> None:
+def refuse_file(name: Any, writes: bool, folders: Sequence[str], secrets: Sequence[str]) -> None:
     """PermissionError if an answer must not open a file."""
     path = os.fsdecode(name)
     if below(path, secrets):

@@ -131,9 +131,9 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
             words += [part[dash.end() :] for dash in re.finditer("-", part)]
     wanted = set(map(plainly, words)) - {""}
     for known_by in (ids_of, names_of):
-        found = [name for name, about in roster.items() if wanted & known_by(name, about)]
-        if len(found) == 1:
-            return found[0]
+        learners = [name for name, about in roster.items() if wanted & known_by(name, about)]
+        if len(learners) == 1:
+            return learners[0]
     return ""
 
 

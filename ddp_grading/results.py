@@ -137,8 +137,10 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     replaced: set[tuple] = {(result.learner, "") for result in new}
     for result in new:
         replaced |= keys_of(result)
-    kept = [result for result in earlier if not keys_of(result) & replaced]
-    return best_of(sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0)))
+    others = [result for result in earlier if not keys_of(result) & replaced]
+    return best_of(
+        sorted([*others, *new], key=lambda result: (result.learner, result.exercise or 0))
+    )
 
 
 def keys_of(result: Result) -> set[tuple]:
@@ -154,8 +156,8 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
         points = 0 if message else worth
-        told = clean(message)
-        parts.append({"name": name, "points": points, "possible": worth, "message": told})
+        about = {"name": name, "points": points, "possible": worth, "message": clean(message)}
+        parts.append(about)
     total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
     return TaskResult(task, total, possible, message, parts, graded=verdict.judged)

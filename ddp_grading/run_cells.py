@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +27,8 @@ CELL_SECONDS = 20.0
 INTERRUPT_SECONDS = 3.0
 LOOK_SECONDS = 0.5
 RESERVE = 0.25  # This part of a submission's time is for the course's own cells.
+MOST_LETTERS = 2000  # An error may have so many letters,
+MOST_BYTES = 1 << 16  # and what a kernel sends may have so many bytes.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 NEVER_RUN = "the submission's time was over before this cell could run"
 HOMES = ("HOME", "MPLCONFIGDIR")
@@ -106,13 +109,13 @@ class Kernel:
         """Run a cell; return its error, "" if there is none, or None if the kernel has ended."""
         end = self.used + seconds
         try:
-            self.connection.send(source)
+            self.connection.send_bytes(source.encode())
             if not self.answers_before(end):
                 os.kill(self.process.pid, signal.SIGALRM)
                 if not self.answers_before(end + INTERRUPT_SECONDS):
                     return None
-            return self.connection.recv()
-        except (EOFError, OSError):
+            return self.connection.recv_bytes(MOST_BYTES).decode()
+        except (EOFError, OSError, UnicodeDecodeError):
             return None
 
     def answers_before(self, end: float) -> bool:
@@ -142,10 +145,16 @@ class Kernel:
 
 
 def be_kernel(folder: str, connection: Connection) -> None:
-    """Be the kernel, under a submission's limits before anything of the learner's runs."""
+    """Be the kernel, under a submission's limits before anything of the learner's runs, and without
+    the grader's open files: a cell may write to each and close it.
+    """
     import torch
     from ipykernel.inprocess.ipkernel import InProcessKernel
 
+    own_end = connection.fileno()
+    os.closerange(3, own_end)
+    os.closerange(own_end + 1, os.sysconf("SC_OPEN_MAX"))
+    vars(resource_tracker._resource_tracker)["_fd"] = None  # It was one of them.
     os.setpgid(0, 0)
     with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
@@ -161,11 +170,11 @@ def be_kernel(folder: str, connection: Connection) -> None:
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     own = os.getpid()
     while True:
-        source = connection.recv()
+        source = connection.recv_bytes().decode()
         error = error_of(shell.run_cell(source, store_history=True), source)
         if os.getpid() != own:
             os._exit(0)  # This is a process that the cell has forked.
-        connection.send(error)
+        connection.send_bytes(error.encode())
 
 
 def stop(*_: Any) -> None:
@@ -183,7 +192,7 @@ def error_of(result: Any, source: str) -> str:
     words = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
     if isinstance(error, SyntaxError):
         return f"{words} (line {error.lineno} of the cell)"
-    return words[:2000]
+    return words[:MOST_LETTERS]
 
 
 def running_line(error: BaseException, source: str) -> str:

@@ -1,11 +1,12 @@
 """What learners handed in: notebooks found in folders and archives, all of them read before the
-first one runs, and laid among the cells that were given out.
+first one runs, and put among the cells that were given out.
 """
 
 import hashlib
 import re
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -59,7 +60,7 @@ class Submission(Owner):
     """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
 
     `parts` are its path, from the named folder on, `file` is that path within the learner's folder,
-    and `digest` a hash of its content.
+    `digest` a hash of its content, and `place` where it is, on the disk or in an archive.
     """
 
     parts: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class Submission(Owner):
     cells: list[Cell] = field(default_factory=list)
     fault: str = ""
     digest: str = ""
+    place: Any = None
 
     @property
     def name(self) -> str:
@@ -74,7 +76,7 @@ class Submission(Owner):
         return self.file.split("/")[-1]
 
 
-class Laid(NamedTuple):
+class Assembly(NamedTuple):
     """The cells to be run, {id: source}, {task: its last answer}, and {task: what is wrong before
     anything runs}.
     """
@@ -86,11 +88,12 @@ class Laid(NamedTuple):
 
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
-    named folder on, and its content if that counts, or what is wrong with it.
+    named folder on, its content if that counts, or what is wrong with it, and where it is.
     """
 
     parts: tuple[str, ...]
-    content: bytes | GradingError | None = None
+    content: Any = None
+    place: Any = None
 
     @property
     def counts(self) -> bool:
@@ -153,9 +156,9 @@ def find_submissions(
     check_owners(handed_in)
     # A learner's folder without a notebook counts if it lies beside folders with one.
     learners = {work.learner for work in handed_in}
-    beside = {holder_of(work) for work in handed_in}
+    holders = {holder_of(work) for work in handed_in}
     for work in works:
-        is_near = not beside or holder_of(work) in beside
+        is_near = not holders or holder_of(work) in holders
         if not work.file and is_near and work.learner not in {"", *learners}:
             handed_in.append(work)
     if not handed_in:
@@ -164,11 +167,12 @@ def find_submissions(
     return handed_in, [name for name in others if name not in (".git", METADATA)]
 
 
-def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
+def walk(path: Any, parts: tuple[str, ...]) -> list[Item]:
     """The files in a folder or archive, and in those in it; an item of an empty name stands for a
-    folder without notebooks. Nothing of an archive is written to the disk.
+    folder without notebooks. Nothing of an archive is written to the disk, and no link to a folder
+    is followed.
     """
-    if path.is_dir():
+    if path.is_dir() and not is_link(path):
         items = []
         children: list[Any] = list(path.iterdir())
         for child in sorted(children, key=lambda child: child.name):
@@ -186,14 +190,19 @@ def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
         content = read_file(path)
         if name.endswith(".zip"):
             return walk(zipfile.Path(BytesIO(content)), parts)
-        return [Item(parts, content)]
+        return [Item(parts, content, path)]
     except GradingError as error:
         return [Item(parts, error)]
     except (zipfile.BadZipFile, RuntimeError) as error:
         return [Item(parts, GradingError(f"cannot be read as an archive ({error})"))]
 
 
-def read_file(path: Path | zipfile.Path) -> bytes:
+def is_link(path: Any) -> bool:
+    """Whether a path is a link, which may lead anywhere."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
+def read_file(path: Any) -> bytes:
     """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")
@@ -202,6 +211,16 @@ def read_file(path: Path | zipfile.Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise GradingError(f"has more than {MOST_BYTES >> 20} MiB: clear its outputs")
     return content
+
+
+def copy_neighbours(place: Any, folder: Path) -> None:
+    """Copy the files that lie beside a notebook, such as data and modules of the learner's, into a
+    folder. A link could lead anywhere, and is left out.
+    """
+    for file in place.parent.iterdir():
+        if not is_link(file) and not file.name.endswith((".ipynb", ".zip")):
+            with suppress(GradingError):
+                (folder / file.name).write_bytes(read_file(file))
 
 
 def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
@@ -219,7 +238,7 @@ def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
 
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
-    work = Submission(**vars(owner), parts=item.parts, fault=NO_NOTEBOOK)
+    work = Submission(**vars(owner), parts=item.parts, fault=NO_NOTEBOOK, place=item.place)
     if not item.parts[-1]:
         return work
     path = "/".join(item.parts)
@@ -297,12 +316,12 @@ def without_exercises_not_begun(
         for cell in work.cells:
             if cell.source.strip() != answers.get(cell.task, cell.source).strip():
                 begun.add(exercise_in(cell))
-    kept = []
+    asked_for = []
     for work in works:
-        asked = {exercise_in(cell) for cell in work.cells if cell.task in answers}
-        if not begun or not asked or asked & begun:
-            kept.append(work)
-    return kept
+        exercises_in = {exercise_in(cell) for cell in work.cells if cell.task in answers}
+        if not begun or not exercises_in or exercises_in & begun:
+            asked_for.append(work)
+    return asked_for
 
 
 def exercise_in(cell: Cell) -> str:
@@ -351,7 +370,7 @@ def exercise_of(work: Submission, exercises: dict[int, Pristine]) -> int:
     return number
 
 
-def lay(pristine: Pristine, cells: Sequence[Cell]) -> Laid:
+def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
     """The learner's cells in their order, unchanged, among the pristine ones; each check follows
     its answer.
     """
@@ -359,19 +378,19 @@ def lay(pristine: Pristine, cells: Sequence[Cell]) -> Laid:
     own = [cell for cell in cells if not cell.check]
     last = {cell.task: place for place, cell in enumerate(own)}
     changed = {cell.id for cell in own} - {"imports"}
-    laid = {name: source for name, source in given.items() if name not in changed}
+    assembled = {name: source for name, source in given.items() if name not in changed}
     for place, cell in enumerate(own):
         if cell.id in given:
-            laid.setdefault(cell.id, given[cell.id])
+            assembled.setdefault(cell.id, given[cell.id])
         if cell.task in answers:
-            laid[f"{cell_of(cell.task)}-{place}"] = cell.source
+            assembled[f"{cell_of(cell.task)}-{place}"] = cell.source
             if last[cell.task] == place:
-                laid[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
+                assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
         elif cell.source != given.get(cell.id):
-            laid[f"own-{place}"] = cell.source
+            assembled[f"own-{place}"] = cell.source
     sources = {cell.task: cell.source for cell in own if cell.task in answers}
     troubles = {}
     for task, source in answers.items():
         if sources.get(task, source).strip() == source.strip():
             troubles[task] = UNSOLVED if task in sources else MISSING
-    return Laid(laid, sources, troubles)
+    return Assembly(assembled, sources, troubles)

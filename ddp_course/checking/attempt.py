@@ -4,6 +4,7 @@ probe, count its traffic.
 Nothing here knows what is right.
 """
 
+import inspect
 import linecache
 import math
 import os
@@ -13,9 +14,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from inspect import unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
@@ -40,7 +40,7 @@ COLLECTIVES = tuple(
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
 # {size: group of the first `size` ranks}; the groups last for the whole launch.
-groups: dict[int, Any] = {}
+groups: dict = {}
 reading = threading.Lock()  # A `read` may draw from torch's one state of chance.
 
 
@@ -176,25 +176,27 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
 def refuse_the_courses_own(answers: Sequence) -> None:
     """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
     for answer in answers:
-        while hasattr(answer, "func") or hasattr(answer, "__wrapped__"):
-            answer = getattr(answer, "func", None) or answer.__wrapped__
-        place = getattr(answer, "__globals__", {}).get("__name__") or answer.__module__
+        own = inspect.unwrap(getattr(answer, "func", answer))
+        place = getattr(own, "__globals__", {}).get("__name__") or own.__module__
         if str(place).startswith(OURS):
-            name = getattr(answer, "__name__", type(answer).__name__)
+            name = getattr(own, "__name__", type(own).__name__)
             raise Wrong(
                 f"your answer is {place.removeprefix('ddp_course.')}.{name}: write it yourself"
             )
 
 
 def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
-    """Raise Wrong if the module of an answer has a copy of a forbidden function, whose code was
-    `replaced`; a copy is known by its constants, among them the docstring.
+    """Raise Wrong if an answer, or a function of its module, is a copy of a forbidden one, whose
+    code was `replaced`: code of the same file, or of an executed text, that uses the same names.
     """
     for answer in answers:
-        for thing in getattr(answer, "__globals__", {}).values():
-            known_by = getattr(getattr(unwrap(thing), "__code__", None), "co_consts", 0)
+        for thing in (answer, *getattr(answer, "__globals__", {}).values()):
+            if not isinstance(thing, FunctionType):
+                continue
+            own = getattr(inspect.unwrap(thing), "__code__", None)
             for function, code in replaced:
-                if known_by == code.co_consts:
+                is_copied = own and own.co_filename in (code.co_filename, "<string>")
+                if is_copied and own.co_names == code.co_names:
                     raise Wrong(f"your code has a copy of {function.__name__}: write it yourself")
 
 
@@ -225,26 +227,23 @@ def refusing(forbidden: Sequence[str]) -> Iterator[list]:
     """
     changed = []
     for name in forbidden:
-        with suppress(ImportError, AttributeError):  # This version of torch may lack the function.
-            # The colon says where the module ends, which takes a hundred searches of the disk less.
-            function = resolve_name(":".join(name.rsplit(".", 1)))
-            depth = 1
-            while hasattr(function, "__wrapped__"):
-                function = function.__wrapped__
-                depth += 1
-            sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
-            message = (
-                f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
-            )
-            original = FunctionType(
-                function.__code__, function.__globals__, None, function.__defaults__
-            )
-            original.__kwdefaults__ = function.__kwdefaults__
-            forbidden_now[name] = Forbidden(message, depth, original)
-            names: dict = {}
-            exec(STUB.format(name), names)
-            changed.append((function, function.__code__))
-            function.__code__ = names["stub"].__code__
+        # The colon says where the module ends, which takes a hundred searches of the disk less.
+        function = resolve_name(":".join(name.rsplit(".", 1)))
+        depth = 1
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+            depth += 1
+        sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
+        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
+        original = FunctionType(
+            function.__code__, function.__globals__, None, function.__defaults__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        forbidden_now[name] = Forbidden(message, depth, original)
+        names: dict = {}
+        exec(STUB.format(name), names)
+        changed.append((function, function.__code__))
+        function.__code__ = names["stub"].__code__
     refused.clear()
     try:
         yield changed
@@ -258,9 +257,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[list]:
 def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
     """Call a forbidden function for torch and the course; raise Wrong for all other callers."""
     forbidden = forbidden_now[name]
-    frame: Any = sys._getframe(1)
-    for _ in range(forbidden.depth):
-        frame = frame.f_back
+    frame = sys._getframe(1 + forbidden.depth)
     if not str(frame.f_globals.get("__name__")).startswith(OURS):
         refused.append(forbidden.message)
         raise Wrong(forbidden.message)

@@ -17,7 +17,7 @@ from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments
 from ..grader import grade
 from ..people import Roster, read_roster
-from ..results import Result, clean, from_dict, merged
+from ..results import Result, from_dict, merged
 from ..submissions import (
     Submission,
     find_submissions,
@@ -37,12 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write index.html, and hand_back/ with a page for each learner",
     )
     parser.add_argument("--json", metavar="FILE", help="write everything, and keep what is in it")
-    parser.add_argument(
-        "--format", choices=gradebooks.FORMATS, help="write --grades for this gradebook"
-    )
-    parser.add_argument(
-        "--grades", metavar="FILE", help="the CSV file that canvas or moodle imports"
-    )
+    parser.add_argument("--canvas", metavar="FILE", help="write the CSV that Canvas imports")
+    parser.add_argument("--moodle", metavar="FILE", help="write the worksheets that Moodle imports")
     parser.add_argument(
         "--roster",
         metavar="FILE",
@@ -74,8 +70,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded."""
-    check_options(args)
+    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded. Raises
+    GradingError for a --resume without --json.
+    """
+    if args.resume and not args.json:
+        raise GradingError("--resume needs --json FILE, the file in which the earlier results are")
     if not landlock.version():
         print(
             "this machine has no Landlock, so a submission can harm others: grade in a container"
@@ -91,8 +90,8 @@ def main(args: argparse.Namespace) -> int:
     earlier = earlier_results(args.json) if args.json else []
     # What cannot be written must not cost an hour of grading.
     report.write_files(earlier, args)
-    if args.grades:
-        writable_folder(Path(args.grades).parent)
+    for file in filter(None, [args.canvas, args.moodle]):
+        writable_folder(Path(file).parent)
     waiting = not_graded_yet(submissions, earlier) if args.resume else submissions
     print(who_is_who(submissions, roster), file=sys.stderr)
     results = grade_and_write(waiting, earlier, exercises, roster, args)
@@ -123,16 +122,6 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
         ):
             fresh |= {*files} or {(result.learner, "")}
     return [work for work in submissions if (work.learner, work.file) not in fresh]
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """GradingError for options that do not go together."""
-    if bool(args.format) != bool(args.grades):
-        raise GradingError(
-            "--format and --grades go together: a gradebook, and where to write its file"
-        )
-    if args.resume and not args.json:
-        raise GradingError("--resume needs --json FILE, the file in which the earlier results are")
 
 
 def earlier_results(file: str) -> list[Result]:
@@ -179,8 +168,7 @@ def grade_and_write(
     best = with_comments(merged(earlier, done), comments)
     handed_in = {result.learner for result in best}
     missing = [learner for learner in roster if learner not in handed_in]
-    grades = gradebooks.grade_files(args.format, args.grades, best, roster) if args.format else {}
-    report.write_files(best, args, missing, grades)
+    report.write_files(best, args, missing, gradebooks.grade_files(args, best, roster))
     print(report.table(best, missing))
     if len(done) < len(submissions):
         raise GradingError(

@@ -14,7 +14,16 @@ from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import SERVER, in_words, noted_ring, require, several, tensors, worlds
+from .shared import (
+    OTHER_ALGORITHMS,
+    SERVER,
+    in_words,
+    noted_ring,
+    require,
+    several,
+    tensors,
+    worlds,
+)
 
 SCHEDULES = load_tasks(8)
 
@@ -65,7 +74,7 @@ def balance(sizes, world_size, owners):
 
 
 SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
-WHOLE = tuple(
+WHOLE = OTHER_ALGORITHMS + tuple(
     f"ddp_course.stage4_ring.{name}"
     for name in ("ring_all_reduce", "whole_gradient_ring", "average_on_ring")
 )

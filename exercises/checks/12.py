@@ -8,12 +8,7 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
-from .shared import require, several, tensors
-
-OTHER_ALGORITHMS = tuple(
-    f"ddp_course.collectives.{name}.{name}_all_reduce"
-    for name in ("halving_doubling", "hierarchical", "tree")
-)
+from .shared import OTHER_ALGORITHMS, require, several, tensors
 
 
 @task(

@@ -15,7 +15,11 @@ SERVER = tuple(
     f"ddp_course.stage3_paramserver.{name}"
     for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
 )
-RING = tuple(
+OTHER_ALGORITHMS = tuple(
+    f"ddp_course.collectives.{name}.{name}_all_reduce"
+    for name in ("halving_doubling", "hierarchical", "tree")
+)
+RING = OTHER_ALGORITHMS + tuple(
     f"ddp_course.stage4_ring.{name}"
     for name in (
         "ring_all_reduce",

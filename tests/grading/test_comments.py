@@ -41,10 +41,10 @@ def command(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ddp_grading.grader.grade_one", grade_one)
     (tmp_path / "by_hand.csv").write_text(COMMENTS)
-    words = ["grade", tmp_path / "class", "--format", "moodle"]
+    words = ["grade", tmp_path / "class", "--moodle", tmp_path / "moodle.csv"]
     words += ["--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv"]
     words += ["--html", tmp_path / "html", "--comments", tmp_path / "by_hand.csv"]
-    return [*words, "--grades", tmp_path / "moodle.csv"]
+    return words
 
 
 @pytest.mark.parametrize("again", [[], ["--resume"]])
@@ -64,7 +64,7 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
             ["2", ""],
             ["'-1", "a day late"],
         ]
-        grades = list(csv.reader((tmp_path / "moodle.csv").open()))
+        grades = list(csv.reader((tmp_path / "moodle_08.csv").open()))
         assert [row[3] for row in grades[1:]] == ["2.5", "4", ""]
         assert grades[1][4] == "a day late\n8.1: half right; wrong"
         page = read(tmp_path / "html/hand_back/anna.html")

@@ -183,6 +183,36 @@ def test_what_a_check_computes_is_out_of_an_answers_reach():
     assert all(said.parts.values()), said
 
 
+COPIES = [
+    ("4.2", "from inspect import getsource\nexec(getsource(stage4_ring.reduce_scatter))"),
+    (
+        "4.2",
+        "from types import FunctionType\ncode = stage4_ring.reduce_scatter.__code__.replace("
+        "co_name='mine')\nreduce_scatter = FunctionType(code, globals(), None, (None,))",
+    ),
+    (
+        "4.4",
+        "from inspect import getsource\ntext = getsource(stage4_ring.ring_all_reduce)\n"
+        "exec(text.replace('@wire.collective', ''))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("number", "text"), COPIES)
+def test_a_copy_of_a_forbidden_function_is_refused_however_it_was_made(number, text):
+    said = verdict_on(number, f"from ddp_course import stage4_ring\n{text}")
+    assert "your code has a copy of" in said.message and all(said.parts.values())
+
+
+def test_another_algorithm_of_the_course_is_no_ring():
+    said = verdict_on(
+        "4.4",
+        "from ddp_course.collectives.tree import tree_all_reduce\n\n"
+        "def ring_all_reduce(tensor, group=None):\n    tree_all_reduce(tensor, group)",
+    )
+    assert "your code calls collectives.tree" in said.message and all(said.parts.values())
+
+
 CALLS_FOR_NOTHING = "all_reduce(torch.ones(1))\n    return sums"
 CHEATS = {
     "10.5": "def largest_rate():\n    return 9e5, 'it is the largest that I know'",

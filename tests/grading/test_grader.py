@@ -86,7 +86,7 @@ CHEATS = {
     ),
     "4.3": (
         "from ddp_course.running.files import course_folder\n\ndef allgather(chunks, group=None):\n"
-        "    exec(next(course_folder('solutions').glob('04*')).read_text())"
+        "    exec((course_folder('solutions') / '04_ring_all_reduce.ipynb').read_text())"
     ),
     "4.4": (
         "from threading import Thread\n\ndef ring_all_reduce(tensor, group=None):\n"
@@ -110,7 +110,7 @@ TOLD = {
     "4.3": "a solution is no answer",
     "4.4": "your code calls torch's own",
     "4.5": "was expected",
-    "4.6": "a solution is no answer",
+    "4.6": "your code raised",  # There is nothing to find in the folder.
 }
 
 
@@ -295,11 +295,7 @@ def test_what_cannot_be_read_is_reported_and_the_next_one_graded(the_class):
 def test_grading_goes_on_where_it_stopped(the_class, capsys):
     assert cli.main([*the_class[2], "--resume"]) == 1
     output = capsys.readouterr()
-    assert (
-        "grading 0 submissions" in output.err
-        and output.out.count("nobody") == 1
-        and "notes.txt" in output.err
-    )
+    assert "grading 0 submissions" in output.err and output.out.count("nobody") == 1
 
 
 def folder_of(process):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,11 @@ import pytest
 from answers import hand_in, submission_of
 
 from ddp_course.checking.checks import solution
+from ddp_course.running.files import course_folder
 from ddp_grading import guard, landlock, run_cells
 from ddp_grading.grader import grade
 from ddp_grading.guard import enter
-from ddp_grading.submissions import load_exercises
+from ddp_grading.submissions import find_submissions, load_exercises
 
 EXERCISES = load_exercises()
 SERVER = multiprocessing.get_context("forkserver")  # it loads torch once for all tests
@@ -76,6 +78,24 @@ def test_no_file_of_another_is_touched(code, folders):
     assert (other / "04.ipynb").read_text() == "whole"
 
 
+SOLUTION = course_folder("solutions") / "04_ring_all_reduce.ipynb"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"open('{SOLUTION}')",
+        f"import os; os.open('{SOLUTION.name}', 0, dir_fd=os.open('{SOLUTION.parent}', 0))",
+        f"import os; os.symlink('{SOLUTION.parent}', 'x'); open('x/{SOLUTION.name}')",
+        f"import ctypes; assert ctypes.CDLL(None).open(b'{SOLUTION}', 0) > 0",
+    ],
+)
+def test_no_solution_is_read(code, folders):
+    assert tried_inside(folders[0], code), "nothing was raised"
+    beside = SOLUTION.parent.parent / "exercises" / SOLUTION.name
+    assert tried_inside(folders[0], f"open('{beside}')") == ""
+
+
 def test_own_files_and_own_processes_are_free(folders):
     code = (
         "import os, shutil, signal, tempfile, torch\n"
@@ -130,7 +150,7 @@ def test_shared_memory_is_bounded_whether_it_has_a_name_or_not(folders):
 
 def test_where_it_cannot_be_bounded_there_is_none(folders, monkeypatch):
     monkeypatch.setattr(guard.linux, "unshare_as_anyone", refuse)
-    assert guard.own_shared_memory() == []
+    assert guard.own_view([]) == []
 
 
 def refuse(flags):
@@ -230,6 +250,51 @@ def test_ranks_work_where_the_cells_do(tmp_path):
     path = hand_in(tmp_path / "log", {"3.1": answer}, own)
     (result,) = grade([submission_of(path)], EXERCISES, seed=3)
     assert [task.message for task in result.tasks] == [""] * 4
+
+
+WRITES_TO_ALL_FILES = (
+    "import os\nfor file in range(3, 128):\n    try: os.write(file, bytes([0, 0, 16, 0]))\n"
+    "    except OSError: pass\nos.closerange(3, 128)"
+)
+
+
+USES_WHAT_LIES_BESIDE = f"import helper\nassert open('data.txt').read() == 'x'\n{solution('1.1')}"
+
+
+def test_files_beside_a_notebook_lie_beside_it_when_it_runs(tmp_path):
+    path = hand_in(tmp_path / "ada", {"1.1": USES_WHAT_LIES_BESIDE})
+    (path.parent / "helper.py").write_text("")
+    (path.parent / "data.txt").write_text("x")
+    with zipfile.ZipFile(tmp_path / "ben.zip", "w") as archive:
+        for file in path.parent.iterdir():
+            archive.write(file, f"mine/{file.name}")
+    results = grade(find_submissions([tmp_path])[0], EXERCISES, seed=3)
+    assert [result.tasks[0].message for result in results] == ["", ""]
+
+
+def test_a_link_beside_a_notebook_is_left_out(tmp_path):
+    path = hand_in(tmp_path / "ada", {"1.1": USES_WHAT_LIES_BESIDE})
+    (path.parent / "helper.py").write_text("")
+    (path.parent / "data.txt").symlink_to(SOLUTION)
+    (result,) = grade(find_submissions([tmp_path])[0], EXERCISES, seed=3)
+    assert "No such file" in result.tasks[0].message
+
+
+def test_a_link_to_a_folder_is_not_followed(tmp_path):
+    path = hand_in(tmp_path / "class" / "ada", {"1.1": solution("1.1")})
+    (path.parent / "again").symlink_to(path.parent)
+    (path.parent / "disk").symlink_to("/")
+    (tmp_path / "named").symlink_to(tmp_path / "class")
+    for folder in ("class", "named"):
+        (work,), _ = find_submissions([tmp_path / folder])
+        assert work.learner == "ada"
+
+
+def test_a_cell_that_writes_to_all_open_files_costs_what_it_is_in(tmp_path, capfd):
+    path = hand_in(tmp_path / "ada", {"1.1": solution("1.1")}, [WRITES_TO_ALL_FILES])
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3)
+    assert [task.message for task in result.tasks] == [""] * 3
+    assert capfd.readouterr().err == ""
 
 
 def test_the_graders_own_fault_is_no_zero(tmp_path, monkeypatch):
