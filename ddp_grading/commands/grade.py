@@ -17,7 +17,7 @@ from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments
 from ..grader import grade
 from ..people import Roster, read_roster
-from ..results import Result, from_dict, merged
+from ..results import Result, clean, from_dict, merged
 from ..submissions import (
     Submission,
     find_submissions,
