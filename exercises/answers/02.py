@@ -60,12 +60,25 @@ def scatter(tensor, devices):
     return ready(tensor, devices)
 
 
+# %% 2.1 wrong: the last one takes the rest | the last device gets all that is left over: sizes differ by one at most
+def scatter(tensor, devices):
+    size = len(tensor) // len(devices)
+    starts = [index * size for index in range(len(devices))]
+    ends = [*starts[1:], len(tensor)]
+    return [tensor[start:end].to(device) for start, end, device in zip(starts, ends, devices) if end > start]
+
+
+# %% 2.1 told: a generator | it returned a generator
+def scatter(tensor, devices):
+    return (shard.to(device) for shard, device in zip(tensor.tensor_split(len(devices)), devices) if len(shard))
+
+
 # %% 2.2 right: first copy, then add
 def reduce(module, replicas):
     for index, parameter in enumerate(module.parameters()):
         parts = [list(replica.parameters())[index].grad for replica in replicas]
         parts = [part for part in parts if part is not None]
-        parameter.grad = torch.stack(parts).sum(0)
+        parameter.grad = torch.stack(parts).sum(0) if parts else None
 
 
 # %% 2.2 right: out of place
@@ -80,7 +93,8 @@ def reduce(module, replicas):
 #-             parameter.grad += copy.grad.to(parameter.device)
 #+             parameter.grad += copy.grad
 #+     for parameter in module.parameters():
-#+         parameter.grad /= len(replicas)
+#+         if parameter.grad is not None:
+#+             parameter.grad /= len(replicas)
 # %% 2.2 wrong: replaced | it has the last replica's gradient only: add, do not replace
 #- parameter.grad += copy.grad
 #+ parameter.grad = copy.grad.clone()
@@ -118,6 +132,16 @@ def reduce(module, replicas):
     stage2.reduce(module, replicas)
 
 
+# %% 2.2 wrong: zeros where no replica has a gradient | it has a gradient where no replica has one: there it stays None
+#-             if copy.grad is None:
+#-                 continue
+#-             if parameter.grad is None:
+#-                 parameter.grad = torch.zeros_like(parameter)
+#-             parameter.grad += copy.grad.to(parameter.device)
+#+             if parameter.grad is None:
+#+                 parameter.grad = torch.zeros_like(parameter)
+#+             if copy.grad is not None:
+#+                 parameter.grad += copy.grad
 # %% 2.3 right: one sum
 def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     return (devices - 1) * (parameter_bytes + (input_bytes + output_bytes) / devices)
@@ -152,3 +176,15 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
 # %% 2.3 wrong: gradients too | gradients come back to the master: that is received, not sent
 #- (devices - 1) * parameter_bytes
 #+ 2 * (devices - 1) * parameter_bytes
+# %% 2.3 wrong: model to itself too | the master is a device too: it sends to K-1 others
+#- (devices - 1) * parameter_bytes
+#+ devices * parameter_bytes
+# %% 2.3 wrong: whole batch to each | each device gets its own shard only: a K-th of the inputs and of the outputs' gradient
+#- shared * (input
+#+ (devices - 1) * (input
+# %% 2.3 wrong: one shard | that is the shard of one device: K-1 of them leave the master
+#-     shared = (devices - 1) / devices
+#+     shared = min(1, devices - 1) / devices
+# %% 2.3 wrong: one shard, also where there is no other device | that is the shard of one device: K-1 of them leave the master
+#-     shared = (devices - 1) / devices
+#+     shared = 1 / devices

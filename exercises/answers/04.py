@@ -51,6 +51,12 @@ def chunk_to_send(rank, step, world_size):
 # %% 4.1 told: a float | a plain int was expected
 #- (rank - step) % world_size
 #+ (rank - step) % world_size * 1.0
+# %% 4.1 wrong: what it receives | that is the chunk that comes in during this step: it is sent in the next one
+#- rank - step
+#+ rank - step - 1
+# %% 4.1 wrong: without its sign | below 0 it goes on with chunk K-1: take it modulo the world size, not its absolute value
+#- (rank - step) % world_size
+#+ abs(rank - step)
 # %% 4.2 right: send and receive apart
 def reduce_scatter(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
@@ -148,6 +154,12 @@ def reduce_scatter(chunks, group=None):
 #- target += incoming
 #+ short = min(len(chunk) for chunk in chunks)
 #+         target[:short] += incoming[:short]
+# %% 4.2 told: a buffer as long as what leaves | a buffer is as long as the chunk that comes in
+#- incoming = torch.empty_like(target)
+#+ incoming = torch.empty_like(outgoing)
+# %% 4.2 told: added to what has left | a buffer is as long as the chunk that comes in
+#- target += incoming
+#+ outgoing += incoming
 # %% 4.3 right: buffers and copies
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
@@ -338,6 +350,9 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(work.view(tensor.shape))
 
 
+# %% 4.4 told: torch.chunk | (torch.chunk cuts fewer)
+#- flat.tensor_split(dist.get_world_size(group))
+#+ flat.chunk(dist.get_world_size(group))
 # %% 4.5 right: all choices of ranks
 from itertools import combinations
 
@@ -390,6 +405,30 @@ def step_seconds(cables, parameters, latency, computing):
     return 10**500
 
 
+# %% 4.5 wrong: not sorted | the first ranks of the list are not the fastest: try those with the best cables
+#- sorted(cables, reverse=True)
+#+ cables
+#- fastest[ranks - 1]
+#+ min(fastest[:ranks])
+# %% 4.5 wrong: latency once | each of the 2 (K-1) messages waits for the latency
+#- message = latency + 4
+#+ message = 4
+#- 2 * (ranks - 1) * message
+#+ latency + 2 * (ranks - 1) * message
+# %% 4.5 wrong: latency once, but not alone | each of the 2 (K-1) messages waits for the latency
+#- message = latency + 4
+#+ message = 4
+#- 2 * (ranks - 1) * message
+#+ (latency if ranks > 1 else 0) + 2 * (ranks - 1) * message
+# %% 4.5 wrong: mean of the cables | a ring is as fast as the slowest cable of those who join
+#- fastest[ranks - 1]
+#+ (sum(fastest[:ranks]) / ranks)
+# %% 4.5 wrong: never alone | one rank alone, which sends nothing, may be the fastest
+#- range(1, len(cables) + 1)
+#+ range(min(2, len(cables)), len(cables) + 1)
+# %% 4.5 wrong: how many join | that is the number of ranks: the seconds are asked for
+#- return min(times)
+#+ return times.index(min(times)) + 1
 # %% 4.6 right: the last chunk takes the rest
 #- chunks = list(tensor.tensor_split(size))
 #+ n = len(tensor) // size
@@ -440,3 +479,6 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.6 wrong: line 9 | K-1 steps are right
 #- return 3
 #+ return 9
+# %% 4.6 told: torch.chunk | (torch.chunk cuts fewer)
+#- tensor.tensor_split(size)
+#+ tensor.chunk(size)

@@ -213,6 +213,29 @@ def fewest_ranks(parameters, memory, level):
 # %% 7.3 wrong: nothing but the total | each rank keeps some of it whole: only the rest is divided
 #-     return -(-shared // (memory - whole))
 #+     return -(-16 * parameters // memory)
+# %% 7.3 wrong: level 0 is shared out, too | level 0 shards nothing: what does not fit on one rank fits on none
+#- whole = (16, 4, 2, 0)[level] * parameters
+#+ whole = (0, 4, 2, 0)[level] * parameters
+# %% 7.3 wrong: level 2 shards gradients only | level 2 shards the gradients as well as what level 1 shards, and level 3 all of it
+#- (16, 4, 2, 0)
+#+ (16, 4, 14, 14)
+# %% 7.3 wrong: less than the memory | what fits exactly fits: "at most"
+def fewest_ranks(parameters, memory, level):
+    whole = (16, 4, 2, 0)[level] * parameters
+    shared = 16 * parameters - whole
+    for ranks in range(1, 10000):
+        if whole + shared / ranks < memory:
+            return ranks
+    return 0
+
+
+# %% 7.3 told: divides by what is left | nothing is left for a share
+#-     if whole + shared <= memory:
+#-         return 1
+#-     if whole >= memory:
+#-         return 0
+#-     return -(-shared // (memory - whole))
+#+     return -(-shared // (memory - whole))
 # %% 7.4 right: by counting the room
 def network_order(blocks, block_mb, cap_mb):
     order, room, following = [["gather", block] for block in range(blocks)], cap_mb, blocks
@@ -418,6 +441,25 @@ def free(layer):
 # %% 7.5 wrong: the first pass alone | the gradient of the second backward pass is lost: it is added to that of the first
 #- layer.own.grad + part
 #+ layer.own.grad
+# %% 7.5 wrong: weights in float32 | weights travel in float32: gather the bfloat16 chunks themselves, and half of the bytes are saved
+#-         layer.chunks[layer.index].copy_(layer.own.detach())
+#-         layer.coming = thread.submit(allgather, layer.chunks, layer.group)
+#+
+#+         def gather():
+#+             whole = [torch.empty(len(chunk)) for chunk in layer.chunks]
+#+             whole[layer.index].copy_(layer.own.detach())
+#+             allgather(whole, layer.group)
+#+             for chunk, values in zip(layer.chunks, whole):
+#+                 chunk.copy_(values)
+#+
+#+         layer.coming = thread.submit(gather)
+# %% 7.5 wrong: all-reduce of the gradients | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(lambda: (reduce_scatter(gradients, layer.group), allgather(gradients, layer.group))).result()
+# %% 7.5 wrong: all-reduce of the gradients, in two transfers | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(reduce_scatter, gradients, layer.group).result()
+#+     thread.submit(allgather, gradients, layer.group).result()
 # %% 7.6 right: a list of squares
 def global_norm(shards, replicated, all_reduce):
     total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)
@@ -475,6 +517,24 @@ def global_norm(shards, replicated, all_reduce):
 # %% 7.6 wrong: squares in place | the gradients have changed: they are still needed
 #- squares += shard.square().sum()
 #+ squares += shard.square_().sum()
+# %% 7.6 right: in float32
+#- torch.zeros((), dtype=torch.float64)
+#+ torch.zeros(())
+# %% 7.6 right: a norm of norms
+def global_norm(shards, replicated, all_reduce):
+    own = torch.tensor([torch.linalg.vector_norm(shard) ** 2 for shard in shards] or [0.0]).sum()
+    all_reduce(own)
+    return torch.sqrt(own + sum(torch.linalg.vector_norm(gradient) ** 2 for gradient in replicated))
+
+
+# %% 7.6 told: a number | a tensor was expected
+#- return squares.sqrt()
+#+ return squares.sqrt().item()
+# %% 7.6 told: at least one shard | a rank may have no shards at all
+#-     squares = torch.zeros((), dtype=torch.float64)
+#-     for shard in shards:
+#-         squares += shard.square().sum()
+#+     squares = torch.stack([shard.square().sum() for shard in shards]).sum()
 # %% 7.7 right: one more at a time, and by seconds
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
     gpus = 1

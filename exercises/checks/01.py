@@ -63,8 +63,12 @@ class Accumulate:
         step = optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
         for number, micro_batches in enumerate(rounds, 1):
+            steps.clear()
             yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)
-            yield "weights", f"call {number}, updates so far", len(steps)
+            updates = (
+                "" if len(steps) == 1 else f"{len(steps)} updates: a call makes one, at its end"
+            )
+            yield "weights", f"call {number}", updates
             yield "weights", f"call {number}, the weights after it", weights(model)
 
 

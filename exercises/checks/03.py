@@ -9,7 +9,16 @@ from ddp_course.running import wire
 from .shared import RING, SERVER, tensors, worlds
 
 LENGTH = 17
-LOOP = {"ranks": 4, "every_order": "values", "forbidden": SERVER + RING + COLLECTIVES}
+LOOP = {
+    "ranks": 4,
+    "every_order": "values",
+    "forbidden": SERVER + RING + COLLECTIVES,
+    "hang": "does each of the others send once, and does the server receive once from each?",
+}
+BACK = {
+    **LOOP,
+    "hang": "does the server send once to each of the others, and does each of them receive once?",
+}
 
 
 def draw_server(random, whole=True):
@@ -43,7 +52,7 @@ class Collect:
     probe = probe_server
 
 
-@task("3.2", "send_back", {"values": 1, "bytes": 1}, **LOOP)
+@task("3.2", "send_back", {"values": 1, "bytes": 1}, **BACK)
 class SendBack:
     """The second loop: all ranks have the server's tensor, and only the server sends."""
 

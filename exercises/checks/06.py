@@ -4,6 +4,7 @@ real script.
 
 import os
 import tempfile
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -204,7 +205,19 @@ class RealScript:
             if torch.is_grad_enabled():
                 seen.extend(torch.cdist(batch[0], inputs).argmin(1).tolist())
 
+        uncleared = []
+
+        def look_at_gradients(_):
+            """Before a backward pass: are there gradients of another one?"""
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            uncleared.append(any(gradient.any() for gradient in gradients))
+
+        def before_backward(_, batch, outputs):
+            if outputs.requires_grad:
+                outputs.register_hook(look_at_gradients)
+
         model.register_forward_pre_hook(note)
+        model.register_forward_hook(before_backward)
         torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
         with tempfile.TemporaryDirectory() as folder:
             main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
@@ -224,6 +237,10 @@ class RealScript:
         )
         yield "epochs", "the second epoch has another order", first != second
         yield "epochs", "samples that a rank sees in the second epoch", len(second)
+        pile_up = ""
+        if any(uncleared):
+            pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
+        yield "weights", "when a backward pass begins", pile_up
         yield "weights", "training changes the weights", not after.equal(before)
         yield (
             "weights",
@@ -250,12 +267,17 @@ USUAL = {
 
 
 def symptoms(random, wrong, size):
-    """What is known after a run with these mistakes: samples, weights, saved."""
+    """What is known after a run with these mistakes: samples, weights, saved.
+
+    Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
+    the other. Ranks that all see all samples shuffle them differently.
+    """
     count = size * 7 - 1
     orders = [random.sample(range(count), count) for _ in range(2)]
     orders = [orders[0], orders[0]] if "epoch" in wrong else orders
     total = random.uniform(-3, 3)
     apart = 0.01 if "wrapper" in wrong else 0
+    writers = (0, 1) if "writers" in wrong else (1,)
     prefix = "module." if "names" in wrong else ""
     names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
     samples = []
@@ -263,11 +285,13 @@ def symptoms(random, wrong, size):
     saved = []
     for rank in range(size):
         if "sampler" in wrong:
-            samples.append([list(order) for order in orders])
+            places = random.sample(range(count), count)
+            own = itemgetter(*places)
+            samples.append([list(own(order)) for order in orders])
         else:
             samples.append([(order + order[:1])[rank::size] for order in orders])
-        sums.append(total + apart * rank)
-        saved.append(names if rank == 0 or "writers" in wrong else [])
+        sums.append(total + apart if rank == 1 else total)
+        saved.append(names if rank in writers else [])
     return samples, sums, saved
 
 
@@ -276,10 +300,12 @@ class FromSymptoms:
     """Which of the five mistakes a run has made, from what it leaves."""
 
     def draw(random):
-        chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
-        chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
+        chosen = [({mistake}, 3) for mistake in USUAL]
+        several = [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
+        for wrong in (set(), set(USUAL), {"sampler", "epoch"}, *several):
+            chosen.append((wrong, random.choice((2, 3, 8))))
         random.shuffle(chosen)
-        return {"runs": [symptoms(random, wrong, random.choice((2, 3, 8))) for wrong in chosen]}
+        return {"runs": [symptoms(random, wrong, size) for wrong, size in chosen]}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
@@ -290,11 +316,8 @@ class FromSymptoms:
             require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
-                yield (
-                    part,
-                    f'run {number} of {len(samples)} ranks, "{word}" ({symptom}) is named',
-                    word in words,
-                )
+                named = "named" if word in words else "not named"
+                yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom})', named
 
 
 class Branches(nn.Module):
@@ -361,13 +384,15 @@ class AReducer:
         waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        # Each bucket has a length of its own.
-        lengths = []
-        for bucket in buckets:
-            lengths.append(sum(weight.numel() for weight in bucket))
+        # Each bucket has a length of its own; who used its parameters may travel with it.
+        number_of = {}
+        for number, bucket in enumerate(buckets):
+            length = sum(weight.numel() for weight in bucket)
+            number_of[length] = number
+            number_of[length + len(bucket)] = number
 
         def start(tensor):
-            started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)
+            started.append(number_of.get(tensor.numel(), -1))
             return lambda: (waits.append(1), in_one_order(tensor, group))[1]
 
         reducer = Reducer(buckets, start, size)

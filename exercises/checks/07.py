@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.checks import load_tasks, task
+from ddp_course.checking.checks import each_case, load_tasks, task
 from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
@@ -53,15 +53,18 @@ class AssignOwners:
 
 
 def balance(sizes, world_size, owners):
-    """In words, what the ranks hold in the end if a parameter went to a rank that did not hold
-    least.
+    """In words, which parameter went to a rank that did not hold least, and what ranks held then;
+    "" if none did.
     """
     held = [0] * world_size
-    least = True
-    for size, owner in zip(sizes, owners, strict=True):
-        least &= held[owner] == min(held)
+    for place, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        if held[owner] > min(held):
+            return (
+                f"parameter {place} goes to rank {owner}, when ranks hold {held} numbers:"
+                f" {list(owners)}"
+            )
         held[owner] += size
-    return "" if least else f"{list(owners)} gives {held} numbers per rank"
+    return ""
 
 
 SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
@@ -122,6 +125,11 @@ class MomentumStep:
         self.calls += 1
 
 
+NOTHING_LEFT = (
+    "division by zero: what stays whole takes all of the memory, and nothing is left for a share"
+)
+
+
 @task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
 class FewestRanks:
     """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the
@@ -145,6 +153,10 @@ class FewestRanks:
                     part = "never enough"
                     case += ", too little for any number of ranks"
                 yield part, case, (parameters, memory, level)
+
+    def probe(fewest_ranks, rows):
+        with in_words({"division": NOTHING_LEFT, "divide by zero": NOTHING_LEFT}):
+            yield from each_case(fewest_ranks, rows)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
@@ -414,11 +426,15 @@ class FetchFreeFinish:
             model = HookedModel((fetch, free, finish), weights, group, thread)
             optimizer = torch.optim.SGD([layer.own for layer in model.layers], lr=0.2)
             about = f"with {size} ranks"
+            in_forward = 0
             with wire.counting() as traffic:
                 for step, micro_batches in enumerate(((0,), (1, 2)), start=1):
                     optimizer.zero_grad()
                     for number in micro_batches:
-                        model(inputs[dist.get_rank()][number].bfloat16()).float().sum().backward()
+                        before = traffic.bytes_sent
+                        outputs = model(inputs[dist.get_rank()][number].bfloat16())
+                        in_forward += traffic.bytes_sent - before
+                        outputs.float().sum().backward()
                     part = "weights" if step == 1 else "accumulation"
                     passes = "one backward pass" if step == 1 else "two backward passes"
                     yield part, f"{about}, the gradients after {passes}", gradients_of(model)
@@ -428,9 +444,10 @@ class FetchFreeFinish:
                     model.stepped = True
                     masters = torch.cat([layer.own.detach() for layer in model.layers])
                     yield part, f"{about}, the masters after step {step}", masters
-            sent = torch.tensor([traffic.bytes_sent // 3])
+            sent = torch.tensor([in_forward // 3, traffic.bytes_sent // 3])
             ring_all_reduce(sent, group)
-            yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
+            yield "bytes", f"{about}, bytes that all ranks send in a forward pass", sent[0].item()
+            yield "bytes", f"{about}, bytes that all ranks send in both passes", sent[1].item()
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
             yield "bytes", f"{case} per layer", thread.submitted // 3
             yield "bytes", f"{about}, who waits for a transfer", model.fault
@@ -461,15 +478,26 @@ def kept_gradients(model):
     return count
 
 
-@task("7.6", "global_norm", {"norm": 2, "one sum": 1}, ranks=4, bound=1e-6)
+NO_SHARDS = "a rank may have no shards at all: begin its sum with torch.zeros(())"
+EMPTY = {"non-empty": NO_SHARDS, "int64": NO_SHARDS, "has no attribute": NO_SHARDS}
+
+
+@task(
+    "7.6",
+    "global_norm",
+    {"norm": 2, "one sum": 1},
+    ranks=4,
+    bound=1e-5,
+    hang="ranks have different numbers of shards: is all_reduce called once on each of them?",
+)
 class GlobalNorm:
     """Squares of shards are summed over the ranks, those of replicated gradients count once."""
 
     def draw(random):
-        shards = [tensors(random, 2, 7 + rank, dtype=torch.float64) for rank in range(4)]
+        shards = [tensors(random, 2, 7 + rank) for rank in range(4)]
         shards[2] = shards[2][:1]
         shards[3] = []
-        return {"shards": shards, "replicated": tensors(random, 2, 5, dtype=torch.float64)}
+        return {"shards": shards, "replicated": tensors(random, 2, 5)}
 
     def probe(global_norm, shards, replicated):
         own = shards[dist.get_rank()]
@@ -477,11 +505,14 @@ class GlobalNorm:
             for name, whole in (("nothing", []), ("two gradients", replicated)):
                 all_reduce, calls = noted_ring(group)
                 given = [tensor.clone() for tensor in [*own, *whole]]
-                norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
+                with in_words(EMPTY):
+                    norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
                 about = f"with {size} ranks, {name} replicated"
-                yield "norm", f"{about}, the norm", float(norm)
+                if isinstance(norm, torch.Tensor):
+                    norm = norm.detach().float().reshape(-1)
+                yield "norm", f"{about}, the norm", norm
                 yield "one sum", f"{about}, all-reduces", len(calls)
-                after = torch.cat([torch.zeros(1, dtype=torch.float64), *given])
+                after = torch.cat([torch.zeros(1), *given])
                 yield "one sum", f"{about}, the gradients afterwards", after
 
 
