@@ -71,6 +71,9 @@ def train_step(model, optimizer, inputs, targets):
 # %% 1.1 wrong: softmax first | cross_entropy takes the model's own outputs: no softmax before it
 #- cross_entropy(model(inputs), targets)
 #+ cross_entropy(model(inputs).softmax(1), targets)
+# %% 1.1 wrong: rounded to four places | return the loss as it is: nothing is rounded
+#- loss.item()
+#+ round(loss.item(), 4)
 # %% 1.2 wrong: divided by samples | the loss is a mean over samples already: divide it by the number of micro-batches
 #- / len(micro_batches)
 #+ / len(targets)
@@ -139,6 +142,9 @@ def accumulate(model, optimizer, micro_batches):
 # %% 1.2 wrong: loss divided twice | the mean of the losses is divided by the number of micro-batches once more
 #- return total
 #+ return total / len(micro_batches)
+# %% 1.2 wrong: first one left out | the first micro-batch is left out
+#- in micro_batches:
+#+ in micro_batches[1:]:
 # %% 1.3 right: a loop
 def gradient_bytes(model):
     total = 0
@@ -203,3 +209,14 @@ def gradient_bytes(model):
 # %% 1.3 wrong: parameters of each module | a parameter is counted in every module around it: model.parameters() gives each once
 def gradient_bytes(model):
     return sum(p.nbytes for module in model.modules() for p in module.parameters() if p.requires_grad)
+
+
+# %% 1.3 wrong: bits | those are bits: a byte has eight
+#- p.element_size()
+#+ p.element_size() * 8
+# %% 1.3 wrong: sys.getsizeof | getsizeof tells the size of Python's object, not of the numbers in the tensor
+#- sum(p.numel() * p.element_size() for
+#+ sum(p.__sizeof__() + 16 for
+# %% 1.3 wrong: no biases | parameters in one row, such as biases, have a gradient too
+#-  if p.requires_grad
+#+  if p.requires_grad and p.dim() > 1

@@ -73,6 +73,21 @@ def scatter(tensor, devices):
     return (shard.to(device) for shard, device in zip(tensor.tensor_split(len(devices)), devices) if len(shard))
 
 
+# %% 2.1 wrong: the last dimension | a shard is cut along the wrong dimension: samples are dimension 0
+#- tensor.tensor_split(len(devices))
+#+ tensor.tensor_split(len(devices), dim=-1)
+#- if len(shard)
+#+ if shard.numel()
+# %% 2.1 wrong: longer shards last, by one each | the longer shards come first
+def scatter(tensor, devices):
+    size, longer = divmod(len(tensor), len(devices))
+    sizes = [size + (index >= len(devices) - longer) for index in range(len(devices))]
+    return [shard.to(device) for shard, device in zip(tensor.split(sizes), devices) if len(shard)]
+
+
+# %% 2.1 wrong: all on the first device | shard i goes to devices[i]: all are on the first one
+#- shard.to(device)
+#+ shard.to(devices[0])
 # %% 2.2 right: first copy, then add
 def reduce(module, replicas):
     for index, parameter in enumerate(module.parameters()):
@@ -142,6 +157,18 @@ def reduce(module, replicas):
 #+                 parameter.grad = torch.zeros_like(parameter)
 #+             if copy.grad is not None:
 #+                 parameter.grad += copy.grad
+# %% 2.2 wrong: without the master's own | the master's own gradient is lost: those of the others are added to it
+#-     for replica in replicas[1:]:
+#+     for parameter in module.parameters():
+#+         if any(p.grad is not None for replica in replicas[1:] for p in replica.parameters() if p.shape == parameter.shape):
+#+             parameter.grad = None
+#+     for replica in replicas[1:]:
+# %% 2.2 wrong: ends at the first None | after a parameter without a gradient the others are still to be added: continue, not break
+#-                 continue
+#+                 break
+# %% 2.2 wrong: weights only | parameters in one row, such as biases, have gradients too
+#- if copy.grad is None:
+#+ if copy.grad is None or copy.dim() < 2:
 # %% 2.3 right: one sum
 def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     return (devices - 1) * (parameter_bytes + (input_bytes + output_bytes) / devices)
@@ -188,3 +215,12 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
 # %% 2.3 wrong: one shard, also where there is no other device | that is the shard of one device: K-1 of them leave the master
 #-     shared = (devices - 1) / devices
 #+     shared = 1 / devices
+# %% 2.3 wrong: a share of the model | each device needs the whole model, not a K-th of it
+#- (devices - 1) * parameter_bytes
+#+ shared * parameter_bytes
+# %% 2.3 wrong: whole outputs | the master keeps its own shard of the outputs' gradient: (K-1)/K of it travels
+#- shared * (input_bytes + output_bytes)
+#+ shared * input_bytes + output_bytes
+# %% 2.3 wrong: whole inputs | the master keeps its own shard of the inputs: (K-1)/K of them travel
+#- shared * (input_bytes + output_bytes)
+#+ input_bytes + shared * output_bytes

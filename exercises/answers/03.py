@@ -88,7 +88,7 @@ def collect(tensor, server=0, group=None):
 #-         wire.send(tensor, server, group)
 #+         wire.send(tensor, server, group)
 #+         tensor.zero_()
-# %% 3.1 told: sends once for each rank | does each of the others send once, and does the server receive once from each?
+# %% 3.1 told: sends once for each rank | does each of the others send once
 #-         wire.send(tensor, server, group)
 #+         for _ in wire.others(server, group):
 #+             wire.send(tensor, server, group)
@@ -118,7 +118,7 @@ def send_back(tensor, server=0, group=None):
 #+         arrived = torch.empty_like(tensor)
 #+         wire.recv(arrived, server, group)
 #+         tensor += arrived
-# %% 3.2 wrong: not in place | they still have their own tensor: receive into the tensor itself, in place
+# %% 3.2 wrong: not in place | they still have their own tensor: receive into the tensor itself, in place, and wait for it
 #-         wire.recv(tensor, server, group)
 #+         tensor = torch.empty_like(tensor)
 #+         wire.recv(tensor, server, group)
@@ -140,7 +140,7 @@ def send_back(tensor, server=0, group=None):
 # %% 3.2 told: never sends | wait for each other
 #-         wire.send(tensor, peer, group)
 #+         pass
-# %% 3.2 wrong: nothing at all | they still have their own tensor: receive into the tensor itself, in place
+# %% 3.2 wrong: nothing at all | they still have their own tensor: receive into the tensor itself, in place, and wait for it
 def send_back(tensor, server=0, group=None):
     return tensor
 
@@ -226,6 +226,17 @@ def average(tensor, server=0, group=None):
     tensor.copy_(total / dist.get_world_size(group))
 
 
+# %% 3.3 wrong: whole numbers | `//` rounds down: divide by `/`
+#- tensor /= dist.get_world_size(group)
+#+ tensor /= 1
+#-     send_back(tensor, server, group)
+#+     tensor //= dist.get_world_size(group)
+#+     send_back(tensor, server, group)
+# %% 3.3 wrong: rank 0 is the server | rank 0 collects and sends back, but the server is another rank
+#-     collect(tensor, server, group)
+#-     send_back(tensor, server, group)
+#+     collect(tensor, 0, group)
+#+     send_back(tensor, 0, group)
 # %% 3.4 right: as long as it helps
 def ranks_that_pay(computing, parameters, bits_per_second, most):
     passing = 2 * 32 * parameters / bits_per_second
@@ -271,3 +282,9 @@ def ranks_that_pay(computing, parameters, bits_per_second, most):
 # %% 3.4 wrong: more than there are | there are only `most` ranks
 #- most + 1
 #+ 1000
+# %% 3.4 wrong: powers of two | the number of ranks need be no power of two
+#- range(1, most + 1)
+#+ [2**power for power in range(20) if 2**power <= most]
+# %% 3.4 wrong: eight bytes | a float32 has four bytes
+#- parameters * 4 * 8
+#+ parameters * 8 * 8

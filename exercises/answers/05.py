@@ -103,6 +103,27 @@ def assign_buckets(parameters, cap_bytes):
 # %% 5.1 wrong: four bytes | not every number has four bytes: ask each parameter for its element_size()
 #- q.element_size()
 #+ 4
+# %% 5.1 wrong: a dtype at a time | buckets come in the order in which they were closed, whatever their dtype
+def assign_buckets(parameters, cap_bytes):
+    buckets = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket = []
+        for p in [q for q in reversed(parameters) if q.dtype == dtype]:
+            bucket.append(p)
+            if sum(q.nbytes for q in bucket) >= cap_bytes:
+                buckets.append(bucket)
+                bucket = []
+        if bucket:
+            buckets.append(bucket)
+    return buckets
+
+
+# %% 5.1 wrong: the rest first | what was never filled comes last
+#- return closed + list(filling.values())
+#+ return list(filling.values()) + closed
+# %% 5.1 told: sizes | a bucket is a list of parameters
+#- return closed + list(filling.values())
+#+ return [sum(p.nbytes for p in bucket) for bucket in closed]
 # %% 5.2 right: a function of its own
 def tell_when_ready(parameters, ready):
     def hook(parameter):
@@ -218,6 +239,17 @@ def average_in_background(flats, all_reduce, executor, world_size):
 # %% 5.3 wrong: first bucket not waited for | it returned before all five were done: wait for each
 #- for future in futures:
 #+ for future in futures[:1]:
+# %% 5.3 told: called, not handed over | submit takes the function and its argument
+#- executor.submit(all_reduce, flat)
+#+ executor.submit(all_reduce(flat))
+# %% 5.3 told: all in one | all_reduce takes a bucket
+def average_in_background(flats, all_reduce, executor, world_size):
+    whole = torch.cat(flats)
+    executor.submit(all_reduce, whole).result()
+    for flat, part in zip(flats, whole.split([len(flat) for flat in flats])):
+        flat.copy_(part / world_size)
+
+
 # %% 5.4 right: a pointer
 def the_bug():
     return 7
@@ -437,6 +469,12 @@ class Bucketed:
 # %% 5.5 told: the hook returns the future | a hook returned something, which autograd takes for the gradient
 #-                 parameter.register_post_accumulate_grad_hook(self.ready)
 #+                 parameter.register_post_accumulate_grad_hook(lambda p: self.ready(p) or self.leaving)
+# %% 5.5 wrong: divided by the buckets | that is divided by the number of buckets: divide by world_size
+#- / self.world_size
+#+ / len(self.buckets)
+# %% 5.5 told: a hook before the gradient | is it a gradient that is not there yet
+#- parameter.register_post_accumulate_grad_hook(self.ready)
+#+ parameter.register_hook(lambda _, parameter=parameter: self.ready(parameter))
 # %% 5.6 right: overlap first
 def setting_of(timeline):
     backward = [span for span in timeline if span[0] == "backward"][0]
@@ -551,6 +589,9 @@ def when_it_hides(measure, ring):
 # %% 5.7 wrong: explained where it was predicted | what bounds it is asked at the number that was measured
 #- share = measure(max(1, high // 2)) / measure(high)
 #+ share = measure(max(1, predicted // 2)) / measure(predicted)
+# %% 5.7 wrong: from 64 on | the number may be less than 64: search from 1 on
+#- low, high = 0, 1024
+#+ low, high = 63, 1024
 # %% 5.4 wrong: line 2 | what each bucket waits for is right
 #- return 7
 #+ return 2
@@ -667,5 +708,13 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
     ranks = 1
     while ranks < 100000 and 2 * ranks / (ranks + 1) * gradient_bytes / bytes_per_s <= 4 * tokens / flops_per_s:
+        ranks += 1
+    return ranks
+
+
+# %% 5.8 wrong: the server's time | that is the server's time, 2(K-1) times the gradients: a ring sends 2(K-1)/K of them
+def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
+    ranks = 1
+    while 2 * ranks * gradient_bytes / bytes_per_s <= 4 * tokens / (ranks + 1) / flops_per_s:
         ranks += 1
     return ranks

@@ -108,6 +108,23 @@ def accumulate(parallel, optimizer, micro_batches):
 #-     optimizer.step()
 #+     cross_entropy(parallel(inputs), targets).backward()
 #+     optimizer.step()
+# %% 6.1 wrong: cleared in the loop | zero_grad() clears what earlier micro-batches have left: it belongs before the first one
+#-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     inputs, targets = micro_batches[-1]
+#+             optimizer.zero_grad()
+#+             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#+     inputs, targets = micro_batches[-1]
+# %% 6.1 wrong: one is left out | the last micro-batch is left out
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-2]:
+            (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    inputs, targets = micro_batches[-2]
+    (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    optimizer.step()
+
+
 # %% 6.2 right: sum of floats
 def used_anywhere(used, all_reduce):
     votes = torch.where(used, 1.0, 0.0)
@@ -242,6 +259,46 @@ def share_buffers(module, src=0, group=None):
 # %% 6.3 wrong: parameters in place of buffers | the parameters were shared in place of the buffers
 #- for buffer in module.buffers():
 #+ for buffer in (parameter.data for parameter in module.parameters()):
+# %% 6.3 wrong: the other way | the source has taken what the others sent: it sends, and they receive
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+             for peer in wire.others(src, group):
+#+                 wire.recv(buffer, peer, group)
+#+         else:
+#+             wire.send(buffer, src, group)
+# %% 6.3 wrong: in float64 | buffers are converted to be sent: each travels as it is, in its own dtype
+#-         if dist.get_rank(group) == src:
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+         wide = buffer.double()
+#+         if dist.get_rank(group) == src:
+#+             for peer in wire.others(src, group):
+#+                 wire.send(wide, peer, group)
+#+         else:
+#+             wire.recv(wide, src, group)
+#+             buffer.copy_(wide)
+# %% 6.3 wrong: averaged | that is a mean over the ranks: the source's buffers replace the others'
+#-         if dist.get_rank(group) == src:
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+         if dist.get_rank(group) != src:
+#+             wire.send(buffer, src, group)
+#+             wire.recv(buffer, src, group)
+#+             continue
+#+         total = buffer.clone()
+#+         for peer in wire.others(src, group):
+#+             arrived = torch.empty_like(buffer)
+#+             wire.recv(arrived, peer, group)
+#+             total += arrived
+#+         buffer.copy_(total / dist.get_world_size(group))
+#+         for peer in wire.others(src, group):
+#+             wire.send(buffer, peer, group)
 # %% 6.4 right: divide in float16
 def compressed_average(flat, all_reduce, world_size):
     small = flat.to(torch.float16)
@@ -296,6 +353,17 @@ def compressed_average(flat, all_reduce, world_size):
 #+ flat.clamp(-65504 / world_size, 65504 / world_size).half()
 #- compressed.float()
 #+ compressed.float() / world_size
+# %% 6.4 wrong: by its own largest | each rank divides by its own largest number, so the sum mixes scales: divide by the same number on all
+def compressed_average(flat, all_reduce, world_size):
+    largest = flat.abs().max()
+    compressed = (flat / largest / world_size).half()
+    all_reduce(compressed)
+    return compressed.float() * largest
+
+
+# %% 6.4 wrong: K is 4 | it was divided by 4: K is world_size
+#- flat / world_size
+#+ flat / 4
 # %% 6.5 right: a share by hand
 def main(folder, wrap, model, data, epochs):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -372,6 +440,24 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.5 wrong: only the model's state | the checkpoint is a dict of two: "epoch", and the state of the model as "model"
 #- torch.save({"epoch": epoch, "model": model.state_dict()},
 #+ torch.save(model.state_dict(),
+# %% 6.5 wrong: saved too early | these are not the weights after the last epoch: save when it is over
+def main(folder, wrap, model, data, epochs):
+    sampler = DistributedSampler(data)
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        if dist.get_rank() == 0:
+            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+        for inputs, targets in DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+
+
+# %% 6.5 wrong: an epoch is missing | there is an epoch too few: range(epochs) begins with 0
+#- in range(epochs):
+#+ in range(1, epochs):
 # %% 6.6 right: pairs of ranks
 def mistakes(samples, weights, saved):
     words = []
@@ -506,7 +592,7 @@ class Reducer:
 #-         self.there, self.sent = set(), []
 #+             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
 #+                 parameter.grad = part.view_as(parameter) if parameter in used else None
-# %% 6.7 wrong: unused never leave | the bucket of an unused parameter has not left: after backward, what is missing counts as ready
+# %% 6.7 told: unused never leave | do all ranks start the same sums, also of buckets that were not used there
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
 # %% 6.7 right: who used what travels with each bucket
@@ -521,7 +607,7 @@ class Reducer:
     def leave(self):
         bucket = self.buckets[len(self.sent)]
         uses = torch.tensor([float(parameter in self.there) for parameter in bucket])
-        parts = [p.grad.flatten() if p in self.there else torch.zeros(p.numel()) for p in bucket]
+        parts = [(p.grad if p in self.there else torch.zeros_like(p)).flatten() for p in bucket]
         flat = torch.cat([*parts, uses])
         self.sent.append((flat, self.start(flat)))
 
@@ -582,3 +668,19 @@ class Reducer:
 #+         while len(self.sent) < len(self.buckets):
 #+             for parameter in self.everyone:
 #+                 self.ready(parameter)
+# %% 6.7 wrong: divided by the users | the mean is over all ranks, with zeros from those that did not use it: divide by world_size
+#-             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
+#+             flat = torch.cat([part.flatten() for part in parts])
+#-                 parameter.grad = part.view_as(parameter) if parameter in used else None
+#+                 count = users[[parameter is one for one in self.everyone].index(True)]
+#+                 parameter.grad = part.view_as(parameter) / count if parameter in used else None
+# %% 6.7 wrong: asks before all have left | the ranks start sums in different orders
+#-         for parameter in self.everyone:
+#-             self.ready(parameter)
+#-         self.start(users)()
+#+         self.start(users)()
+#+         for parameter in self.everyone:
+#+             self.ready(parameter)
+# %% 6.7 wrong: zeros are taken for unused | a gradient of zeros is a gradient: only one that no rank used stays None
+#- if parameter in used else None
+#+ if part.any() else None

@@ -166,10 +166,26 @@ def sharded_step(weights, gradients, update, group=None):
 # %% 7.2 wrong: divided by K-1 | the mean of K gradients is their sum divided by K, not by K-1
 #- chunk /= world_size
 #+ chunk /= max(1, world_size - 1)
+# %% 7.2 wrong: weights divided | the weights are divided by K: the mean is of the gradients
+#-     for chunk in gradients:
+#-         chunk /= world_size
+#-     reduce_scatter
+#+     reduce_scatter
+#-     allgather(weights, group)
+#+     weights[own] /= world_size
+#+     allgather(weights, group)
+# %% 7.2 wrong: the last rank takes chunk K-1 | the last rank has the sum of chunk 0: its index is (rank + 1) % K
+#- (dist.get_rank(group) + 1) % world_size
+#+ min(dist.get_rank(group) + 1, world_size - 1)
+# %% 7.2 wrong: the list has a new chunk | the chunk in the list is a new tensor: `weights` are views of the flat tensor, so change them in place
+#- update(weights[own], gradients[own])
+#+ stepped = weights[own].clone()
+#+     update(stepped, gradients[own])
+#+     weights[own] = stepped
 # %% 7.3 right: one by one
 def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
-    for ranks in range(1, 1000):
+    for ranks in range(1, 100_000):
         if (kept + split / ranks) * parameters <= memory:
             return ranks
     return 0
@@ -236,6 +252,25 @@ def fewest_ranks(parameters, memory, level):
 #-         return 0
 #-     return -(-shared // (memory - whole))
 #+     return -(-shared // (memory - whole))
+# %% 7.3 wrong: level 3 keeps the parameters whole | level 3 shards the bfloat16 parameters too: nothing stays whole
+#- (16, 4, 2, 0)
+#+ (16, 4, 2, 2)
+# %% 7.3 wrong: levels from 1 | level 1 shards the optimizer's state already: only level 0 shards nothing
+#- (16, 4, 2, 0)
+#+ (16, 16, 4, 2)
+# %% 7.3 wrong: None | 0, not None, where no number of ranks is enough
+#-         return 0
+#+         return None
+# %% 7.3 wrong: powers of two | the number of ranks need be no power of two
+#-     return -(-shared // (memory - whole))
+#+     ranks = 1
+#+     while whole + shared / ranks > memory:
+#+         ranks *= 2
+#+     return ranks
+# %% 7.3 wrong: up to a thousand | a thousand ranks are not always enough: go on, or divide
+#-     return -(-shared // (memory - whole))
+#+     ranks = -(-shared // (memory - whole))
+#+     return ranks if ranks <= 1000 else 0
 # %% 7.4 right: by counting the room
 def network_order(blocks, block_mb, cap_mb):
     order, room, following = [["gather", block] for block in range(blocks)], cap_mb, blocks
@@ -460,6 +495,12 @@ def free(layer):
 #- thread.submit(reduce_scatter, gradients, layer.group).result()
 #+ thread.submit(reduce_scatter, gradients, layer.group).result()
 #+     thread.submit(allgather, gradients, layer.group).result()
+# %% 7.5 told: called, not handed over | submit takes the function and its arguments
+#- thread.submit(allgather, layer.chunks, layer.group)
+#+ thread.submit(allgather(layer.chunks, layer.group))
+# %% 7.5 wrong: the mean is rounded | the mean is rounded to bfloat16: keep it in float32
+#- gradients[layer.index].clone()
+#+ gradients[layer.index].bfloat16().float()
 # %% 7.6 right: a list of squares
 def global_norm(shards, replicated, all_reduce):
     total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)
@@ -535,6 +576,35 @@ def global_norm(shards, replicated, all_reduce):
 #-     for shard in shards:
 #-         squares += shard.square().sum()
 #+     squares = torch.stack([shard.square().sum() for shard in shards]).sum()
+# %% 7.6 wrong: the largest norm | that is the largest norm, or a sum of largest ones: the squares of all numbers add up
+def global_norm(shards, replicated, all_reduce):
+    largest = torch.zeros(())
+    for gradient in [*shards, *replicated]:
+        largest = torch.maximum(largest, gradient.norm())
+    all_reduce(largest)
+    return largest
+
+
+# %% 7.6 wrong: means of squares | a norm sums the squares: no mean
+#- shard.square().sum()
+#+ shard.square().mean()
+#- gradient.square().sum()
+#+ gradient.square().mean()
+# %% 7.6 wrong: absolute values | that is the 1-norm, a sum of absolute values: the 2-norm is the root of the sum of squares
+#- shard.square().sum()
+#+ shard.abs().sum()
+#- gradient.square().sum()
+#+ gradient.abs().sum()
+#- squares.sqrt()
+#+ squares
+# %% 7.6 told: the gradients themselves | one number, their sum of squares
+#-     squares = torch.zeros((), dtype=torch.float64)
+#-     for shard in shards:
+#-         squares += shard.square().sum()
+#-     all_reduce(squares)
+#+     whole = torch.cat(shards) if shards else torch.zeros(1)
+#+     all_reduce(whole)
+#+     squares = whole.square().sum()
 # %% 7.7 right: one more at a time, and by seconds
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
     gpus = 1
@@ -616,3 +686,9 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 told: tokens first | was expected
 #- return gpus, math.ceil(tokens)
 #+ return math.ceil(tokens), gpus
+# %% 7.7 wrong: times the GPUs once more | those are the tokens of all GPUs together already
+#- (gpus - 1) * max
+#+ gpus * (gpus - 1) * max
+# %% 7.7 wrong: at least one token | where nothing is sent, 0 tokens are enough
+#- math.ceil(tokens)
+#+ max(1, math.ceil(tokens))

@@ -45,10 +45,10 @@ class Scatter:
             yield part, f"{about}, shards of", rows
             yield part, f"{about}, the shards", shards
             if in_a_list:
-                on_meta = scatter(tensor, ["meta"] * devices)
+                on_meta = scatter(tensor, ["meta", "cpu"] * (devices // 2) + ["meta"])
                 yield (
                     part,
-                    f'{about} called "meta", where the shards are',
+                    f'{about} called "meta" and "cpu" in turn, where the shards are',
                     [str(shard.device) for shard in on_meta],
                 )
 
@@ -59,15 +59,15 @@ def rows_of(shard):
 
 
 def replicas_of(seed, count, frozen):
-    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one in
-    its last layer, and none has one in the first layer's bias.
+    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one for
+    its last layer's weight, and none has one for the first layer's bias.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
         for index, model in enumerate(models):
             for name, parameter in model.named_parameters():
-                elsewhere = name == "0.bias" or (name.startswith("1") and index != count - 1)
+                elsewhere = name == "0.bias" or (name == "1.weight" and index != count - 1)
                 if not (frozen and elsewhere):
                     parameter.grad = torch.randn_like(parameter)
     return models
@@ -100,7 +100,7 @@ class Reduce:
                 after = [gradients(model) for model in models]
                 about = f"{count} replicas"
                 if frozen:
-                    about += ", of which none has a gradient in 1, and only the last in 2 and 3"
+                    about += ", of which none has a gradient in 1, and only the last one in 2"
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
                     yield part, f"{about}: the master's gradient of parameter {index}", gradient

@@ -10,7 +10,7 @@ from ddp_course.checking.checks import task
 from ddp_course.errors import Wrong
 from ddp_course.running import wire
 
-from .shared import RING, in_words, require, tensors, worlds
+from .shared import RING, as_sum, in_words, require, tensors, worlds
 
 LOOP = {"ranks": 4, "forbidden": RING + COLLECTIVES}
 LEFT = (
@@ -79,10 +79,15 @@ def probe_chunks(function, lengths, values, part, what):
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic, naming_chunks():
             function(list(chunks), group)
-        finished = torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size]
+        finished = torch.cat(chunks)
+        if part == "sums":
+            index = (rank + 1) % size
+            finished = chunks[index]
+            of_ranks = [other[index][: len(finished)] for other in values[:size]]
+            yield part, f"{case}, {what} as a sum", as_sum(finished, of_ranks)
         yield part, f"{case}, {what}", finished
-        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
+        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "the other chunks", case, torch.cat(chunks)
 
 
@@ -92,7 +97,7 @@ def try_equal_chunks(function, chunks, group):
     """
     rank, size, left, _ = wire.neighbours(group)
     events = []
-    with wire.observing(events.append):
+    with wire.observing(events.append), naming_chunks():
         function(chunks, group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
     others = [chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size]
@@ -142,6 +147,9 @@ class RingAllReduce:
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
             for name, of_ranks in values.items():
+                given = of_ranks[:size]
+                if name == "not contiguous":
+                    given = [tensor.t() for tensor in given]
                 tensor = of_ranks[dist.get_rank()].clone()
                 tensor = tensor.t() if name == "not contiguous" else tensor
                 with wire.counting() as traffic, naming_chunks():
@@ -150,9 +158,15 @@ class RingAllReduce:
                 sent = traffic.bytes_sent
                 chunk = -(-tensor.numel() // size) * tensor.element_size()
                 part = "sums" if name == "in one row" else "any shape"
+                if tensor.numel() > size:
+                    yield part, f"{case}, as a sum", as_sum(tensor, given)
                 yield part, case, tensor
-                few = sent <= 2 * (size - 1) * chunk and (sent > 0 or not chunk or size == 1)
-                yield "bytes", f"{case}, a rank sends something, and at most 2 (K-1) chunks", few
+                much = ""
+                if sent > 2 * (size - 1) * chunk:
+                    much = f"{sent} bytes; 2 (K-1) chunks have at most {2 * (size - 1) * chunk}"
+                elif not sent and chunk and size > 1:
+                    much = "nothing"
+                yield "bytes", f"{case}, a rank sends", much
 
 
 @task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
@@ -224,4 +238,8 @@ class FindTheBugInTheRing:
                 tensor = of_ranks[dist.get_rank()].clone()
                 with naming_chunks():
                     mended_ring(tensor, group)
-                yield "mended", f"{size} ranks, {len(tensor)} numbers", tensor
+                case = f"{size} ranks, {len(tensor)} numbers"
+                if len(tensor) > size:
+                    whole = as_sum(tensor, of_ranks[:size])
+                    yield "mended", f"{case}, as a sum", whole
+                yield "mended", case, tensor

@@ -20,11 +20,15 @@ from ddp_course.errors import Wrong
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import in_words, require, several, tensors, worlds
+from .shared import as_sum, in_words, require, several, tensors, worlds
 
+NOT_THERE = (
+    "is it a gradient that is not there yet? register_post_accumulate_grad_hook calls when it is"
+)
 STANDS_STILL = (
     "a hook waits for its ring, and backward stands still meanwhile: wait when backward is over"
 )
+HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
 RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
 
@@ -64,11 +68,15 @@ class AssignBuckets:
             dtypes = len(set(kinds))
             buckets = []
             for bucket in assign_buckets(parameters, cap):
+                require(
+                    isinstance(bucket, list | tuple),
+                    f"a bucket is a list of parameters, not a {type(bucket).__name__}",
+                )
                 buckets.append([index.get(id(parameter), -1) for parameter in bucket])
             part = "caps"
             about = f"{len(sizes)} parameters, cap {cap} bytes"
             if dtypes > 1:
-                buckets.sort(reverse=True)
+                buckets = with_sorted_rest(buckets, parameters, cap)
                 part = "dtypes"
                 about = f"{len(sizes)} parameters of {dtypes} dtypes, cap {cap} bytes"
             yield part, f"{about}, buckets", fault_of_buckets(buckets, parameters, cap)
@@ -77,6 +85,14 @@ class AssignBuckets:
                 nbytes.append(sum(parameters[i].nbytes for i in bucket))
             yield part, f"{about}, bytes of the buckets", nbytes
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
+
+
+def with_sorted_rest(buckets, parameters, cap):
+    """The buckets, of which those at the end that were never filled may come in any order."""
+    filled = len(buckets)
+    while filled and sum(parameters[i].nbytes for i in buckets[filled - 1]) < cap:
+        filled -= 1
+    return buckets[:filled] + sorted(buckets[filled:], reverse=True)
 
 
 def fault_of_buckets(buckets, parameters, cap):
@@ -88,23 +104,44 @@ def fault_of_buckets(buckets, parameters, cap):
         return "something in a bucket is none of the parameters"
     if sorted(placed) != list(range(len(parameters))):
         return "each parameter belongs into one bucket, and into one only"
-    below = set()
+    faults = [fault_of_bucket(bucket, parameters, cap) for bucket in buckets]
+    return next(filter(None, faults), "") or fault_of_their_order(buckets, parameters, cap)
+
+
+def fault_of_bucket(bucket, parameters, cap):
+    """In words, what is wrong with one bucket; "" if nothing is."""
+    if not bucket:
+        return "a bucket is empty"
+    dtypes = {str(parameters[i].dtype) for i in bucket}
+    if len(dtypes) > 1:
+        return f"a bucket holds {' and '.join(sorted(dtypes))}: one message has one dtype"
+    if bucket != sorted(bucket, reverse=True):
+        return f"a bucket holds parameters {bucket}: the last one comes first"
+    before_last = sum(parameters[i].nbytes for i in bucket[:-1])
+    if before_last >= cap:
+        return f"a bucket has {before_last} bytes before its last parameter: it closes there"
+    return ""
+
+
+def fault_of_their_order(buckets, parameters, cap):
+    """In words, what is wrong with the order of buckets, each of one dtype; "" if nothing is."""
+    below_cap = set()
+    last_closed = len(parameters)
     for bucket in buckets:
-        dtypes = {str(parameters[i].dtype) for i in bucket}
-        if len(dtypes) > 1:
-            return f"a bucket holds {' and '.join(sorted(dtypes))}: one message has one dtype"
-        if bucket != sorted(bucket, reverse=True):
-            return f"a bucket holds parameters {bucket}: the last one comes first"
-        before_last = sum(parameters[i].nbytes for i in bucket[:-1])
-        if before_last >= cap:
-            return f"a bucket has {before_last} bytes before its last parameter: it closes there"
-        if before_last + parameters[bucket[-1]].nbytes < cap:
-            if below >= dtypes:
+        dtype = parameters[bucket[0]].dtype
+        if sum(parameters[i].nbytes for i in bucket) < cap:
+            if dtype in below_cap:
                 return (
-                    f"two buckets of {dtypes.pop()} have less than {cap} bytes: a bucket is closed by"
-                    " its cap alone, and only the last of a dtype may stay below"
+                    f"two buckets of {dtype} have less than {cap} bytes: a bucket is closed by its"
+                    " cap alone, and only the last of a dtype may stay below"
                 )
-            below |= dtypes
+            below_cap.add(dtype)
+        elif below_cap:
+            return "a bucket that was never filled stands before one that was closed"
+        elif bucket[-1] > last_closed:
+            return f"bucket {bucket} was closed before the one in front of it"
+        else:
+            last_closed = bucket[-1]
     return ""
 
 
@@ -211,6 +248,9 @@ class AverageInBackground:
         yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
         yield "waiting", "buckets were reduced in the order", order
         for index, flat in enumerate(means):
+            if len(flat) > dist.get_world_size():
+                of_ranks = [of_rank[index] for of_rank in values]
+                yield "mean", f"bucket {index}, as a sum", as_sum(flat, of_ranks)
             yield "mean", f"bucket {index}", flat
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
@@ -242,7 +282,9 @@ def watched(function, flats, executor):
         return future
 
     def all_reduce(flat):
-        order.append([bucket.numel() for bucket in flats].index(flat.numel()))
+        sizes = [bucket.numel() for bucket in flats]
+        require(flat.numel() in sizes, "all_reduce takes a bucket: hand over one after the other")
+        order.append(sizes.index(flat.numel()))
         before = flat.clone()
         begun.set()
         alone.append(not second.wait(0.5))
@@ -253,7 +295,8 @@ def watched(function, flats, executor):
         threads.append(threading.current_thread().name)
 
     executor.submit = submitted
-    function(flats, all_reduce, executor, size)
+    with in_words({"not callable": HAND_OVER}):
+        function(flats, all_reduce, executor, size)
     return order, threads, touched, alone
 
 
@@ -332,12 +375,12 @@ def is_pair(thing):
     return isinstance(thing, list | tuple) and [type(item) for item in thing] == [int, int]
 
 
-LAYERS = 6
+LAYERS = 8
 WIDTH = 8
 
 
 def buckets_of(model):
-    """Three buckets of two layers each, those that backward finishes first in front."""
+    """Four buckets of two layers each, those that backward finishes first in front."""
     parameters = list(model.parameters())[::-1]
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
@@ -377,14 +420,15 @@ class AssembleBucketedDDP:
                     with in_words({"but hook returned": RETURNS}):
                         parallel.backward(model(x).square().mean())
                 except AttributeError as error:
-                    if number == 1:
-                        raise
-                    raise Wrong(
-                        f"backward pass {number}: {error}: what pass {number - 1} has counted must"
-                        " begin anew"
-                    ) from error
+                    cause = NOT_THERE
+                    if number > 1:
+                        cause = (
+                            f"what pass {number - 1} has counted must begin anew, and hooks are"
+                            " registered once"
+                        )
+                    raise Wrong(f"backward pass {number}: {error}: {cause}") from error
                 about = f"backward pass {number}"
-                running = len(watch.threads) - watch.ended
+                running = sum(not future.done() for future in watch.futures)
                 gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 part = "mean" if number == 1 else "every pass"
                 too_soon = ""
@@ -393,7 +437,7 @@ class AssembleBucketedDDP:
                 yield part, f"{about}, rings", too_soon
                 yield part, about, gradient
                 threads = sorted(set(watch.threads))
-                yield "overlap", f"{about}, messages for 3 buckets", len(watch.threads)
+                yield "overlap", f"{about}, messages for 4 buckets", len(watch.threads)
                 yield "overlap", f"{about}, threads that call all_reduce", threads
                 case = f"{about}, buckets that leave before backward has finished"
                 yield "overlap", case, sum(watch.early[:2])
@@ -401,8 +445,8 @@ class AssembleBucketedDDP:
 
 
 class Watch:
-    """What happens in a backward pass: gradients that are ready, threads that sum, whether each
-    bucket left early, how many rings have ended, and whether a hook waits for one.
+    """What happens in a backward pass: gradients that are ready, threads that sum, what was
+    submitted, and whether early, and whether a hook waits for it.
     """
 
     def __init__(self, model, group):
@@ -414,8 +458,8 @@ class Watch:
     def begin(self):
         """Forget the pass before."""
         self.ready = 0
-        self.ended = 0
         self.threads = []
+        self.futures = []
         self.early = []
         self.stands_still = ""
 
@@ -426,12 +470,12 @@ class Watch:
         self.threads.append(threading.current_thread().name)
         time.sleep(0.01)  # So it is not over by chance when nobody waits for it.
         ring_all_reduce(flat, self.group)
-        self.ended += 1
 
     def submitted(self, submit, *args, **kwargs):
         """Submit something, and note whether backward still runs, now and when somebody waits."""
         self.early.append(self.ready < LAYERS)
         future = submit(*args, **kwargs)
+        self.futures.append(future)
         result = future.result
 
         def noted_result(timeout=None):

@@ -17,7 +17,16 @@ from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-from .shared import RING, SERVER, copied_gradient, noted_ring, require, tensors, worlds
+from .shared import (
+    RING,
+    SERVER,
+    copied_gradient,
+    in_words,
+    noted_ring,
+    require,
+    tensors,
+    worlds,
+)
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
@@ -48,9 +57,14 @@ class AccumulateUnsynchronised:
             ).backward()  # DDP sends more in a first pass.
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
+            before = ONE.weights(model)
+            of_all = [batch for of_rank in batches[:size] for batch in of_rank]
+            goal = ONE.after_one_step(model, of_all)
             accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
+            factor = ONE.size_of_update(before, ONE.weights(model), goal)
             yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(reduced)
+            yield "weights", f"{about}, one step", factor
             yield "weights", f"{about}, the weights after one step", ONE.weights(model)
             yield "the wrapper", f"{about}, its forward passes", len(called)
 
@@ -220,11 +234,16 @@ class RealScript:
         model.register_forward_hook(before_backward)
         torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
         with tempfile.TemporaryDirectory() as folder:
-            main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
+            with in_words({"pickle": 'the checkpoint\'s "model" is its state_dict(), no module'}):
+                main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         state = state if isinstance(state, dict) else {}
         after = ONE.weights(model)
+        saved = list(dict(state.get("model", {})).values())
+        too_early = ""
+        if len(saved) == 4 and not torch.cat([part.reshape(-1) for part in saved]).equal(after):
+            too_early = "these are not the weights after the last epoch: save when it is over"
         first = seen[: len(seen) // 2]
         second = seen[len(seen) // 2 :]
         ranks = [None] * dist.get_world_size()
@@ -255,6 +274,7 @@ class RealScript:
                 sorted(map(str, state.get("model", ()))),
             )
             yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
+            yield "names", 'the values in the checkpoint\'s "model"', too_early
 
 
 USUAL = {
@@ -332,13 +352,16 @@ class Branches(nn.Module):
             nn.Linear(inputs, 4, bias=False).double() for inputs in (3, 4, 4, 4, 4)
         )
 
-    def forward(self, x, order):
+    def forward(self, x, order, silent):
         """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready
-        first.
+        first. The branch `silent` is used, and counts for nothing.
         """
         x = self.layers[0](x).tanh()
         for number in order:
-            x = self.layers[number](x).tanh() + x
+            branch = self.layers[number](x).tanh()
+            if number == silent:
+                branch = 0 * branch
+            x = branch + x
         return x
 
 
@@ -356,7 +379,8 @@ def in_one_order(tensor, group):
 PASSES = {
     "pass 1, all branches used": ([1, 2, 3, 4], [4, 3, 2, 1]),
     "pass 2, branch 1 used by even ranks, 2 by odd ones, 4 by nobody": ([1, 3], [3, 2]),
-    "pass 3, all used again": ([4, 3, 2, 1], [1, 2, 3, 4]),
+    "pass 3, branch 4 used by even ranks only": ([1, 2, 3, 4], [3, 2, 1]),
+    "pass 4, all used again, branch 2 with a gradient of zeros": ([4, 3, 2, 1], [1, 2, 3, 4]),
 }
 
 
@@ -365,7 +389,8 @@ PASSES = {
     "Reducer",
     {"mean": 2, "unused": 1, "order": 1},
     ranks=3,
-    hang="do all ranks start the same sums?",
+    hang="do all ranks start the same sums, also of buckets that were not used there? After backward"
+    " what is missing counts as ready",
 )
 class AReducer:
     """Buckets leave in order while backward runs; a parameter that is not ready at its end was not
@@ -373,7 +398,7 @@ class AReducer:
     """
 
     def draw(random):
-        inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]
+        inputs = [tensors(random, 4, 4, 3, dtype=torch.float64) for _ in range(3)]
         return {"seed": random.randrange(10**6), "inputs": inputs}
 
     def probe(Reducer, seed, inputs):
@@ -400,7 +425,8 @@ class AReducer:
             for notes in (started, waits):
                 notes.clear()
             model.zero_grad()
-            model(x, orders[rank % 2]).square().sum().backward()
+            silent = 2 if "zeros" in about else 0
+            model(x, orders[rank % 2], silent).square().sum().backward()
             yield "order", f"{about}, sums that are started in backward", list(started)
             yield "order", f"{about}, waits in backward", len(waits)
             reducer.finish()
@@ -409,6 +435,15 @@ class AReducer:
                 f"{about}, the same buckets leave",
                 sorted(bucket for bucket in started if bucket >= 0),
             )
+            by_rank = [None] * size
+            dist.all_gather_object(by_rank, list(started), group)
+            unlike = ""
+            if by_rank != by_rank[:1] * size:
+                unlike = (
+                    "the ranks start sums in different orders (bucket, or -1 for something else):"
+                    f" {by_rank}; rank by rank the same was expected"
+                )
+            yield "order", f"{about}, all sums", unlike
             part = "unused" if "nobody" in about else "mean"
             for index, weight in enumerate(weights):
                 yield part, f"{about}, gradient {index}", copied_gradient(weight)

@@ -143,7 +143,11 @@ class FewestRanks:
             exactly = random.randrange(2, 9) if level else 1
             enough = [17 * parameters, whole * parameters + shared // exactly]
             if level:
-                ranks = [random.randrange(2, 9), random.randrange(9, 90)]
+                ranks = [
+                    random.randrange(2, 9),
+                    random.randrange(9, 90),
+                    random.randrange(2000, 9000),
+                ]
                 enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
             never = [whole * parameters * 3 // 4] if whole else []
             for memory in enough + never:
@@ -314,6 +318,7 @@ class CountingThread:
 FAULTS = {
     "data is not allocated": "the memory of the whole parameter was given back: take it again, by"
     " storage.resize_(nbytes), before anything is written into it",
+    "not callable": "submit takes the function and its arguments: do not call it there",
     "assign a gradient": "`own` is float32, and so is its gradient: make the gradients float32 before"
     " they are summed",
 }
@@ -479,7 +484,13 @@ def kept_gradients(model):
 
 
 NO_SHARDS = "a rank may have no shards at all: begin its sum with torch.zeros(())"
-EMPTY = {"non-empty": NO_SHARDS, "int64": NO_SHARDS, "has no attribute": NO_SHARDS}
+EMPTY = {
+    "non-empty": NO_SHARDS,
+    "int64": NO_SHARDS,
+    "has no attribute": NO_SHARDS,
+    "is ring_all_reduce of": "what the ranks sum has not the same shape and dtype on all: give"
+    " all_reduce one number, their sum of squares, also where there are no shards",
+}
 
 
 @task(
