@@ -160,9 +160,6 @@ def reduce_scatter(chunks, group=None):
 #- target += incoming
 #+ short = min(len(chunk) for chunk in chunks)
 #+         target[:short] += incoming[:short]
-# %% 4.2 told: a buffer as long as what leaves | a buffer is as long as the chunk that comes in
-#- incoming = torch.empty_like(target)
-#+ incoming = torch.empty_like(outgoing)
 # %% 4.2 told: added to what has left | a buffer is as long as the chunk that comes in
 #- target += incoming
 #+ outgoing += incoming
