@@ -37,7 +37,8 @@ check("2.1", scatter)
 # *10 minutes · medium*
 #
 # `replicas[0]` is `module` itself, the master's copy. Its gradients get those of all other replicas added. A replica
-# may have no gradient for a parameter (`None`), and so may the master. Leave the replicas' own gradients as they are.
+# may have no gradient for a parameter (`None`), and so may the master; where none has one, it stays `None`. Leave the
+# replicas' own gradients as they are.
 # %% answer-2-2
 def reduce(module, replicas):
     """Add the gradients of all replicas to those of `module`, in place; the replicas keep theirs."""

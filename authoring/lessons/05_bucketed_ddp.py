@@ -346,17 +346,24 @@ r"""
 ## How far does data parallelism reach?
 
 The same two times say how many devices are worth having. Let the batch of a step be fixed, since a larger one trains
-differently (lesson 10): G tokens. A model of n parameters takes 4 n flops per token backward, so K devices of R flop/s
-compute for $4\,n\,G / (K R)$ seconds. A ring sends gradients of e bytes for $2\,\frac{K-1}{K}\,n\,e / W$ seconds over
-links of W bytes/s. All is hidden while the first is the longer one. n cancels, and so do the two
-denominators K; of K only K-1 is left:
+differently (lesson 10): G tokens, shared by K devices of R flop/s. A model of n parameters takes 4 n flops per token backward,
+and its n gradients have e bytes each; links carry W bytes/s. All is hidden while backward takes longer than the ring. Up to which
+K is that so? Write both times down and see what cancels: this is task 5.8, whose check says whether you are right.
+
+<details><summary>Write it first, then open: the largest K</summary>
+
+K devices compute for $4\,n\,G / (K R)$ seconds, and a ring sends for $2\,\frac{K-1}{K}\,n\,e / W$ seconds. n cancels, and so
+do the two denominators K; of K only K-1 is left:
 
 $$K \le 1 + \frac{2\,G\,W}{e\,R}$$
 
-In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in its share. R/W, flops per byte, belongs to the
-machine: an H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in practice) and 50 GB/s per GPU has 8,000, so each GPU needs
-8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds 500 such
-GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
+In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in its share.
+
+</details>
+
+The answer has R/W in it, flops per byte, which belongs to the machine. An H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in
+practice) and 50 GB/s per GPU has 8,000, so each GPU needs about 8,000 tokens for gradients of two bytes, however large the model is. A
+batch of four million tokens then feeds 500 such GPUs. Beyond that, more devices wait for the network.
 
 The figure takes 0.4 of what datasheets say, and the network cards that such hosts have. Before you run the cell: an H100 computes
 eight times as fast as a V100. Does the same batch feed more H100s, or fewer?

@@ -599,16 +599,25 @@ r"""
 As in lesson 05, for b tokens per device, n parameters, K devices of R flop/s with links of W bytes/s. Weights and gradients have
 two bytes each.
 
-| pass | computing | sending | hidden if b is at least |
-|---|---|---|---|
-| DDP, backward | 4 n b / R | 4 n / W: reduce-scatter and allgather of gradients | R / W |
-| fully sharded, forward | 2 n b / R | 2 n / W: allgather of weights | R / W |
-| fully sharded, backward | 4 n b / R | 4 n / W: allgather of weights, reduce-scatter of gradients | R / W |
+| pass | computes, flops per token | sends |
+|---|---|---|
+| DDP, backward | 4 n | reduce-scatter and allgather of gradients |
+| fully sharded, forward | 2 n | allgather of weights |
+| fully sharded, backward | 4 n | allgather of weights, reduce-scatter of gradients |
 
-(Each sending time is (K-1)/K of what stands there.) So fully sharded training needs as many tokens per device as DDP does, in
-both passes, and n is not in it: a larger model does not hide its messages any better, it only has more memory to save. But that
-bounds K from below: to be kept at all, 16 n bytes need 16 n / M GPUs of M bytes each, activations not counted. Both bounds together
-say how large a batch must at least be (task 7.7; task 13.6 asks for the largest K). Before you run the cell, which takes 0.4 of what
+Each of these collectives sends (K-1)/K of n numbers. How many tokens must a device have in each row, so that it does not wait? And to
+be kept at all, 16 n bytes need 16 n / M GPUs of M bytes each, activations not counted: how large must the batch of all GPUs
+together be? Write it down: this is task 7.7, for weights and gradients of any size (13.6 asks for the largest K).
+
+<details><summary>Write it first, then open: how many tokens in each row</summary>
+
+With two bytes each, DDP computes 4 n b / R seconds and sends 4 n / W; fully sharded, forward computes 2 n b / R and sends 2 n / W,
+backward 4 n b / R and 4 n / W (each sending time is (K-1)/K of what stands there). So b is R / W in all three rows, times (K-1)/K.
+
+</details>
+
+Fully sharded training needs as many tokens per device as DDP does, in both passes, and n is not in it: a larger model does not
+hide its messages any better, it only has more memory to save. But that bounds K from below. Before you run the cell, which takes 0.4 of what
 datasheets say: on the fewest H100s that can keep 405 billion parameters, how many tokens must a batch have?
 """
 

@@ -68,6 +68,12 @@ def train_step(model, optimizer, inputs, targets):
 # %% 1.1 told: rounded, as text | a plain float was expected
 #- loss.item()
 #+ f"{loss.item():.4f}"
+# %% 1.1 wrong: softmax first | cross_entropy takes the model's own outputs: no softmax before it
+#- cross_entropy(model(inputs), targets)
+#+ cross_entropy(model(inputs).softmax(1), targets)
+# %% 1.1 wrong: rounded to four places | return the loss as it is: nothing is rounded
+#- loss.item()
+#+ round(loss.item(), 4)
 # %% 1.2 wrong: divided by samples | the loss is a mean over samples already: divide it by the number of micro-batches
 #- / len(micro_batches)
 #+ / len(targets)
@@ -130,6 +136,15 @@ def accumulate(model, optimizer, micro_batches):
 #+ total += loss
 # %% 1.2 wrong: no update | no updates: each call makes one, at its end
 #-     optimizer.step()
+# %% 1.2 wrong: loss of the last one | that is the loss of the last micro-batch: return the mean over all of them
+#- return total
+#+ return loss.item() * len(micro_batches)
+# %% 1.2 wrong: loss divided twice | the mean of the losses is divided by the number of micro-batches once more
+#- return total
+#+ return total / len(micro_batches)
+# %% 1.2 wrong: first one left out | the first micro-batch is left out
+#- in micro_batches:
+#+ in micro_batches[1:]:
 # %% 1.3 right: a loop
 def gradient_bytes(model):
     total = 0
@@ -167,9 +182,6 @@ def gradient_bytes(model):
 # %% 1.3 wrong: number of tensors | that is the number of tensors
 #- sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 #+ len([p for p in model.parameters() if p.requires_grad])
-# %% 1.3 told: size of the tensor object | was expected
-#- p.numel() * p.element_size()
-#+ p.shape[0] * p.element_size()
 # %% 1.3 told: megabytes | a plain int was expected
 #-  if p.requires_grad)
 #+  if p.requires_grad) / 2**20
@@ -181,3 +193,30 @@ def gradient_bytes(model):
             if p.requires_grad:
                 total += p.numel() * p.element_size()
     return total
+
+
+# %% 1.3 wrong: gradients that are there | before a backward pass there are no gradients yet: each will be as large as its parameter
+#- for p in model.parameters() if p.requires_grad
+#+ for p in model.parameters() if p.grad is not None
+# %% 1.3 wrong: rows | that is len(p), the rows of a matrix: numel() counts all numbers
+#- p.numel()
+#+ len(p)
+# %% 1.3 wrong: all of the state_dict | neither frozen parameters nor buffers have a gradient
+def gradient_bytes(model):
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+# %% 1.3 wrong: parameters of each module | a parameter is counted in every module around it: model.parameters() gives each once
+def gradient_bytes(model):
+    return sum(p.nbytes for module in model.modules() for p in module.parameters() if p.requires_grad)
+
+
+# %% 1.3 wrong: bits | those are bits: a byte has eight
+#- p.element_size()
+#+ p.element_size() * 8
+# %% 1.3 wrong: sys.getsizeof | getsizeof tells the size of Python's object, not of the numbers in the tensor
+#- sum(p.numel() * p.element_size() for
+#+ sum(p.__sizeof__() + 16 for
+# %% 1.3 wrong: no biases | parameters in one row, such as biases, have a gradient too
+#-  if p.requires_grad
+#+  if p.requires_grad and p.dim() > 1

@@ -60,12 +60,40 @@ def scatter(tensor, devices):
     return ready(tensor, devices)
 
 
+# %% 2.1 wrong: the last one takes the rest | the last device gets all that is left over: sizes differ by one at most
+def scatter(tensor, devices):
+    size = len(tensor) // len(devices)
+    starts = [index * size for index in range(len(devices))]
+    ends = [*starts[1:], len(tensor)]
+    return [tensor[start:end].to(device) for start, end, device in zip(starts, ends, devices) if end > start]
+
+
+# %% 2.1 told: a generator | it returned a generator
+def scatter(tensor, devices):
+    return (shard.to(device) for shard, device in zip(tensor.tensor_split(len(devices)), devices) if len(shard))
+
+
+# %% 2.1 wrong: the last dimension | a shard is cut along the wrong dimension: samples are dimension 0
+#- tensor.tensor_split(len(devices))
+#+ tensor.tensor_split(len(devices), dim=-1)
+#- if len(shard)
+#+ if shard.numel()
+# %% 2.1 wrong: longer shards last, by one each | the longer shards come first
+def scatter(tensor, devices):
+    size, longer = divmod(len(tensor), len(devices))
+    sizes = [size + (index >= len(devices) - longer) for index in range(len(devices))]
+    return [shard.to(device) for shard, device in zip(tensor.split(sizes), devices) if len(shard)]
+
+
+# %% 2.1 wrong: all on the first device | shard i goes to devices[i]: all are on the first one
+#- shard.to(device)
+#+ shard.to(devices[0])
 # %% 2.2 right: first copy, then add
 def reduce(module, replicas):
     for index, parameter in enumerate(module.parameters()):
         parts = [list(replica.parameters())[index].grad for replica in replicas]
         parts = [part for part in parts if part is not None]
-        parameter.grad = torch.stack(parts).sum(0)
+        parameter.grad = torch.stack(parts).sum(0) if parts else None
 
 
 # %% 2.2 right: out of place
@@ -80,7 +108,8 @@ def reduce(module, replicas):
 #-             parameter.grad += copy.grad.to(parameter.device)
 #+             parameter.grad += copy.grad
 #+     for parameter in module.parameters():
-#+         parameter.grad /= len(replicas)
+#+         if parameter.grad is not None:
+#+             parameter.grad /= len(replicas)
 # %% 2.2 wrong: replaced | it has the last replica's gradient only: add, do not replace
 #- parameter.grad += copy.grad
 #+ parameter.grad = copy.grad.clone()
@@ -118,6 +147,28 @@ def reduce(module, replicas):
     stage2.reduce(module, replicas)
 
 
+# %% 2.2 wrong: zeros where no replica has a gradient | it has a gradient where no replica has one: there it stays None
+#-             if copy.grad is None:
+#-                 continue
+#-             if parameter.grad is None:
+#-                 parameter.grad = torch.zeros_like(parameter)
+#-             parameter.grad += copy.grad.to(parameter.device)
+#+             if parameter.grad is None:
+#+                 parameter.grad = torch.zeros_like(parameter)
+#+             if copy.grad is not None:
+#+                 parameter.grad += copy.grad
+# %% 2.2 wrong: without the master's own | the master's own gradient is lost: those of the others are added to it
+#-     for replica in replicas[1:]:
+#+     for parameter in module.parameters():
+#+         if any(p.grad is not None for replica in replicas[1:] for p in replica.parameters() if p.shape == parameter.shape):
+#+             parameter.grad = None
+#+     for replica in replicas[1:]:
+# %% 2.2 wrong: ends at the first None | after a parameter without a gradient the others are still to be added: continue, not break
+#-                 continue
+#+                 break
+# %% 2.2 wrong: weights only | parameters in one row, such as biases, have gradients too
+#- if copy.grad is None:
+#+ if copy.grad is None or copy.dim() < 2:
 # %% 2.3 right: one sum
 def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     return (devices - 1) * (parameter_bytes + (input_bytes + output_bytes) / devices)
@@ -152,3 +203,24 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
 # %% 2.3 wrong: gradients too | gradients come back to the master: that is received, not sent
 #- (devices - 1) * parameter_bytes
 #+ 2 * (devices - 1) * parameter_bytes
+# %% 2.3 wrong: model to itself too | the master is a device too: it sends to K-1 others
+#- (devices - 1) * parameter_bytes
+#+ devices * parameter_bytes
+# %% 2.3 wrong: whole batch to each | each device gets its own shard only: a K-th of the inputs and of the outputs' gradient
+#- shared * (input
+#+ (devices - 1) * (input
+# %% 2.3 wrong: one shard | that is the shard of one device: K-1 of them leave the master
+#-     shared = (devices - 1) / devices
+#+     shared = min(1, devices - 1) / devices
+# %% 2.3 wrong: one shard, also where there is no other device | that is the shard of one device: K-1 of them leave the master
+#-     shared = (devices - 1) / devices
+#+     shared = 1 / devices
+# %% 2.3 wrong: a share of the model | each device needs the whole model, not a K-th of it
+#- (devices - 1) * parameter_bytes
+#+ shared * parameter_bytes
+# %% 2.3 wrong: whole outputs | the master keeps its own shard of the outputs' gradient: (K-1)/K of it travels
+#- shared * (input_bytes + output_bytes)
+#+ shared * input_bytes + output_bytes
+# %% 2.3 wrong: whole inputs | the master keeps its own shard of the inputs: (K-1)/K of them travel
+#- shared * (input_bytes + output_bytes)
+#+ input_bytes + shared * output_bytes

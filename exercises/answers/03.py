@@ -68,6 +68,30 @@ def collect(tensor, server=0, group=None):
 # %% 3.1 told: works for float32 only | do both sides mean the same
 #- torch.empty_like(tensor)
 #+ torch.empty(tensor.shape)
+# %% 3.1 wrong: rank 0 is the server | rank 0 has the sum, but the server is another rank
+def collect(tensor, server=0, group=None):
+    if dist.get_rank(group) != 0:
+        wire.send(tensor, 0, group)
+        return
+    incoming = torch.empty_like(tensor)
+    for peer in wire.others(0, group):
+        wire.recv(incoming, peer, group)
+        tensor += incoming
+
+
+# %% 3.1 wrong: adds after the loop | only one of the received tensors was added: add each when it has come
+#-         tensor += incoming
+#+         continue
+#+     if wire.others(server, group):
+#+         tensor += incoming
+# %% 3.1 wrong: the others lose theirs | the others' tensors have changed: they keep theirs
+#-         wire.send(tensor, server, group)
+#+         wire.send(tensor, server, group)
+#+         tensor.zero_()
+# %% 3.1 told: sends once for each rank | does each of the others send once
+#-         wire.send(tensor, server, group)
+#+         for _ in wire.others(server, group):
+#+             wire.send(tensor, server, group)
 # %% 3.2 right: all sends at once
 def send_back(tensor, server=0, group=None):
     if dist.get_rank(group) == server:
@@ -94,7 +118,7 @@ def send_back(tensor, server=0, group=None):
 #+         arrived = torch.empty_like(tensor)
 #+         wire.recv(arrived, server, group)
 #+         tensor += arrived
-# %% 3.2 wrong: not in place | they still have their own tensor: receive into the tensor itself, in place
+# %% 3.2 wrong: not in place | they still have their own tensor: receive into the tensor itself, in place, and wait for it
 #-         wire.recv(tensor, server, group)
 #+         tensor = torch.empty_like(tensor)
 #+         wire.recv(tensor, server, group)
@@ -116,7 +140,7 @@ def send_back(tensor, server=0, group=None):
 # %% 3.2 told: never sends | wait for each other
 #-         wire.send(tensor, peer, group)
 #+         pass
-# %% 3.2 wrong: nothing at all | they still have their own tensor: receive into the tensor itself, in place
+# %% 3.2 wrong: nothing at all | they still have their own tensor: receive into the tensor itself, in place, and wait for it
 def send_back(tensor, server=0, group=None):
     return tensor
 
@@ -124,6 +148,15 @@ def send_back(tensor, server=0, group=None):
 # %% 3.2 told: dist.broadcast | your code calls torch.distributed.broadcast
 def send_back(tensor, server=0, group=None):
     dist.broadcast(tensor, server, group=group)
+
+
+# %% 3.2 wrong: the other way | the server has taken what the others sent: it sends, and they receive
+def send_back(tensor, server=0, group=None):
+    if dist.get_rank(group) != server:
+        wire.send(tensor, server, group)
+        return
+    for peer in wire.others(server, group):
+        wire.recv(tensor, peer, group)
 
 
 # %% 3.3 right: divide at the end
@@ -179,6 +212,31 @@ def average(tensor, server=0, group=None):
     average_on_server([tensor], server, group)
 
 
+# %% 3.3 wrong: divided by the others | it was divided by K-1: the server's own tensor counts too
+#- dist.get_world_size(group)
+#+ max(1, dist.get_world_size(group) - 1)
+# %% 3.3 wrong: everyone to everyone | each rank sends to all others: only the server needs all tensors, and one answer goes back to each
+def average(tensor, server=0, group=None):
+    total = tensor.clone()
+    for shift in range(1, dist.get_world_size(group)):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        incoming = torch.empty_like(tensor)
+        wire.exchange(tensor, (rank + shift) % size, incoming, (rank - shift) % size, group)
+        total += incoming
+    tensor.copy_(total / dist.get_world_size(group))
+
+
+# %% 3.3 wrong: whole numbers | `//` rounds down: divide by `/`
+#- tensor /= dist.get_world_size(group)
+#+ tensor /= 1
+#-     send_back(tensor, server, group)
+#+     tensor //= dist.get_world_size(group)
+#+     send_back(tensor, server, group)
+# %% 3.3 wrong: rank 0 is the server | rank 0 collects and sends back, but the server is another rank
+#-     collect(tensor, server, group)
+#-     send_back(tensor, server, group)
+#+     collect(tensor, 0, group)
+#+     send_back(tensor, 0, group)
 # %% 3.4 right: as long as it helps
 def ranks_that_pay(computing, parameters, bits_per_second, most):
     passing = 2 * 32 * parameters / bits_per_second
@@ -212,3 +270,21 @@ def ranks_that_pay(computing, parameters, bits_per_second, most):
 # %% 3.4 wrong: always all | more ranks are not always better: each sends its gradient through the same link
 #- min(range(1, most + 1), key=step)
 #+ most
+# %% 3.4 wrong: the root, cut off | the best number is mostly no whole one: of the two whole numbers beside the root, which takes less?
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    root = int((computing * bits_per_second / (64 * parameters)) ** 0.5)
+    return max(1, min(root, most))
+
+
+# %% 3.4 wrong: one fewer than there are | `most` ranks may all take part: range(1, most) ends before it
+#- most + 1
+#+ max(2, most)
+# %% 3.4 wrong: more than there are | there are only `most` ranks
+#- most + 1
+#+ 1000
+# %% 3.4 wrong: powers of two | the number of ranks need be no power of two
+#- range(1, most + 1)
+#+ [2**power for power in range(20) if 2**power <= most]
+# %% 3.4 wrong: eight bytes | a float32 has four bytes
+#- parameters * 4 * 8
+#+ parameters * 8 * 8

@@ -51,6 +51,18 @@ def chunk_to_send(rank, step, world_size):
 # %% 4.1 told: a float | a plain int was expected
 #- (rank - step) % world_size
 #+ (rank - step) % world_size * 1.0
+# %% 4.1 wrong: what it receives | that is the chunk that comes in during this step: it is sent in the next one
+#- rank - step
+#+ rank - step - 1
+# %% 4.1 wrong: without its sign | below 0 it goes on with chunk K-1: take it modulo the world size, not its absolute value
+#- (rank - step) % world_size
+#+ abs(rank - step)
+# %% 4.1 wrong: turned round | the step is taken from the rank, not the rank from the step
+#- rank - step
+#+ step - rank
+# %% 4.1 wrong: not below 0 | below 0 it goes on with chunk K-1: take it modulo the world size
+#- (rank - step) % world_size
+#+ max(0, rank - step)
 # %% 4.2 right: send and receive apart
 def reduce_scatter(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
@@ -148,6 +160,14 @@ def reduce_scatter(chunks, group=None):
 #- target += incoming
 #+ short = min(len(chunk) for chunk in chunks)
 #+         target[:short] += incoming[:short]
+# %% 4.2 told: added to what has left | a buffer is as long as the chunk that comes in
+#- target += incoming
+#+ outgoing += incoming
+# %% 4.2 wrong: half precision | numbers travel in float16: send the chunks as they are
+#- incoming = torch.empty_like(target)
+#+ incoming = torch.empty_like(target, dtype=torch.float16)
+#- wire.exchange(outgoing, right
+#+ wire.exchange(outgoing.half(), right
 # %% 4.3 right: buffers and copies
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
@@ -218,6 +238,25 @@ def allgather(chunks, group=None):
     longest = max(len(chunk) for chunk in chunks)
     padded = torch.zeros(longest)
     dist.all_gather([torch.zeros(longest) for _ in range(size)], padded, group=group)
+
+
+# %% 4.3 wrong: the other way | the chunk that has just come in is sent on, so the index falls with every step
+#- (rank + 1 - step)
+#+ (rank + 1 + step)
+#- (rank - step)
+#+ (rank + step)
+# %% 4.3 wrong: all chunks each time | all chunks travel in every message: one at a time is enough
+def allgather(chunks, group=None):
+    rank, world_size, left, right = wire.neighbours(group)
+    lengths = [len(chunk) for chunk in chunks]
+    for step in range(world_size - 1):
+        outgoing = torch.cat(chunks)
+        incoming = torch.empty_like(outgoing)
+        wire.exchange(outgoing, right, incoming, left, group)
+        parts = incoming.split(lengths)
+        for back in range(step + 1):
+            index = (rank - back) % world_size
+            chunks[index].copy_(parts[index])
 
 
 # %% 4.4 right: pads
@@ -338,6 +377,31 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(work.view(tensor.shape))
 
 
+# %% 4.4 told: torch.chunk | (torch.chunk cuts fewer)
+#- flat.tensor_split(dist.get_world_size(group))
+#+ flat.chunk(dist.get_world_size(group))
+# %% 4.4 wrong: each row alone | every row is cut into K chunks, which makes the longest ones longer than need be: cut the whole tensor, in one row
+def ring_all_reduce(tensor, group=None):
+    for row in tensor if tensor.dim() > 1 else [tensor]:
+        flat = row.flatten().clone()
+        chunks = flat.tensor_split(dist.get_world_size(group))
+        reduce_scatter(chunks, group)
+        allgather(chunks, group)
+        row.copy_(flat)
+
+
+# %% 4.4 wrong: rows as chunks | whole rows are dealt out, so some chunks are longer than need be: cut the tensor in one row
+def ring_all_reduce(tensor, group=None):
+    chunks = [chunk.contiguous() for chunk in tensor.tensor_split(dist.get_world_size(group))]
+    flats = [chunk.view(-1) for chunk in chunks]
+    reduce_scatter(flats, group)
+    allgather(flats, group)
+    tensor.copy_(torch.cat(chunks))
+
+
+# %% 4.4 wrong: transposed | the sums come back in the order of the transposed tensor
+#- tensor.contiguous().view(-1)
+#+ (tensor.t() if tensor.dim() == 2 else tensor).reshape(-1).clone()
 # %% 4.5 right: all choices of ranks
 from itertools import combinations
 
@@ -390,6 +454,36 @@ def step_seconds(cables, parameters, latency, computing):
     return 10**500
 
 
+# %% 4.5 wrong: not sorted | the first ranks of the list are not the fastest: try those with the best cables
+#- sorted(cables, reverse=True)
+#+ cables
+#- fastest[ranks - 1]
+#+ min(fastest[:ranks])
+# %% 4.5 wrong: latency once | each of the 2 (K-1) messages waits for the latency
+#- message = latency + 4
+#+ message = 4
+#- 2 * (ranks - 1) * message
+#+ latency + 2 * (ranks - 1) * message
+# %% 4.5 wrong: latency once, but not alone | each of the 2 (K-1) messages waits for the latency
+#- message = latency + 4
+#+ message = 4
+#- 2 * (ranks - 1) * message
+#+ (latency if ranks > 1 else 0) + 2 * (ranks - 1) * message
+# %% 4.5 wrong: mean of the cables | a ring is as fast as the slowest cable of those who join
+#- fastest[ranks - 1]
+#+ (sum(fastest[:ranks]) / ranks)
+# %% 4.5 wrong: never alone | one rank alone, which sends nothing, may be the fastest
+#- range(1, len(cables) + 1)
+#+ range(min(2, len(cables)), len(cables) + 1)
+# %% 4.5 wrong: how many join | that is the number of ranks: the seconds are asked for
+#- return min(times)
+#+ return times.index(min(times)) + 1
+# %% 4.5 wrong: computing is not shared | those who join share the computing: each has a K-th of it
+#- computing / ranks
+#+ computing
+# %% 4.5 wrong: at the same time | first they compute, and then they average: the times add up
+#- times.append(computing / ranks + 2 * (ranks - 1) * message)
+#+ times.append(max(computing / ranks, 2 * (ranks - 1) * message))
 # %% 4.6 right: the last chunk takes the rest
 #- chunks = list(tensor.tensor_split(size))
 #+ n = len(tensor) // size
@@ -440,3 +534,11 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.6 wrong: line 9 | K-1 steps are right
 #- return 3
 #+ return 9
+# %% 4.6 told: torch.chunk | (torch.chunk cuts fewer)
+#- tensor.tensor_split(size)
+#+ tensor.chunk(size)
+# %% 4.6 wrong: the rest multiplied | the last numbers are the rank's own, multiplied: they must travel, too
+#- chunks = list(tensor.tensor_split(size))
+#+ n = len(tensor) // size
+#+     chunks = [tensor[i * n : (i + 1) * n] for i in range(size)]
+#+     tensor[n * size :] *= size

@@ -80,6 +80,51 @@ def accumulate(parallel, optimizer, micro_batches):
 #+     from contextlib import nullcontext
 #+
 #+     with parallel.no_sync() if dist.get_rank() == 0 else nullcontext():
+# %% 6.1 wrong: the first one synchronises | the first micro-batch is synchronised, and what comes after it stays on its rank: the last one is
+#- micro_batches[:-1]:
+#+ micro_batches[1:]:
+#-     inputs, targets = micro_batches[-1]
+#-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     optimizer.step()
+#+     optimizer.step()
+#-     optimizer.zero_grad()
+#+     optimizer.zero_grad()
+#+     inputs, targets = micro_batches[0]
+#+     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+# %% 6.1 wrong: divided by K too | the gradients are divided by the number of ranks, too: the wrapper has done that
+def accumulate(parallel, optimizer, micro_batches):
+    parts = len(micro_batches) * dist.get_world_size()
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-1]:
+            (cross_entropy(parallel(inputs), targets) / parts).backward()
+    inputs, targets = micro_batches[-1]
+    (cross_entropy(parallel(inputs), targets) / parts).backward()
+    optimizer.step()
+
+
+# %% 6.1 wrong: the last one is not divided | the loss of the last micro-batch is not divided like the others
+#-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     optimizer.step()
+#+     cross_entropy(parallel(inputs), targets).backward()
+#+     optimizer.step()
+# %% 6.1 wrong: cleared in the loop | zero_grad() clears what earlier micro-batches have left: it belongs before the first one
+#-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     inputs, targets = micro_batches[-1]
+#+             optimizer.zero_grad()
+#+             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#+     inputs, targets = micro_batches[-1]
+# %% 6.1 wrong: one is left out | the last micro-batch is left out
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-2]:
+            (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    inputs, targets = micro_batches[-2]
+    (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    optimizer.step()
+
+
 # %% 6.2 right: sum of floats
 def used_anywhere(used, all_reduce):
     votes = torch.where(used, 1.0, 0.0)
@@ -131,6 +176,9 @@ def used_anywhere(used, all_reduce):
     return torch.tensor([packed.item() // 5**index % 5 > 0 for index in range(len(used))])
 
 
+# %% 6.2 wrong: exactly one | what several ranks used is missing: at least one
+#- counts > 0
+#+ counts == 1
 # %% 6.3 right: buffer by buffer, sent at once
 def share_buffers(module, src=0, group=None):
     rank = dist.get_rank(group)
@@ -195,6 +243,62 @@ def share_buffers(module, src=0, group=None):
     broadcast_parameters(module, src, group)
 
 
+# %% 6.3 wrong: all in one dtype | buffers are converted to be sent: each travels as it is, in its own dtype
+def share_buffers(module, src=0, group=None):
+    buffers = list(module.buffers())
+    flat = torch.cat([buffer.float().reshape(-1) for buffer in buffers])
+    if dist.get_rank(group) == src:
+        for peer in wire.others(src, group):
+            wire.send(flat, peer, group)
+    else:
+        wire.recv(flat, src, group)
+    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+        buffer.copy_(part.view(buffer.shape))
+
+
+# %% 6.3 wrong: parameters in place of buffers | the parameters were shared in place of the buffers
+#- for buffer in module.buffers():
+#+ for buffer in (parameter.data for parameter in module.parameters()):
+# %% 6.3 wrong: the other way | the source has taken what the others sent: it sends, and they receive
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+             for peer in wire.others(src, group):
+#+                 wire.recv(buffer, peer, group)
+#+         else:
+#+             wire.send(buffer, src, group)
+# %% 6.3 wrong: in float64 | buffers are converted to be sent: each travels as it is, in its own dtype
+#-         if dist.get_rank(group) == src:
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+         wide = buffer.double()
+#+         if dist.get_rank(group) == src:
+#+             for peer in wire.others(src, group):
+#+                 wire.send(wide, peer, group)
+#+         else:
+#+             wire.recv(wide, src, group)
+#+             buffer.copy_(wide)
+# %% 6.3 wrong: averaged | that is a mean over the ranks: the source's buffers replace the others'
+#-         if dist.get_rank(group) == src:
+#-             for peer in wire.others(src, group):
+#-                 wire.send(buffer, peer, group)
+#-         else:
+#-             wire.recv(buffer, src, group)
+#+         if dist.get_rank(group) != src:
+#+             wire.send(buffer, src, group)
+#+             wire.recv(buffer, src, group)
+#+             continue
+#+         total = buffer.clone()
+#+         for peer in wire.others(src, group):
+#+             arrived = torch.empty_like(buffer)
+#+             wire.recv(arrived, peer, group)
+#+             total += arrived
+#+         buffer.copy_(total / dist.get_world_size(group))
+#+         for peer in wire.others(src, group):
+#+             wire.send(buffer, peer, group)
 # %% 6.4 right: divide in float16
 def compressed_average(flat, all_reduce, world_size):
     small = flat.to(torch.float16)
@@ -239,6 +343,27 @@ def compressed_average(flat, all_reduce, world_size):
 # %% 6.4 told: returns nothing | is there a `return`?
 #-     return compressed.float()
 #+     flat.copy_(compressed)
+# %% 6.4 wrong: divided twice, once in float16 | it was divided by K twice
+#- (flat / world_size).half()
+#+ flat.half() / world_size
+#- compressed.float()
+#+ compressed.float() / world_size
+# %% 6.4 wrong: cut to what fits | large gradients are cut off: divide by K before you compress, and all of them fit
+#- (flat / world_size).half()
+#+ flat.clamp(-65504 / world_size, 65504 / world_size).half()
+#- compressed.float()
+#+ compressed.float() / world_size
+# %% 6.4 wrong: by its own largest | each rank divides by its own largest number, so the sum mixes scales: divide by the same number on all
+def compressed_average(flat, all_reduce, world_size):
+    largest = flat.abs().max()
+    compressed = (flat / largest / world_size).half()
+    all_reduce(compressed)
+    return compressed.float() * largest
+
+
+# %% 6.4 wrong: K is 4 | it was divided by 4: K is world_size
+#- flat / world_size
+#+ flat / 4
 # %% 6.5 right: a share by hand
 def main(folder, wrap, model, data, epochs):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -276,7 +401,7 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.5 wrong: no sampler | the ranks train on the same samples: each needs a share of its own
 #- loader = DataLoader(data, batch_size=4, sampler=sampler)
 #+ loader = DataLoader(data, batch_size=4, shuffle=True)
-# %% 6.5 wrong: the epoch is not told | the sampler must be told the epoch
+# %% 6.5 wrong: the epoch is not told | the sampler must shuffle, and be told the epoch
 #- sampler.set_epoch(epoch)
 #+ pass
 # %% 6.5 wrong: past the wrapper | the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed
@@ -306,6 +431,33 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.5 wrong: another file | the name is not 'checkpoint.pt'
 #- "checkpoint.pt"
 #+ "model.pt"
+# %% 6.5 told: never cleared | is there a zero_grad()?
+#- optimizer.zero_grad()
+#+ pass
+# %% 6.5 wrong: no shuffling | the sampler must shuffle, and be told the epoch
+#- DistributedSampler(data)
+#+ DistributedSampler(data, shuffle=False)
+# %% 6.5 wrong: only the model's state | the checkpoint is a dict of two: "epoch", and the state of the model as "model"
+#- torch.save({"epoch": epoch, "model": model.state_dict()},
+#+ torch.save(model.state_dict(),
+# %% 6.5 wrong: saved too early | these are not the weights after the last epoch: save when it is over
+def main(folder, wrap, model, data, epochs):
+    sampler = DistributedSampler(data)
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        if dist.get_rank() == 0:
+            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+        for inputs, targets in DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+
+
+# %% 6.5 wrong: an epoch is missing | there is an epoch too few: range(epochs) begins with 0
+#- in range(epochs):
+#+ in range(1, epochs):
 # %% 6.6 right: pairs of ranks
 def mistakes(samples, weights, saved):
     words = []
@@ -319,7 +471,7 @@ def mistakes(samples, weights, saved):
     writers = [names for names in saved if names]
     if len(writers) > 1:
         words.append("writers")
-    if all(name[:7] == "module." for name in writers[0]):
+    if all(name[:7] == "module." for name in writers[-1]):
         words.append("names")
     return words
 
@@ -330,8 +482,8 @@ def mistakes(samples, weights, saved):
         "sampler": sorted(samples[0][0]) == sorted(samples[-1][0]),
         "epoch": samples[-1][0] == samples[-1][1],
         "wrapper": len(set(weights)) > 1,
-        "writers": bool(saved[1]),
-        "names": saved[0][0].startswith("module."),
+        "writers": len([names for names in saved if names]) > 1,
+        "names": max(saved)[0].startswith("module."),
     }
     return {word for word, true in told.items() if true}
 
@@ -360,6 +512,15 @@ def mistakes(samples, weights, saved):
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
 #- words.add("wrapper")
 #+ words.add("weights")
+# %% 6.6 told: as if rank 0 wrote | "names" (names begin with "module."): the result is 'not named'; 'named' was expected
+#- any(name.startswith("module.") for names in saved for name in names):
+#+ saved[0] and saved[0][0].startswith("module."):
+# %% 6.6 wrong: the same order, too | ranks that see the same samples may see them in another order: compare sets
+#- if any(len(first[0] & other) > size for other in first[1:]):
+#+ if any(rank[0] == samples[0][0] for rank in samples[1:]):
+# %% 6.6 told: the first and the last rank only | the weights differ from rank to rank
+#- any(other != weights[0] for other in weights):
+#+ weights[0] != weights[-1]:
 # %% 6.7 right: divides at the end, the bitmap first
 class Reducer:
     def __init__(self, buckets, start, world_size):
@@ -431,6 +592,95 @@ class Reducer:
 #-         self.there, self.sent = set(), []
 #+             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
 #+                 parameter.grad = part.view_as(parameter) if parameter in used else None
-# %% 6.7 wrong: unused never leave | the bucket of an unused parameter has not left: after backward, what is missing counts as ready
+# %% 6.7 told: unused never leave | do all ranks start the same sums, also of buckets that were not used there
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
+# %% 6.7 right: who used what travels with each bucket
+class Reducer:
+    def __init__(self, buckets, start, world_size):
+        self.buckets, self.start, self.world_size = buckets, start, world_size
+        self.there, self.sent = set(), []
+        for bucket in buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def leave(self):
+        bucket = self.buckets[len(self.sent)]
+        uses = torch.tensor([float(parameter in self.there) for parameter in bucket])
+        parts = [(p.grad if p in self.there else torch.zeros_like(p)).flatten() for p in bucket]
+        flat = torch.cat([*parts, uses])
+        self.sent.append((flat, self.start(flat)))
+
+    def ready(self, parameter):
+        self.there.add(parameter)
+        while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+            self.leave()
+
+    def finish(self):
+        while len(self.sent) < len(self.buckets):
+            self.leave()
+        for bucket, (flat, wait) in zip(self.buckets, self.sent):
+            wait()
+            *parts, uses = (flat / self.world_size).split([*(p.numel() for p in bucket), len(bucket)])
+            for parameter, part, used in zip(bucket, parts, uses):
+                parameter.grad = part.view_as(parameter).clone() if used > 0 else None
+        self.there, self.sent = set(), []
+
+
+# %% 6.7 wrong: nothing begins anew | forget at the end of a pass what was ready and what has left
+class Reducer:
+    def __init__(self, buckets, start, world_size):
+        self.buckets, self.start, self.world_size = buckets, start, world_size
+        self.there, self.sent = set(), []
+        self.everyone = [parameter for bucket in buckets for parameter in bucket]
+        for parameter in self.everyone:
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def leave(self):
+        bucket = self.buckets[len(self.sent)]
+        flat = torch.cat([(p.grad if p in self.there else torch.zeros_like(p)).flatten() for p in bucket])
+        self.sent.append((bucket, flat, self.start(flat)))
+
+    def ready(self, parameter):
+        self.there.add(parameter)
+        while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+            self.leave()
+
+    def finish(self):
+        while len(self.sent) < len(self.buckets):
+            self.leave()
+        users = torch.tensor([float(parameter in self.there) for parameter in self.everyone])
+        self.start(users)()
+        used = {parameter for parameter, count in zip(self.everyone, users) if count}
+        for bucket, flat, wait in self.sent:
+            wait()
+            flat /= self.world_size
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                if parameter in used:
+                    parameter.grad = part.view_as(parameter).clone()
+
+
+# %% 6.7 wrong: one bucket at a time | one gradient may let several buckets leave: those that were full before their turn, too
+#-         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+#+         if len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+#-         for parameter in self.everyone:
+#-             self.ready(parameter)
+#+         while len(self.sent) < len(self.buckets):
+#+             for parameter in self.everyone:
+#+                 self.ready(parameter)
+# %% 6.7 wrong: divided by the users | the mean is over all ranks, with zeros from those that did not use it: divide by world_size
+#-             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
+#+             flat = torch.cat([part.flatten() for part in parts])
+#-                 parameter.grad = part.view_as(parameter) if parameter in used else None
+#+                 count = users[[parameter is one for one in self.everyone].index(True)]
+#+                 parameter.grad = part.view_as(parameter) / count if parameter in used else None
+# %% 6.7 wrong: asks before all have left | the ranks start sums in different orders
+#-         for parameter in self.everyone:
+#-             self.ready(parameter)
+#-         self.start(users)()
+#+         self.start(users)()
+#+         for parameter in self.everyone:
+#+             self.ready(parameter)
+# %% 6.7 wrong: zeros are taken for unused | a gradient of zeros is a gradient: only one that no rank used stays None
+#- if parameter in used else None
+#+ if part.any() else None

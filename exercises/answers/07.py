@@ -166,10 +166,26 @@ def sharded_step(weights, gradients, update, group=None):
 # %% 7.2 wrong: divided by K-1 | the mean of K gradients is their sum divided by K, not by K-1
 #- chunk /= world_size
 #+ chunk /= max(1, world_size - 1)
+# %% 7.2 wrong: weights divided | the weights are divided by K: the mean is of the gradients
+#-     for chunk in gradients:
+#-         chunk /= world_size
+#-     reduce_scatter
+#+     reduce_scatter
+#-     allgather(weights, group)
+#+     weights[own] /= world_size
+#+     allgather(weights, group)
+# %% 7.2 wrong: the last rank takes chunk K-1 | the last rank has the sum of chunk 0: its index is (rank + 1) % K
+#- (dist.get_rank(group) + 1) % world_size
+#+ min(dist.get_rank(group) + 1, world_size - 1)
+# %% 7.2 wrong: the list has a new chunk | the chunk in the list is a new tensor: `weights` are views of the flat tensor, so change them in place
+#- update(weights[own], gradients[own])
+#+ stepped = weights[own].clone()
+#+     update(stepped, gradients[own])
+#+     weights[own] = stepped
 # %% 7.3 right: one by one
 def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
-    for ranks in range(1, 1000):
+    for ranks in range(1, 100_000):
         if (kept + split / ranks) * parameters <= memory:
             return ranks
     return 0
@@ -213,6 +229,48 @@ def fewest_ranks(parameters, memory, level):
 # %% 7.3 wrong: nothing but the total | each rank keeps some of it whole: only the rest is divided
 #-     return -(-shared // (memory - whole))
 #+     return -(-16 * parameters // memory)
+# %% 7.3 wrong: level 0 is shared out, too | level 0 shards nothing: what does not fit on one rank fits on none
+#- whole = (16, 4, 2, 0)[level] * parameters
+#+ whole = (0, 4, 2, 0)[level] * parameters
+# %% 7.3 wrong: level 2 shards gradients only | level 2 shards the gradients as well as what level 1 shards, and level 3 all of it
+#- (16, 4, 2, 0)
+#+ (16, 4, 14, 14)
+# %% 7.3 wrong: less than the memory | what fits exactly fits: "at most"
+def fewest_ranks(parameters, memory, level):
+    whole = (16, 4, 2, 0)[level] * parameters
+    shared = 16 * parameters - whole
+    for ranks in range(1, 10000):
+        if whole + shared / ranks < memory:
+            return ranks
+    return 0
+
+
+# %% 7.3 told: divides by what is left | nothing is left for a share
+#-     if whole + shared <= memory:
+#-         return 1
+#-     if whole >= memory:
+#-         return 0
+#-     return -(-shared // (memory - whole))
+#+     return -(-shared // (memory - whole))
+# %% 7.3 wrong: level 3 keeps the parameters whole | level 3 shards the bfloat16 parameters too: nothing stays whole
+#- (16, 4, 2, 0)
+#+ (16, 4, 2, 2)
+# %% 7.3 wrong: levels from 1 | level 1 shards the optimizer's state already: only level 0 shards nothing
+#- (16, 4, 2, 0)
+#+ (16, 16, 4, 2)
+# %% 7.3 wrong: None | 0, not None, where no number of ranks is enough
+#-         return 0
+#+         return None
+# %% 7.3 wrong: powers of two | the number of ranks need be no power of two
+#-     return -(-shared // (memory - whole))
+#+     ranks = 1
+#+     while whole + shared / ranks > memory:
+#+         ranks *= 2
+#+     return ranks
+# %% 7.3 wrong: up to a thousand | a thousand ranks are not always enough: go on, or divide
+#-     return -(-shared // (memory - whole))
+#+     ranks = -(-shared // (memory - whole))
+#+     return ranks if ranks <= 1000 else 0
 # %% 7.4 right: by counting the room
 def network_order(blocks, block_mb, cap_mb):
     order, room, following = [["gather", block] for block in range(blocks)], cap_mb, blocks
@@ -418,6 +476,31 @@ def free(layer):
 # %% 7.5 wrong: the first pass alone | the gradient of the second backward pass is lost: it is added to that of the first
 #- layer.own.grad + part
 #+ layer.own.grad
+# %% 7.5 wrong: weights in float32 | weights travel in float32: gather the bfloat16 chunks themselves, and half of the bytes are saved
+#-         layer.chunks[layer.index].copy_(layer.own.detach())
+#-         layer.coming = thread.submit(allgather, layer.chunks, layer.group)
+#+
+#+         def gather():
+#+             whole = [torch.empty(len(chunk)) for chunk in layer.chunks]
+#+             whole[layer.index].copy_(layer.own.detach())
+#+             allgather(whole, layer.group)
+#+             for chunk, values in zip(layer.chunks, whole):
+#+                 chunk.copy_(values)
+#+
+#+         layer.coming = thread.submit(gather)
+# %% 7.5 wrong: all-reduce of the gradients | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(lambda: (reduce_scatter(gradients, layer.group), allgather(gradients, layer.group))).result()
+# %% 7.5 wrong: all-reduce of the gradients, in two transfers | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ thread.submit(reduce_scatter, gradients, layer.group).result()
+#+     thread.submit(allgather, gradients, layer.group).result()
+# %% 7.5 told: called, not handed over | submit takes the function and its arguments
+#- thread.submit(allgather, layer.chunks, layer.group)
+#+ thread.submit(allgather(layer.chunks, layer.group))
+# %% 7.5 wrong: the mean is rounded | the mean is rounded to bfloat16: keep it in float32
+#- gradients[layer.index].clone()
+#+ gradients[layer.index].bfloat16().float()
 # %% 7.6 right: a list of squares
 def global_norm(shards, replicated, all_reduce):
     total = torch.tensor(float(sum((shard**2).sum() for shard in shards)), dtype=torch.float64)
@@ -475,6 +558,53 @@ def global_norm(shards, replicated, all_reduce):
 # %% 7.6 wrong: squares in place | the gradients have changed: they are still needed
 #- squares += shard.square().sum()
 #+ squares += shard.square_().sum()
+# %% 7.6 right: in float32
+#- torch.zeros((), dtype=torch.float64)
+#+ torch.zeros(())
+# %% 7.6 right: a norm of norms
+def global_norm(shards, replicated, all_reduce):
+    own = torch.tensor([torch.linalg.vector_norm(shard) ** 2 for shard in shards] or [0.0]).sum()
+    all_reduce(own)
+    return torch.sqrt(own + sum(torch.linalg.vector_norm(gradient) ** 2 for gradient in replicated))
+
+
+# %% 7.6 told: a number | a tensor was expected
+#- return squares.sqrt()
+#+ return squares.sqrt().item()
+# %% 7.6 told: at least one shard | a rank may have no shards at all
+#-     squares = torch.zeros((), dtype=torch.float64)
+#-     for shard in shards:
+#-         squares += shard.square().sum()
+#+     squares = torch.stack([shard.square().sum() for shard in shards]).sum()
+# %% 7.6 wrong: the largest norm | that is the largest norm, or a sum of largest ones: the squares of all numbers add up
+def global_norm(shards, replicated, all_reduce):
+    largest = torch.zeros(())
+    for gradient in [*shards, *replicated]:
+        largest = torch.maximum(largest, gradient.norm())
+    all_reduce(largest)
+    return largest
+
+
+# %% 7.6 wrong: means of squares | a norm sums the squares: no mean
+#- shard.square().sum()
+#+ shard.square().mean()
+#- gradient.square().sum()
+#+ gradient.square().mean()
+# %% 7.6 wrong: absolute values | that is the 1-norm, a sum of absolute values: the 2-norm is the root of the sum of squares
+#- shard.square().sum()
+#+ shard.abs().sum()
+#- gradient.square().sum()
+#+ gradient.abs().sum()
+#- squares.sqrt()
+#+ squares
+# %% 7.6 told: the gradients themselves | one number, their sum of squares
+#-     squares = torch.zeros((), dtype=torch.float64)
+#-     for shard in shards:
+#-         squares += shard.square().sum()
+#-     all_reduce(squares)
+#+     whole = torch.cat(shards) if shards else torch.zeros(1)
+#+     all_reduce(whole)
+#+     squares = whole.square().sum()
 # %% 7.7 right: one more at a time, and by seconds
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
     gpus = 1
@@ -556,3 +686,9 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 told: tokens first | was expected
 #- return gpus, math.ceil(tokens)
 #+ return math.ceil(tokens), gpus
+# %% 7.7 wrong: times the GPUs once more | those are the tokens of all GPUs together already
+#- (gpus - 1) * max
+#+ gpus * (gpus - 1) * max
+# %% 7.7 wrong: at least one token | where nothing is sent, 0 tokens are enough
+#- math.ceil(tokens)
+#+ max(1, math.ceil(tokens))

@@ -1,5 +1,7 @@
 """Exercise 1: one training step, accumulation, and the size of a gradient."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -7,18 +9,38 @@ from ddp_course.checking.checks import task
 
 from .shared import tensors
 
+RATE = 0.07
+
 
 def small_model(seed):
     """A little net in float64, and its plain SGD optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=RATE)
 
 
 def weights(model):
     """All parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def after_one_step(model, batches):
+    """The weights after a step of plain SGD on all batches at once; the model stays as it is."""
+    ahead = copy.deepcopy(model)
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = nn.functional.cross_entropy(ahead(inputs), targets)
+    gradients = torch.autograd.grad(loss, list(ahead.parameters()))
+    return weights(ahead) - RATE * torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def size_of_update(before, after, goal):
+    """In words, that an update has the right direction but not the right size; else ""."""
+    right = goal - before
+    factor = ((after - before) @ right / (right @ right)).item()
+    if factor and abs(factor - 1) > 1e-6 and (after - before).allclose(factor * right, 1e-6, 1e-12):
+        return f"the update is {factor:.4g} times as large as it should be"
+    return ""
 
 
 def batches_of(random, count, size):
@@ -42,7 +64,10 @@ class TrainStep:
     def probe(train_step, seed, batches):
         model, optimizer = small_model(seed)
         for step, batch in enumerate(batches, 1):
+            before = weights(model)
+            goal = after_one_step(model, [batch])
             yield "loss", f"step {step}, the loss", train_step(model, optimizer, *batch)
+            yield "weights", f"step {step}", size_of_update(before, weights(model), goal)
             yield "weights", f"after step {step}, the weights", weights(model)
 
 
@@ -51,10 +76,10 @@ class Accumulate:
     """Several micro-batches, one update: the weights and the loss of the whole batch at once."""
 
     def draw(random):
-        count = random.randrange(3, 6)
+        counts = random.sample(range(2, 7), 3)
         return {
             "seed": random.randrange(10**6),
-            "rounds": [batches_of(random, count, 6) for _ in range(3)],
+            "rounds": [batches_of(random, count, 6) for count in counts],
         }
 
     def probe(accumulate, seed, rounds):
@@ -63,8 +88,16 @@ class Accumulate:
         step = optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
         for number, micro_batches in enumerate(rounds, 1):
+            steps.clear()
+            before = weights(model)
+            goal = after_one_step(model, micro_batches)
             yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)
-            yield "weights", f"call {number}, updates so far", len(steps)
+            updates = (
+                "" if len(steps) == 1 else f"{len(steps)} updates: a call makes one, at its end"
+            )
+            yield "weights", f"call {number}", updates
+            size = size_of_update(before, weights(model), goal)
+            yield "weights", f"call {number}, size of the update", size
             yield "weights", f"call {number}, the weights after it", weights(model)
 
 

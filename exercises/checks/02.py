@@ -6,7 +6,7 @@ from torch import nn
 from ddp_course.checking.checks import task
 from ddp_course.checking.diagnosis import same
 
-from .shared import copied_gradient, tensors
+from .shared import copied_gradient, require, tensors
 
 
 @task(
@@ -36,14 +36,19 @@ class Scatter:
             part = "uneven sizes" if len(tensor) % devices else "even sizes"
             about = f"{len(tensor)} samples on {devices} devices"
             shards = scatter(tensor, ["cpu"] * devices)
-            if isinstance(shards, list | tuple):
-                yield part, f"{about}, shards of", [rows_of(shard) for shard in shards]
+            in_a_list = isinstance(shards, list | tuple)
+            require(
+                in_a_list or shards is None,
+                f"it returned a {type(shards).__name__}: a list of shards was expected",
+            )
+            rows = [rows_of(shard) for shard in shards] if in_a_list else None
+            yield part, f"{about}, shards of", rows
             yield part, f"{about}, the shards", shards
-            if isinstance(shards, list | tuple):
-                on_meta = scatter(tensor, ["meta"] * devices)
+            if in_a_list:
+                on_meta = scatter(tensor, ["meta", "cpu"] * (devices // 2) + ["meta"])
                 yield (
                     part,
-                    f'{about} called "meta", where the shards are',
+                    f'{about} called "meta" and "cpu" in turn, where the shards are',
                     [str(shard.device) for shard in on_meta],
                 )
 
@@ -54,15 +59,16 @@ def rows_of(shard):
 
 
 def replicas_of(seed, count, frozen):
-    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one in
-    its last layer.
+    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one for
+    its last layer's weight, and none has one for the first layer's bias.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
         for index, model in enumerate(models):
             for name, parameter in model.named_parameters():
-                if not (frozen and name.startswith("1") and index != count - 1):
+                elsewhere = name == "0.bias" or (name == "1.weight" and index != count - 1)
+                if not (frozen and elsewhere):
                     parameter.grad = torch.randn_like(parameter)
     return models
 
@@ -94,7 +100,7 @@ class Reduce:
                 after = [gradients(model) for model in models]
                 about = f"{count} replicas"
                 if frozen:
-                    about += ", of which only the last has a gradient in the last layer"
+                    about += ", of which none has a gradient in 1, and only the last one in 2"
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
                     yield part, f"{about}: the master's gradient of parameter {index}", gradient

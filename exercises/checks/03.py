@@ -6,10 +6,21 @@ from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
-from .shared import RING, SERVER, tensors, worlds
+from .shared import RING, SERVER, as_sum, tensors, worlds
 
 LENGTH = 17
-LOOP = {"ranks": 4, "every_order": "values", "forbidden": SERVER + RING + COLLECTIVES}
+LOOP = {
+    "ranks": 4,
+    "every_order": "values",
+    "forbidden": SERVER + RING + COLLECTIVES,
+    "hang": "does each of the others send once, does the server receive once from each, and is `group`"
+    " passed on?",
+}
+BACK = {
+    **LOOP,
+    "hang": "does the server send once to each of the others, does each of them receive once, and is"
+    " `group` passed on?",
+}
 
 
 def draw_server(random, whole=True):
@@ -25,12 +36,16 @@ def probe_server(function, values, servers):
     for size, group in worlds(3, 4, 2, 1):
         tensor = values[dist.get_rank()].clone()
         tensor = tensor.double() if size == 2 else tensor
-        with wire.counting() as traffic:
+        events = []
+        with wire.observing(events.append):
             function(tensor, servers[size], group)
         kind = " (float64)" if size == 2 else ""
         case = f"with {size} ranks and rank {servers[size]} as server{kind}"
+        sent = [event for event in events if event.kind == "send"]
+        yield "values", f"{case}, the tensor as a sum", as_sum(tensor, values[:size])
         yield "values", case, tensor
-        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
+        yield "bytes", f"{case}, ranks that it sends to", sorted({event.peer for event in sent})
+        yield "bytes", f"{case}, bytes sent", sum(event.bytes for event in sent)
 
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
@@ -43,7 +58,7 @@ class Collect:
     probe = probe_server
 
 
-@task("3.2", "send_back", {"values": 1, "bytes": 1}, **LOOP)
+@task("3.2", "send_back", {"values": 1, "bytes": 1}, **BACK)
 class SendBack:
     """The second loop: all ranks have the server's tensor, and only the server sends."""
 
@@ -69,7 +84,8 @@ class RanksThatPay:
 
     def draw(random):
         best = [*random.sample(range(2, 9), 3), random.randrange(15, 30)]
-        for k, most in [*((k, 4 * k) for k in best), (0.3, 6), (40, 16)]:
+        best += [2.2, 2.47]  # Here 2 is best, and here 3: the root says it only if it is whole.
+        for k, most in [*((k, int(4 * k)) for k in best), (0.3, 6), (40, 16)]:
             parameters = random.randrange(1, 400) * 10**6
             bits = random.randrange(1, 100) * 10**8
             computing = 64 * parameters / bits * k**2

@@ -1,13 +1,16 @@
 """Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape."""
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.checks import task
+from ddp_course.errors import Wrong
 from ddp_course.running import wire
 
-from .shared import RING, require, tensors, worlds
+from .shared import RING, as_sum, in_words, require, tensors, worlds
 
 LOOP = {"ranks": 4, "forbidden": RING + COLLECTIVES}
 LEFT = (
@@ -16,6 +19,14 @@ LEFT = (
 )
 OWN_EVERY_TIME = (
     "every message was your own chunk: after the first step, send on what has just come in"
+)
+OTHER_LENGTH = (
+    "two chunks of different length meet: a buffer is as long as the chunk that comes in, and goes to"
+    " the chunk of that number"
+)
+NO_SUCH_CHUNK = (
+    "a chunk is asked for that is not there: are there K of them, where numbers are few too"
+    " (torch.chunk cuts fewer), and is its index taken modulo K?"
 )
 
 
@@ -31,6 +42,16 @@ class ChunkToSend:
         for rank, step, size in [*drawn, (0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]:
             part = "down to chunk 0" if step <= rank else "past chunk 0"
             yield part, f"rank {rank}, step {step}, {size} ranks", (rank, step, size)
+
+
+@contextmanager
+def naming_chunks():
+    """Say in words what is wrong with chunks that do not fit or are not there."""
+    try:
+        with in_words({"must match the size": OTHER_LENGTH}):
+            yield
+    except IndexError:
+        raise Wrong(NO_SUCH_CHUNK) from None  # It may show in 4.2, which is right.
 
 
 def draw_chunks(random):
@@ -56,12 +77,17 @@ def probe_chunks(function, lengths, values, part, what):
         if size == 3:
             try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
-        with wire.counting() as traffic:
+        with wire.counting() as traffic, naming_chunks():
             function(list(chunks), group)
-        finished = torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size]
+        finished = torch.cat(chunks)
+        if part == "sums":
+            index = (rank + 1) % size
+            finished = chunks[index]
+            of_ranks = [other[index][: len(finished)] for other in values[:size]]
+            yield part, f"{case}, {what} as a sum", as_sum(finished, of_ranks)
         yield part, f"{case}, {what}", finished
-        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
+        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "the other chunks", case, torch.cat(chunks)
 
 
@@ -71,7 +97,7 @@ def try_equal_chunks(function, chunks, group):
     """
     rank, size, left, _ = wire.neighbours(group)
     events = []
-    with wire.observing(events.append):
+    with wire.observing(events.append), naming_chunks():
         function(chunks, group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
     others = [chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size]
@@ -121,17 +147,26 @@ class RingAllReduce:
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
             for name, of_ranks in values.items():
+                given = of_ranks[:size]
+                if name == "not contiguous":
+                    given = [tensor.t() for tensor in given]
                 tensor = of_ranks[dist.get_rank()].clone()
                 tensor = tensor.t() if name == "not contiguous" else tensor
-                with wire.counting() as traffic:
+                with wire.counting() as traffic, naming_chunks():
                     ring_all_reduce(tensor, group)
                 case = f"{size} ranks, a tensor {name}"
                 sent = traffic.bytes_sent
                 chunk = -(-tensor.numel() // size) * tensor.element_size()
                 part = "sums" if name == "in one row" else "any shape"
+                if tensor.numel() > size:
+                    yield part, f"{case}, as a sum", as_sum(tensor, given)
                 yield part, case, tensor
-                few = sent <= 2 * (size - 1) * chunk and (sent > 0 or not chunk or size == 1)
-                yield "bytes", f"{case}, a rank sends something, and at most 2 (K-1) chunks", few
+                much = ""
+                if sent > 2 * (size - 1) * chunk:
+                    much = f"{sent} bytes; 2 (K-1) chunks have at most {2 * (size - 1) * chunk}"
+                elif not sent and chunk and size > 1:
+                    much = "nothing"
+                yield "bytes", f"{case}, a rank sends", much
 
 
 @task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
@@ -147,6 +182,7 @@ class StepSeconds:
             (1, 1, 1),
             (6, 0.7, 9),
             (5, 0.05, 2),
+            (6, 0.05, 2),
             (8, 0.4, 1),
             (6, 0.9, 60),  # Here the slow cables join, whatever else is drawn.
         ]:
@@ -154,7 +190,10 @@ class StepSeconds:
             parameters = random.randrange(1, 400) * 10**6
             count = 2 if ranks > 5 else 1
             cables = [slow * bits] * count + [bits] * (ranks - count)
-            random.shuffle(cables)
+            if slow != 0.05:
+                random.shuffle(cables)
+            elif count == 2:
+                cables.reverse()  # Neither the first ranks nor the last may be the best in all draws.
             unit = 1e-5 if share > 9 else 1e-3
             latency = random.randrange(1, 90) * unit
             computing = share * 64 * parameters / bits
@@ -197,5 +236,10 @@ class FindTheBugInTheRing:
         for size, group in worlds(3, 4, 2):
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
-                mended_ring(tensor, group)
-                yield "mended", f"{size} ranks, {len(tensor)} numbers", tensor
+                with naming_chunks():
+                    mended_ring(tensor, group)
+                case = f"{size} ranks, {len(tensor)} numbers"
+                if len(tensor) > size:
+                    whole = as_sum(tensor, of_ranks[:size])
+                    yield "mended", f"{case}, as a sum", whole
+                yield "mended", case, tensor

@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.checking.checks import task
+from ddp_course.checking.checks import each_return, task
 from ddp_course.errors import Wrong
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
-from .shared import require, several, tensors, worlds
+from .shared import as_sum, in_words, require, several, tensors, worlds
 
+NOT_THERE = (
+    "is it a gradient that is not there yet? register_post_accumulate_grad_hook calls when it is"
+)
+STANDS_STILL = (
+    "a hook waits for its ring, and backward stands still meanwhile: wait when backward is over"
+)
+HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
+RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
 
 
@@ -60,18 +68,81 @@ class AssignBuckets:
             dtypes = len(set(kinds))
             buckets = []
             for bucket in assign_buckets(parameters, cap):
+                require(
+                    isinstance(bucket, list | tuple),
+                    f"a bucket is a list of parameters, not a {type(bucket).__name__}",
+                )
                 buckets.append([index.get(id(parameter), -1) for parameter in bucket])
             part = "caps"
             about = f"{len(sizes)} parameters, cap {cap} bytes"
             if dtypes > 1:
-                buckets.sort(reverse=True)
+                buckets = with_sorted_rest(buckets, parameters, cap)
                 part = "dtypes"
                 about = f"{len(sizes)} parameters of {dtypes} dtypes, cap {cap} bytes"
+            yield part, f"{about}, buckets", fault_of_buckets(buckets, parameters, cap)
             nbytes = []
             for bucket in buckets:
                 nbytes.append(sum(parameters[i].nbytes for i in bucket))
             yield part, f"{about}, bytes of the buckets", nbytes
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
+
+
+def with_sorted_rest(buckets, parameters, cap):
+    """The buckets, of which those at the end that were never filled may come in any order."""
+    filled = len(buckets)
+    while filled and sum(parameters[i].nbytes for i in buckets[filled - 1]) < cap:
+        filled -= 1
+    return buckets[:filled] + sorted(buckets[filled:], reverse=True)
+
+
+def fault_of_buckets(buckets, parameters, cap):
+    """In words, what a list of buckets (of numbers of parameters) breaks of the rules; "" if
+    nothing.
+    """
+    placed = [i for bucket in buckets for i in bucket]
+    if -1 in placed:
+        return "something in a bucket is none of the parameters"
+    if sorted(placed) != list(range(len(parameters))):
+        return "each parameter belongs into one bucket, and into one only"
+    faults = [fault_of_bucket(bucket, parameters, cap) for bucket in buckets]
+    return next(filter(None, faults), "") or fault_of_their_order(buckets, parameters, cap)
+
+
+def fault_of_bucket(bucket, parameters, cap):
+    """In words, what is wrong with one bucket; "" if nothing is."""
+    if not bucket:
+        return "a bucket is empty"
+    dtypes = {str(parameters[i].dtype) for i in bucket}
+    if len(dtypes) > 1:
+        return f"a bucket holds {' and '.join(sorted(dtypes))}: one message has one dtype"
+    if bucket != sorted(bucket, reverse=True):
+        return f"a bucket holds parameters {bucket}: the last one comes first"
+    before_last = sum(parameters[i].nbytes for i in bucket[:-1])
+    if before_last >= cap:
+        return f"a bucket has {before_last} bytes before its last parameter: it closes there"
+    return ""
+
+
+def fault_of_their_order(buckets, parameters, cap):
+    """In words, what is wrong with the order of buckets, each of one dtype; "" if nothing is."""
+    below_cap = set()
+    last_closed = len(parameters)
+    for bucket in buckets:
+        dtype = parameters[bucket[0]].dtype
+        if sum(parameters[i].nbytes for i in bucket) < cap:
+            if dtype in below_cap:
+                return (
+                    f"two buckets of {dtype} have less than {cap} bytes: a bucket is closed by its"
+                    " cap alone, and only the last of a dtype may stay below"
+                )
+            below_cap.add(dtype)
+        elif below_cap:
+            return "a bucket that was never filled stands before one that was closed"
+        elif bucket[-1] > last_closed:
+            return f"bucket {bucket} was closed before the one in front of it"
+        else:
+            last_closed = bucket[-1]
+    return ""
 
 
 class Shared(nn.Module):
@@ -109,16 +180,16 @@ class TellWhenReady:
             calls.append((index.get(id(parameter), -1), grad))
 
         tell_when_ready(list(model.parameters()), ready)
-        yield (
-            "calls",
-            "before any backward pass, ready is called for parameters",
-            [i for i, _ in calls],
-        )
+        at_once = ""
+        if calls:
+            at_once = f"ready is called {len(calls)} times, and no gradient is ready"
+        yield "calls", "before any backward pass", at_once
         called = False
         for number, x in enumerate(inputs, 1):
             calls.clear()
             model.zero_grad()
-            model(x).square().sum().backward()
+            with in_words({"but hook returned": RETURNS}):
+                model(x).square().sum().backward()
             called = called or bool(calls)
             last = [parameter.grad for parameter in model.parameters()]
             early = []
@@ -134,7 +205,7 @@ class TellWhenReady:
                 called_for,
             )
             about = f"backward pass {number}: gradients that are not there when ready is called"
-            yield "complete", about, sorted(early)
+            yield "complete", about, "; ".join(sorted(early))
         yield "complete", "ready was called in a backward pass", called
 
 
@@ -170,10 +241,16 @@ class AverageInBackground:
             "the second bucket was submitted before the first was done",
             not any(alone[:1]),
         )
-        yield "waiting", "buckets that were done when your function returned", done
+        too_soon = ""
+        if done < len(flats):
+            too_soon = f"{len(flats) - done} of {len(flats)} buckets were not done: wait for each"
+        yield "waiting", "when your function returned", too_soon
         yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
         yield "waiting", "buckets were reduced in the order", order
         for index, flat in enumerate(means):
+            if len(flat) > dist.get_world_size():
+                of_ranks = [of_rank[index] for of_rank in values]
+                yield "mean", f"bucket {index}, as a sum", as_sum(flat, of_ranks)
             yield "mean", f"bucket {index}", flat
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
@@ -205,7 +282,9 @@ def watched(function, flats, executor):
         return future
 
     def all_reduce(flat):
-        order.append([bucket.numel() for bucket in flats].index(flat.numel()))
+        sizes = [bucket.numel() for bucket in flats]
+        require(flat.numel() in sizes, "all_reduce takes a bucket: hand over one after the other")
+        order.append(sizes.index(flat.numel()))
         before = flat.clone()
         begun.set()
         alone.append(not second.wait(0.5))
@@ -216,7 +295,8 @@ def watched(function, flats, executor):
         threads.append(threading.current_thread().name)
 
     executor.submit = submitted
-    function(flats, all_reduce, executor, size)
+    with in_words({"not callable": HAND_OVER}):
+        function(flats, all_reduce, executor, size)
     return order, threads, touched, alone
 
 
@@ -260,15 +340,47 @@ class FindTheBugInTheOrder:
         for buckets, orders in cases:
             for ready in orders:
                 about = f"buckets {buckets}, gradients ready in the order {ready}"
-                yield "mended", about, departures([list(bucket) for bucket in buckets], list(ready))
+                left = departures([list(bucket) for bucket in buckets], list(ready))
+                yield "mended", about, fault_of_departures(left, buckets, ready)
+                yield "mended", f"{about}, departures", left
 
 
-LAYERS = 6
+def fault_of_departures(left, buckets, ready):
+    """In words, what a list of departures breaks of the rules; "" if nothing, or if it is none."""
+    if not isinstance(left, list | tuple) or not all(map(is_pair, left)):
+        return ""
+    numbers = [number for _, number in left]
+    if numbers != sorted(numbers):
+        return f"the buckets leave in the order {numbers}: all ranks take them by index"
+    if len(set(numbers)) < len(numbers):
+        return f"the buckets {numbers} leave: each leaves once"
+    earliest = 0
+    for number, bucket in enumerate(buckets):
+        earliest = max(earliest, *(ready.index(parameter) + 1 for parameter in bucket))
+        when = dict((number, count) for count, number in left).get(number)
+        if when is None:
+            return f"bucket {number} never leaves: after {earliest} gradients it could"
+        if when < earliest:
+            return (
+                f"bucket {number} leaves after {when} gradients: it is full, and its turn, after"
+                f" {earliest}"
+            )
+        if when > earliest:
+            return f"bucket {number} leaves after {when} gradients: after {earliest} it could"
+    return ""
+
+
+def is_pair(thing):
+    """Whether something is a pair of whole numbers."""
+    return isinstance(thing, list | tuple) and [type(item) for item in thing] == [int, int]
+
+
+LAYERS = 8
 WIDTH = 8
 
 
 def buckets_of(model):
-    """Three buckets of two layers each, those that backward finishes first in front."""
+    """Four buckets of two layers each, those that backward finishes first in front."""
     parameters = list(model.parameters())[::-1]
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
@@ -297,52 +409,93 @@ class AssembleBucketedDDP:
         ((size, group),) = worlds(3)
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        ready = []
-        threads = []
-        early = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(ready.append)
-
-        def all_reduce(flat):
-            threads.append(threading.current_thread().name)
-            ring_all_reduce(flat, group)
-
+        watch = Watch(model, group)
         with ThreadPoolExecutor(1, "communication") as executor:
-            submit = executor.submit
-
-            def submitted(*args, **kwargs):
-                early.append(len(ready) < LAYERS)
-                return submit(*args, **kwargs)
-
-            executor.submit = submitted
-            parallel = Bucketed(buckets_of(model), all_reduce, executor, size)
+            executor.submit = partial(watch.submitted, executor.submit)
+            parallel = Bucketed(buckets_of(model), watch.all_reduce, executor, size)
             for number, x in enumerate(inputs[dist.get_rank()], 1):
-                for notes in (ready, threads, early):
-                    notes.clear()
+                watch.begin()
                 model.zero_grad()
                 try:
-                    parallel.backward(model(x).square().mean())
+                    with in_words({"but hook returned": RETURNS}):
+                        parallel.backward(model(x).square().mean())
                 except AttributeError as error:
-                    if number == 1:
-                        raise
-                    raise Wrong(
-                        f"backward pass {number}: {error}: what pass {number - 1} has counted must"
-                        " begin anew"
-                    ) from error
+                    cause = NOT_THERE
+                    if number > 1:
+                        cause = (
+                            f"what pass {number - 1} has counted must begin anew, and hooks are"
+                            " registered once"
+                        )
+                    raise Wrong(f"backward pass {number}: {error}: {cause}") from error
                 about = f"backward pass {number}"
+                running = sum(not future.done() for future in watch.futures)
                 gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 part = "mean" if number == 1 else "every pass"
+                too_soon = ""
+                if running:
+                    too_soon = f"it returned before {running} of its rings had ended: wait for each"
+                yield part, f"{about}, rings", too_soon
                 yield part, about, gradient
-                yield "overlap", f"{about}, messages for 3 buckets", len(threads)
-                yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))
-                yield (
-                    "overlap",
-                    f"{about}, buckets that leave before backward has finished",
-                    sum(early[:2]),
-                )
+                threads = sorted(set(watch.threads))
+                yield "overlap", f"{about}, messages for 4 buckets", len(watch.threads)
+                yield "overlap", f"{about}, threads that call all_reduce", threads
+                case = f"{about}, buckets that leave before backward has finished"
+                yield "overlap", case, sum(watch.early[:2])
+                yield "overlap", f"{about}, hooks", watch.stands_still
 
 
-SETTINGS = ("each on its own", "one bucket", "hidden", "slow link")
+class Watch:
+    """What happens in a backward pass: gradients that are ready, threads that sum, what was
+    submitted, and whether early, and whether a hook waits for it.
+    """
+
+    def __init__(self, model, group):
+        self.group = group
+        self.begin()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.note_ready)
+
+    def begin(self):
+        """Forget the pass before."""
+        self.ready = 0
+        self.threads = []
+        self.futures = []
+        self.early = []
+        self.stands_still = ""
+
+    def note_ready(self, _):
+        self.ready += 1
+
+    def all_reduce(self, flat):
+        self.threads.append(threading.current_thread().name)
+        time.sleep(0.01)  # So it is not over by chance when nobody waits for it.
+        ring_all_reduce(flat, self.group)
+
+    def submitted(self, submit, *args, **kwargs):
+        """Submit something, and note whether backward still runs, now and when somebody waits."""
+        self.early.append(self.ready < LAYERS)
+        future = submit(*args, **kwargs)
+        self.futures.append(future)
+        result = future.result
+
+        def noted_result(timeout=None):
+            if self.ready < LAYERS:
+                self.stands_still = STANDS_STILL
+            return result(timeout)
+
+        future.result = noted_result
+        return future
+
+
+SIGNS = {
+    "each on its own": "several rings follow each other, the first from when backward ends, give or"
+    " take 2 ms",
+    "one bucket": "there is a single ring, which begins when backward ends, give or take 2 ms",
+    "hidden": "rings begin long before backward ends, and there are pauses between them, since the"
+    " link waits for backward; the last ring may end later",
+    "slow link": "rings begin long before backward ends, and each begins as soon as the one before"
+    " it is over, since it finds the link busy",
+}
 
 
 def timeline_of(random, setting):
@@ -376,17 +529,30 @@ class WhichTimeline:
     """
 
     def draw(random):
-        for setting in random.sample(SETTINGS * 6, len(SETTINGS) * 6):
-            timeline = timeline_of(random, setting)
-            part = (
-                "after backward"
-                if setting in ("each on its own", "one bucket")
-                else "beside backward"
-            )
-            yield part, in_words(timeline), (timeline,)
+        settings = random.sample(list(SIGNS) * 6, len(SIGNS) * 6)
+        timelines = [timeline_of(random, setting) for setting in settings]
+        in_order = [sorted(timeline, key=lambda span: span[1]) for timeline in timelines]
+        return {"settings": settings, "cases": [(one,) for one in timelines + in_order]}
+
+    def probe(setting_of, settings, cases):
+        return each_return(setting_of, cases)
+
+    def read(returned, settings, cases):
+        count = len(settings)
+        for setting, (timeline,), answer, of_sorted in zip(
+            settings, cases[:count], returned[:count], returned[count:], strict=True
+        ):
+            part = "beside backward" if setting in ("hidden", "slow link") else "after backward"
+            why = ""
+            if answer in SIGNS and answer != setting:
+                why = f"{answer!r} was returned, but {SIGNS[setting]}"
+            if answer != setting == of_sorted:
+                why = "right for the spans in order of time, but they come in any order: sort them"
+            yield part, as_sentence(timeline), why
+            yield part, f"{as_sentence(timeline)}, the setting", answer
 
 
-def in_words(timeline):
+def as_sentence(timeline):
     """A timeline as a sentence."""
     backward = next(
         f"{start:.0f} to {end:.0f}" for name, start, end in timeline if name == "backward"
@@ -437,7 +603,9 @@ class WhenItHides:
         cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
         cases += [(48, 100, 10, 0.03)]  # Here the line meets the ring below one sample.
         cases.append((64, 100, 1, 0.2))
-        return {"cases": [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]}
+        drawn = [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]
+        # Here the predicted number of samples has another bound than the measured one.
+        return {"cases": [*drawn, (64, 100, 10, 0.066)]}
 
     def probe(when_it_hides, cases):
         for width, rate, memory, part in cases:

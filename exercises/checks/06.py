@@ -4,6 +4,7 @@ real script.
 
 import os
 import tempfile
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,16 @@ from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-from .shared import RING, SERVER, copied_gradient, noted_ring, require, tensors, worlds
+from .shared import (
+    RING,
+    SERVER,
+    copied_gradient,
+    in_words,
+    noted_ring,
+    require,
+    tensors,
+    worlds,
+)
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
@@ -47,9 +57,14 @@ class AccumulateUnsynchronised:
             ).backward()  # DDP sends more in a first pass.
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
+            before = ONE.weights(model)
+            of_all = [batch for of_rank in batches[:size] for batch in of_rank]
+            goal = ONE.after_one_step(model, of_all)
             accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
+            factor = ONE.size_of_update(before, ONE.weights(model), goal)
             yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(reduced)
+            yield "weights", f"{about}, one step", factor
             yield "weights", f"{about}, the weights after one step", ONE.weights(model)
             yield "the wrapper", f"{about}, its forward passes", len(called)
 
@@ -204,14 +219,31 @@ class RealScript:
             if torch.is_grad_enabled():
                 seen.extend(torch.cdist(batch[0], inputs).argmin(1).tolist())
 
+        uncleared = []
+
+        def look_at_gradients(_):
+            """Before a backward pass: are there gradients of another one?"""
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            uncleared.append(any(gradient.any() for gradient in gradients))
+
+        def before_backward(_, batch, outputs):
+            if outputs.requires_grad:
+                outputs.register_hook(look_at_gradients)
+
         model.register_forward_pre_hook(note)
+        model.register_forward_hook(before_backward)
         torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
         with tempfile.TemporaryDirectory() as folder:
-            main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
+            with in_words({"pickle": 'the checkpoint\'s "model" is its state_dict(), no module'}):
+                main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         state = state if isinstance(state, dict) else {}
         after = ONE.weights(model)
+        saved = list(dict(state.get("model", {})).values())
+        too_early = ""
+        if len(saved) == 4 and not torch.cat([part.reshape(-1) for part in saved]).equal(after):
+            too_early = "these are not the weights after the last epoch: save when it is over"
         first = seen[: len(seen) // 2]
         second = seen[len(seen) // 2 :]
         ranks = [None] * dist.get_world_size()
@@ -224,6 +256,10 @@ class RealScript:
         )
         yield "epochs", "the second epoch has another order", first != second
         yield "epochs", "samples that a rank sees in the second epoch", len(second)
+        pile_up = ""
+        if any(uncleared):
+            pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
+        yield "weights", "when a backward pass begins", pile_up
         yield "weights", "training changes the weights", not after.equal(before)
         yield (
             "weights",
@@ -238,6 +274,7 @@ class RealScript:
                 sorted(map(str, state.get("model", ()))),
             )
             yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
+            yield "names", 'the values in the checkpoint\'s "model"', too_early
 
 
 USUAL = {
@@ -250,12 +287,17 @@ USUAL = {
 
 
 def symptoms(random, wrong, size):
-    """What is known after a run with these mistakes: samples, weights, saved."""
+    """What is known after a run with these mistakes: samples, weights, saved.
+
+    Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
+    the other. Ranks that all see all samples shuffle them differently.
+    """
     count = size * 7 - 1
     orders = [random.sample(range(count), count) for _ in range(2)]
     orders = [orders[0], orders[0]] if "epoch" in wrong else orders
     total = random.uniform(-3, 3)
     apart = 0.01 if "wrapper" in wrong else 0
+    writers = (0, 1) if "writers" in wrong else (1,)
     prefix = "module." if "names" in wrong else ""
     names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
     samples = []
@@ -263,11 +305,13 @@ def symptoms(random, wrong, size):
     saved = []
     for rank in range(size):
         if "sampler" in wrong:
-            samples.append([list(order) for order in orders])
+            places = random.sample(range(count), count)
+            own = itemgetter(*places)
+            samples.append([list(own(order)) for order in orders])
         else:
             samples.append([(order + order[:1])[rank::size] for order in orders])
-        sums.append(total + apart * rank)
-        saved.append(names if rank == 0 or "writers" in wrong else [])
+        sums.append(total + apart if rank == 1 else total)
+        saved.append(names if rank in writers else [])
     return samples, sums, saved
 
 
@@ -276,10 +320,12 @@ class FromSymptoms:
     """Which of the five mistakes a run has made, from what it leaves."""
 
     def draw(random):
-        chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
-        chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
+        chosen = [({mistake}, 3) for mistake in USUAL]
+        several = [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
+        for wrong in (set(), set(USUAL), {"sampler", "epoch"}, *several):
+            chosen.append((wrong, random.choice((2, 3, 8))))
         random.shuffle(chosen)
-        return {"runs": [symptoms(random, wrong, random.choice((2, 3, 8))) for wrong in chosen]}
+        return {"runs": [symptoms(random, wrong, size) for wrong, size in chosen]}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
@@ -290,11 +336,8 @@ class FromSymptoms:
             require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
-                yield (
-                    part,
-                    f'run {number} of {len(samples)} ranks, "{word}" ({symptom}) is named',
-                    word in words,
-                )
+                named = "named" if word in words else "not named"
+                yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom})', named
 
 
 class Branches(nn.Module):
@@ -309,13 +352,16 @@ class Branches(nn.Module):
             nn.Linear(inputs, 4, bias=False).double() for inputs in (3, 4, 4, 4, 4)
         )
 
-    def forward(self, x, order):
+    def forward(self, x, order, silent):
         """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready
-        first.
+        first. The branch `silent` is used, and counts for nothing.
         """
         x = self.layers[0](x).tanh()
         for number in order:
-            x = self.layers[number](x).tanh() + x
+            branch = self.layers[number](x).tanh()
+            if number == silent:
+                branch = 0 * branch
+            x = branch + x
         return x
 
 
@@ -333,7 +379,8 @@ def in_one_order(tensor, group):
 PASSES = {
     "pass 1, all branches used": ([1, 2, 3, 4], [4, 3, 2, 1]),
     "pass 2, branch 1 used by even ranks, 2 by odd ones, 4 by nobody": ([1, 3], [3, 2]),
-    "pass 3, all used again": ([4, 3, 2, 1], [1, 2, 3, 4]),
+    "pass 3, branch 4 used by even ranks only": ([1, 2, 3, 4], [3, 2, 1]),
+    "pass 4, all used again, branch 2 with a gradient of zeros": ([4, 3, 2, 1], [1, 2, 3, 4]),
 }
 
 
@@ -342,7 +389,8 @@ PASSES = {
     "Reducer",
     {"mean": 2, "unused": 1, "order": 1},
     ranks=3,
-    hang="do all ranks start the same sums?",
+    hang="do all ranks start the same sums, also of buckets that were not used there? After backward"
+    " what is missing counts as ready",
 )
 class AReducer:
     """Buckets leave in order while backward runs; a parameter that is not ready at its end was not
@@ -350,7 +398,7 @@ class AReducer:
     """
 
     def draw(random):
-        inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]
+        inputs = [tensors(random, 4, 4, 3, dtype=torch.float64) for _ in range(3)]
         return {"seed": random.randrange(10**6), "inputs": inputs}
 
     def probe(Reducer, seed, inputs):
@@ -361,13 +409,15 @@ class AReducer:
         waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        # Each bucket has a length of its own.
-        lengths = []
-        for bucket in buckets:
-            lengths.append(sum(weight.numel() for weight in bucket))
+        # Each bucket has a length of its own; who used its parameters may travel with it.
+        number_of = {}
+        for number, bucket in enumerate(buckets):
+            length = sum(weight.numel() for weight in bucket)
+            number_of[length] = number
+            number_of[length + len(bucket)] = number
 
         def start(tensor):
-            started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)
+            started.append(number_of.get(tensor.numel(), -1))
             return lambda: (waits.append(1), in_one_order(tensor, group))[1]
 
         reducer = Reducer(buckets, start, size)
@@ -375,7 +425,8 @@ class AReducer:
             for notes in (started, waits):
                 notes.clear()
             model.zero_grad()
-            model(x, orders[rank % 2]).square().sum().backward()
+            silent = 2 if "zeros" in about else 0
+            model(x, orders[rank % 2], silent).square().sum().backward()
             yield "order", f"{about}, sums that are started in backward", list(started)
             yield "order", f"{about}, waits in backward", len(waits)
             reducer.finish()
@@ -384,6 +435,15 @@ class AReducer:
                 f"{about}, the same buckets leave",
                 sorted(bucket for bucket in started if bucket >= 0),
             )
+            by_rank = [None] * size
+            dist.all_gather_object(by_rank, list(started), group)
+            unlike = ""
+            if by_rank != by_rank[:1] * size:
+                unlike = (
+                    "the ranks start sums in different orders (bucket, or -1 for something else):"
+                    f" {by_rank}; rank by rank the same was expected"
+                )
+            yield "order", f"{about}, all sums", unlike
             part = "unused" if "nobody" in about else "mean"
             for index, weight in enumerate(weights):
                 yield part, f"{about}, gradient {index}", copied_gradient(weight)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.checks import load_tasks, task
+from ddp_course.checking.checks import each_case, load_tasks, task
 from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
@@ -62,15 +62,18 @@ class AssignOwners:
 
 
 def balance(sizes, world_size, owners):
-    """In words, what the ranks hold in the end if a parameter went to a rank that did not hold
-    least.
+    """In words, which parameter went to a rank that did not hold least, and what ranks held then;
+    "" if none did.
     """
     held = [0] * world_size
-    least = True
-    for size, owner in zip(sizes, owners, strict=True):
-        least &= held[owner] == min(held)
+    for place, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        if held[owner] > min(held):
+            return (
+                f"parameter {place} goes to rank {owner}, when ranks hold {held} numbers:"
+                f" {list(owners)}"
+            )
         held[owner] += size
-    return "" if least else f"{list(owners)} gives {held} numbers per rank"
+    return ""
 
 
 SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
@@ -131,6 +134,11 @@ class MomentumStep:
         self.calls += 1
 
 
+NOTHING_LEFT = (
+    "division by zero: what stays whole takes all of the memory, and nothing is left for a share"
+)
+
+
 @task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
 class FewestRanks:
     """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the
@@ -144,7 +152,11 @@ class FewestRanks:
             exactly = random.randrange(2, 9) if level else 1
             enough = [17 * parameters, whole * parameters + shared // exactly]
             if level:
-                ranks = [random.randrange(2, 9), random.randrange(9, 90)]
+                ranks = [
+                    random.randrange(2, 9),
+                    random.randrange(9, 90),
+                    random.randrange(2000, 9000),
+                ]
                 enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
             never = [whole * parameters * 3 // 4] if whole else []
             for memory in enough + never:
@@ -154,6 +166,10 @@ class FewestRanks:
                     part = "never enough"
                     case += ", too little for any number of ranks"
                 yield part, case, (parameters, memory, level)
+
+    def probe(fewest_ranks, rows):
+        with in_words({"division": NOTHING_LEFT, "divide by zero": NOTHING_LEFT}):
+            yield from each_case(fewest_ranks, rows)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
@@ -311,6 +327,7 @@ class CountingThread:
 FAULTS = {
     "data is not allocated": "the memory of the whole parameter was given back: take it again, by"
     " storage.resize_(nbytes), before anything is written into it",
+    "not callable": "submit takes the function and its arguments: do not call it there",
     "assign a gradient": "`own` is float32, and so is its gradient: make the gradients float32 before"
     " they are summed",
 }
@@ -423,11 +440,15 @@ class FetchFreeFinish:
             model = HookedModel((fetch, free, finish), weights, group, thread)
             optimizer = torch.optim.SGD([layer.own for layer in model.layers], lr=0.2)
             about = f"with {size} ranks"
+            in_forward = 0
             with wire.counting() as traffic:
                 for step, micro_batches in enumerate(((0,), (1, 2)), start=1):
                     optimizer.zero_grad()
                     for number in micro_batches:
-                        model(inputs[dist.get_rank()][number].bfloat16()).float().sum().backward()
+                        before = traffic.bytes_sent
+                        outputs = model(inputs[dist.get_rank()][number].bfloat16())
+                        in_forward += traffic.bytes_sent - before
+                        outputs.float().sum().backward()
                     part = "weights" if step == 1 else "accumulation"
                     passes = "one backward pass" if step == 1 else "two backward passes"
                     yield part, f"{about}, the gradients after {passes}", gradients_of(model)
@@ -437,9 +458,10 @@ class FetchFreeFinish:
                     model.stepped = True
                     masters = torch.cat([layer.own.detach() for layer in model.layers])
                     yield part, f"{about}, the masters after step {step}", masters
-            sent = torch.tensor([traffic.bytes_sent // 3])
+            sent = torch.tensor([in_forward // 3, traffic.bytes_sent // 3])
             ring_all_reduce(sent, group)
-            yield "bytes", f"{about}, bytes that all ranks send in a pass", sent.item()
+            yield "bytes", f"{about}, bytes that all ranks send in a forward pass", sent[0].item()
+            yield "bytes", f"{about}, bytes that all ranks send in both passes", sent[1].item()
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
             yield "bytes", f"{case} per layer", thread.submitted // 3
             yield "bytes", f"{about}, who waits for a transfer", model.fault
@@ -470,15 +492,32 @@ def kept_gradients(model):
     return count
 
 
-@task("7.6", "global_norm", {"norm": 2, "one sum": 1}, ranks=4, bound=1e-6)
+NO_SHARDS = "a rank may have no shards at all: begin its sum with torch.zeros(())"
+EMPTY = {
+    "non-empty": NO_SHARDS,
+    "int64": NO_SHARDS,
+    "has no attribute": NO_SHARDS,
+    "is ring_all_reduce of": "what the ranks sum has not the same shape and dtype on all: give"
+    " all_reduce one number, their sum of squares, also where there are no shards",
+}
+
+
+@task(
+    "7.6",
+    "global_norm",
+    {"norm": 2, "one sum": 1},
+    ranks=4,
+    bound=1e-5,
+    hang="ranks have different numbers of shards: is all_reduce called once on each of them?",
+)
 class GlobalNorm:
     """Squares of shards are summed over the ranks, those of replicated gradients count once."""
 
     def draw(random):
-        shards = [tensors(random, 2, 7 + rank, dtype=torch.float64) for rank in range(4)]
+        shards = [tensors(random, 2, 7 + rank) for rank in range(4)]
         shards[2] = shards[2][:1]
         shards[3] = []
-        return {"shards": shards, "replicated": tensors(random, 2, 5, dtype=torch.float64)}
+        return {"shards": shards, "replicated": tensors(random, 2, 5)}
 
     def probe(global_norm, shards, replicated):
         own = shards[dist.get_rank()]
@@ -486,11 +525,14 @@ class GlobalNorm:
             for name, whole in (("nothing", []), ("two gradients", replicated)):
                 all_reduce, calls = noted_ring(group)
                 given = [tensor.clone() for tensor in [*own, *whole]]
-                norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
+                with in_words(EMPTY):
+                    norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
                 about = f"with {size} ranks, {name} replicated"
-                yield "norm", f"{about}, the norm", float(norm)
+                if isinstance(norm, torch.Tensor):
+                    norm = norm.detach().float().reshape(-1)
+                yield "norm", f"{about}, the norm", norm
                 yield "one sum", f"{about}, all-reduces", len(calls)
-                after = torch.cat([torch.zeros(1, dtype=torch.float64), *given])
+                after = torch.cat([torch.zeros(1), *given])
                 yield "one sum", f"{about}, the gradients afterwards", after
 
 

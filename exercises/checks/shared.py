@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -65,6 +66,32 @@ def in_words(causes: dict[str, str]) -> Iterator[None]:
             if words in str(error):
                 raise Wrong(cause) from error
         raise
+
+
+def as_sum(tensor: torch.Tensor, of_ranks: list) -> str:
+    """In words, what a tensor is made of, such as "rank 0's + 1/3 of rank 2's", for the tensors
+    that the ranks began with.
+    """
+    other = "no simple sum of the ranks' tensors"
+    columns = [part.detach().reshape(-1).double() for part in of_ranks]
+    goal = tensor.detach().reshape(-1).double()
+    if len(goal) < len(columns) or len(goal) != len(columns[0]):
+        return other
+    parts = torch.stack(columns, 1)
+    factors = torch.linalg.lstsq(parts, goal[:, None]).solution[:, 0]
+    size = 1e-6 * parts.abs().max().item()
+    if not (parts @ factors).allclose(goal, 1e-5, size):
+        return other
+    terms = []
+    for rank, factor in enumerate(factors.tolist()):
+        simple = Fraction(factor).limit_denominator(64)
+        if abs(simple - factor) > 1e-5:
+            return other
+        if simple == 1:
+            terms.append(f"rank {rank}'s")
+        elif simple:
+            terms.append(f"{simple} of rank {rank}'s")
+    return " + ".join(terms) or "zeros"
 
 
 def copied_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
