@@ -247,10 +247,10 @@ def under_backward(drawing, unit, new):
         begin = unit * number
         ready = begin + unit
         boxes.append(Piece(begin, ready, 0, f"layer {3 - number}", BACKWARD))
-        boxes.append(Piece(ready, ready + unit, 1, f"bucket {number + 1}", TOGETHER, new))
+        boxes.append(Piece(ready, ready + unit, 1, f"bucket {number}", TOGETHER, new))
         drawing.link_rows(drawing.x + ready + unit / 2)
     drawing.text(drawing.x + 1.5 * unit, TOP - 12, ["backward, and below it the network"])
-    drawing.text(drawing.x + 2.5 * unit, BELOW + 14, ["each bucket: once around the ring"])
+    drawing.text(drawing.x + 2.5 * unit, BELOW + 14, ["each bucket: an all-reduce on the ring"])
     drawing.pieces(4 * unit, [boxes] * 3)
 
 
@@ -323,9 +323,9 @@ def pipeline():
         boxes = []
         for part in range(3):
             ready = unit * (rank + part + 1)
-            boxes.append(Piece(ready - unit, ready, 0, f"F{part + 1}", FORWARD, True))
+            boxes.append(Piece(ready - unit, ready, 0, f"F{part}", FORWARD, True))
             back = turn + wide * (3 - rank + part)
-            boxes.append(Piece(back - wide, back, 0, f"B{part + 1}", BACKWARD, True))
+            boxes.append(Piece(back - wide, back, 0, f"B{part}", BACKWARD, True))
             y = TOP + STEP * rank
             if rank < 2:
                 x = drawing.x + ready
@@ -336,7 +336,7 @@ def pipeline():
         rows.append(boxes)
     drawing.text(drawing.x + turn / 2, TOP - 12, ["forward: activations go down"])
     drawing.text(drawing.x + turn + 2.5 * wide, TOP - 12, ["backward: their gradients go up"])
-    words = "F2, B2: forward and backward of the second micro-batch; in the gaps a rank idles"
+    words = "F1, B1: forward and backward of the second micro-batch; in the gaps a rank idles"
     drawing.text(drawing.x + (turn + 5 * wide) / 2, BELOW + 14, [words])
     drawing.pieces(turn + 5 * wide, rows, tall=TALL)
     drawing.rows(98, ["update", "own layer"], UPDATE, new=True)
@@ -398,7 +398,7 @@ ITERATIONS = {
     5: Iteration(
         "One iteration with buckets",
         "Each of three ranks takes a third of the batch and goes forward and backward with equal"
-        " weights. Backward begins with layer 3. As soon as its gradient is there, bucket 1"
+        " weights. Backward begins with layer 3. As soon as its gradient is there, bucket 0"
         " travels around the ring while backward computes layer 2; the last bucket travels when"
         " backward is over. Every rank makes the same update, so the weights stay equal.",
         "each bucket leaves as soon as it is full, under the backward pass",

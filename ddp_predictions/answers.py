@@ -60,7 +60,7 @@ def expected_error(run: Run) -> tuple[float, float, str]:
         return 0.037, 0.11, "models left out of the fit, on A100s"
     if usual and run.gpu == "H100":
         return 0.067, 0.11, "runs on H100s, which no fit saw"
-    return 0.12, 0.35, "nothing like this was checked: the worst of all tables"
+    return 0.12, 0.35, "nothing like this was checked: a cautious guess"
 
 
 @dataclass

@@ -160,8 +160,8 @@ Read the panels one by one:
 
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
 2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for what travels: gradients, and under
-   DataParallel weights, too. This is what the course fights, and each stage has less of it.
-3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
+   DataParallel weights, too. This is what the course fights, and from stage 2 to stage 5 there is less and less of it.
+3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula. Only stages that send through the course's own wire are counted.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
    at the same time.
@@ -235,7 +235,8 @@ r"""
 
 The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on what this
 machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
-50 ms or more for a step. Without, two processes share the processor, with a small one, and speed is not to be expected.
+50 ms or more for a step. Without GPUs two processes share the processor and train a small GPT. No speed-up is to be expected then, and two runs
+differ: whatever else the machine does can multiply every bar.
 Each lesson has such a cell near its end.
 
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,

@@ -27,7 +27,8 @@ r"""
 
 A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
 entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. (The picture
-gives the loss a number of its own; for us it is the end of forward.) You may know how to write a step: the first task of
+gives the loss a number of its own; for us it belongs to forward. In the timelines it is the
+white gap after forward, which the bar leaves out.) You may know how to write a step: the first task of
 [exercise 1](../exercises/01_single_device.ipynb) stands below the picture, too. Write it there and run the cell; as long
 as you have not, the lesson runs all the same.
 
@@ -303,8 +304,8 @@ a seed each check draws new numbers. If a fault is none of the known ones, the c
 
 So far a device was emulated, so that its times are the same everywhere. Here is a step on this machine's own GPU, or on
 its processor if it has none. On a GPU the model is so large that a step takes 50 ms or more: of a small one Python and the
-starting of kernels would take most of the time. So it is with the small model on a processor, and there backward may take
-hardly longer than forward.
+starting of kernels would take most of the time. On a processor the model is small and this does happen, so backward may take
+less than twice as long as forward there.
 """
 
 # %% on-your-gpus

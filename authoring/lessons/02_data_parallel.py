@@ -194,8 +194,9 @@ print("one device and DataParallel: the same weights after 30 steps")
 r"""
 ## The master's load
 
-Who holds what? Halfway through a step, after forward, we count the bytes of weights, inputs and outputs on each device.
-The input of the whole batch and all outputs lie on the master. We do not count activations. Each device keeps its own,
+Who holds what? Halfway through a step, after forward, we count the bytes of weights and outputs on each device (the
+shards of the inputs, a few kB, are left out). The input of the whole batch and all outputs lie on the master and are
+counted there. We do not count activations. Each device keeps its own,
 and in a large model they dominate (lesson 09), so there the master's excess is less visible. After backward the master
 also receives K-1 gradients and adds them up, one after another.
 """
@@ -312,7 +313,7 @@ show.bars(kept, "processor time / wall time",
 
 # %% [markdown]
 r"""
-So threads help where torch's operations are large, and hardly where they are many and tiny: then most of the time is
+So threads help where torch's operations are large, and much less where they are many and tiny: then most of the time is
 Python's, and a process per device is the way out. Beside a thread of Python code even large products help little (the
 second bar): after each of them their thread waits for the lock, for up to 5 ms. And too many threads? torch itself uses
 threads inside its operations. If every rank of K takes a thread for each core, there are K times as many threads as
@@ -372,12 +373,13 @@ print("all devices compute at the same time, and only the master copies before a
 r"""
 (Virtual time, as in lesson 00.) The master copies the model out before each forward pass and the gradients in after each
 backward pass, one device after the other. In between it computes its own share, as all others do; while it copies, they have
-nothing to do. Threads are not the limit here: one device's link is.
+nothing to do. (The thin line in between: outputs come in, and their gradient goes out.) Threads are not the limit here: one device's link is.
 
 ## On your GPUs
 
 The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
-Without GPUs two threads share the processor.
+Without GPUs two threads share the processor. They share a row, too; the short first piece of backward is the loss's, up
+to the gathered outputs.
 """
 
 # %% on-your-gpus
@@ -416,7 +418,7 @@ No. Every device holds a whole copy, and the master holds even more. Lessons 07 
 
 1. The mean of equal shards' gradients *is* the batch's gradient, so the learning rate stays as it is.
 2. DataParallel copies weights out and gradients in through one device, the master, in every step.
-3. Large operations of torch let go of Python's lock, tiny ones hardly do; more threads than cores push each other aside.
+3. Large operations of torch let go of Python's lock, tiny ones for moments only; more threads than cores push each other aside.
 
 **Exercise:** [2](../exercises/02_data_parallel.ipynb), `exercises/02_data_parallel.ipynb`. **Next:**
 [3, the parameter server](03_parameter_server.ipynb): a process per device.

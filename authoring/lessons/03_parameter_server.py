@@ -109,7 +109,8 @@ r"""
 ## Stay equal
 
 And if nobody averages? All ranks start with the same weights, and each has its own share of the data. After each step we
-look how far the ranks' weights are apart: the largest difference of any weight.
+look how far the ranks' weights are apart: the largest difference between a weight of rank 0 and the same weight of any other rank. (With averaging it is 0: that
+line lies on the axis.)
 """
 
 
@@ -199,7 +200,7 @@ print("every sample once, no overlap")
 r"""
 ## The server
 
-All gradients go to rank 0 and the average comes back. The server's one link carries everything. (Our server only averages,
+All gradients go to rank 0 and the average comes back. All arrows of the picture pass through the server's one link. (Our server only averages,
 and every rank updates its own copy of the weights. A real parameter server *holds* the weights: gradients come in, it
 updates, and weights go out. The bytes are the same.)
 
@@ -340,7 +341,7 @@ millisecond, and where other programs hold the processor at that moment, a hundr
 ## What changed
 
 From stage 2's loop to stage 3's: the wrapper is gone, equal weights at the start and one line before the update
-have come. `batches` now yields this rank's share only. In the iteration nobody hands anything out any more, and every rank updates.
+have come. `batches` now yields this rank's share only. In the iteration no master hands out shards and weights any more, and every rank updates.
 
 ![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Then ranks 1 and 2 send their gradients to rank 0, which sends the average back. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_03.svg)
 

@@ -84,7 +84,7 @@ show.widgets.ring_stepper(K)
 # %% [markdown]
 r"""
 The moment between the two phases, as a plain figure: every rank has finished exactly one chunk. Rank r owns
-chunk r+1, not chunk r. Many homemade rings get this index wrong.
+chunk r+1, not chunk r; the last rank owns chunk 0. (The arrow that leaves on the right comes in on the left.) Many homemade rings get this index wrong.
 """
 
 # %% half-way
@@ -140,8 +140,8 @@ r"""
 ## Right today, and in every order?
 
 Here is a ring whose author was in a hurry: it sends finished chunks around, and nobody waits until they have left. On your
-machine that is no matter, because they have left long before the next backward pass writes into the gradient. Would it
-be on a network that is slow, or busy? One run says so: `every_order` holds all messages back for as long as they may travel, and
+machine that is no matter, because they have left long before the next backward pass writes into the gradient. Would it matter on a network that is slow, or busy?
+One run tells: `every_order` holds all messages back for as long as they may travel, and
 looks at every operation that touches their memory meanwhile.
 """
 
@@ -171,8 +171,9 @@ print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]
 r"""
-The drawing has a row for each rank, and a bar for each message from its post to its wait. Hatched is what nobody has
-waited for, the cross is where rank 0 touches it, and both lines stand below. (A sleep takes no time in this drawing.)
+The drawing shows three ranks, each with its last six messages: a bar from the moment a message is begun to its wait,
+green for received, blue for sent. Hatched is what nobody has
+waited for, the cross is where rank 0 touches it (the others would, too; the first find is shown), and both lines stand below. (A sleep takes no time in this drawing.)
 Wait for what is leaving, as `wire.exchange` does, and the ring is right in every order. The checks of exercise 4 try
 yours in the same way; [EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
 
@@ -411,7 +412,8 @@ r"""
 ## On your GPUs
 
 Server and ring on the devices of this machine, in real time. Beside them the all-reduce of the backend, on as many bytes: NCCL
-on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages.
+on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages. With two ranks
+server and ring send the same bytes, so the ring cannot win there.
 """
 
 # %% on-your-gpus
@@ -436,15 +438,15 @@ The all-reduce is one of eight *collectives*; the later lessons use the others. 
 
 ![Broadcast, scatter, gather, allgather, reduce, reduce-scatter, all-reduce and all-to-all on four ranks: which chunks each rank has before and after](../docs/figures/collectives.svg)
 
-| `torch.distributed` | a rank sends, on a ring (p = all chunks of a tensor) | used for |
+| `torch.distributed` | a rank sends, on a ring if not said otherwise (p = all chunks of a tensor) | used for |
 |---|---|---|
 | `broadcast` | p, but for the last | equal weights at the start (lesson 03), buffers (06) |
-| `scatter`, `gather` | rank 0: (K-1)/K p; each other: p/K | handing out and collecting |
+| `scatter`, `gather` | straight: scatter, rank 0 only, (K-1)/K p; gather, each other, p/K | handing out and collecting |
 | `all_gather` | (K-1)/K p | weights of a sharded layer (07), activations (09) |
 | `reduce` | p, but for the last | a loss to print |
 | `reduce_scatter` | (K-1)/K p | gradients of a sharded layer (07) |
 | `all_reduce` | 2(K-1)/K p | gradients (04 to 06), activations (09) |
-| `all_to_all` | (K-1)/K p | another axis to split by: experts, sequences and heads |
+| `all_to_all` | (K-1)/K p, straight to each | another axis to split by: experts, sequences and heads |
 
 ## Check yourself
 

@@ -77,7 +77,7 @@ bucket larger than the cap.
 
 ## Predict
 
-On the emulated devices and links below, with 4 ranks, our model's all-reduce takes nearly as long as its backward pass,
+On the emulated devices and links below, with 4 ranks, the byte GPT's all-reduce takes nearly as long as its backward pass,
 about four fifths of it.
 """
 
@@ -94,7 +94,7 @@ r"""
 
 In the iteration of lesson 04 the ring began after backward. Now it runs below it, bucket by bucket:
 
-![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Backward begins with layer 3. As soon as its gradient is there, bucket 1 travels around the ring while backward computes layer 2; the last bucket travels when backward is over. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_05.svg)
+![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Backward begins with layer 3. As soon as its gradient is there, bucket 0 travels around the ring while backward computes layer 2; the last bucket travels when backward is over. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_05.svg)
 
 **Possible because** backward finishes one layer after the other, and the sum of a bucket needs no other bucket.
 
@@ -159,7 +159,7 @@ r"""
 ## Plot
 
 Rank 0 of both, on one axis. Above, stage 4: communication begins when backward is over. Below, the buckets: the lower
-half of the row is the communication thread. The pale part is what is left to wait for.
+half of the row is the communication thread, idle until the next bucket is full. The pale part is what is left to wait for.
 """
 
 # %% timelines
@@ -241,8 +241,9 @@ r"""
 One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without
 overlap a step takes forward + C + T. With overlap a step takes forward + max(C, T) plus the time of one bucket. If C is
 longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
-link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all is
-hidden. T is above C: C of it is hidden, and you pay T - C. Where they meet, T = C, is predicted from the two numbers
+link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all but the
+last bucket is hidden. T is above C: at most C of it is hidden, and you pay T - C and one bucket. The green line in the
+figure leaves this one bucket out, so the points lie above it. Where they meet, T = C, is predicted from the two numbers
 alone; then we run it at several link speeds.
 """
 
@@ -388,7 +389,8 @@ picture
 
 # %% [markdown]
 r"""
-As many: the cards of a host have become eight times as fast, too, so that the dotted line lies on that of the H100s. On the same GPUs
+As many: the cards of a host have become eight times as fast, too, so that the dotted line lies on that of the H100s. (A100s lie above: four times a V100's network for 2.5
+times its speed.) On the same GPUs
 with one card of 100 Gbit/s per host K falls to a thirtieth, since R/W is 32 times as large. All lines are as steep as each other:
 twice the batch, twice the devices. The model is in none of them.
 """
@@ -435,7 +437,7 @@ show.trace(step=1)
 # %% [markdown]
 r"""
 They are the same five, to the number. The upper half of the GPU's row is what it computes, the lower half its
-all-reduces; below, a few milliseconds are enlarged. Kernels of the backward pass run beside each of the first four
+all-reduces, each with its number of gradients; below, a few milliseconds are enlarged. Kernels of the backward pass run beside each of the first four
 all-reduces, and none beside the last one, which begins when backward is over. So far it is as derived.
 
 One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. Lesson 11 asks whose fault

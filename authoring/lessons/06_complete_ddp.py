@@ -61,7 +61,7 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 # %% [markdown]
 r"""
 The loop is the same. All that is new sits behind the wrapper, one file per feature, in `ddp_course/stage6_ddp/`: more than
-a thousand lines. In the iteration it stands before backward and after it:
+a thousand lines. In the iteration it stands before backward and after it (search and bitmap only if you ask for them):
 
 ![Before forward, rank 0's buffers go to all ranks. After forward each rank looks for parameters that were not used. Buckets travel under the backward pass, as in lesson 05. Then the ranks add up a bitmap of who was used, and update. A rank without data joins in with zeros](../docs/figures/iteration_06.svg)
 
@@ -233,7 +233,7 @@ static = {"static_graph": True}
 cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
          "one branch, search": (False, search), "one branch, static": (False, static)}  # fmt: skip
 counted = {name: launch(costs, both, world_size=2, **options)[0] for name, (both, options) in cases.items()}
-print(*(f"{name}: {bitmaps} bitmaps, {sent} bytes" for name, (bitmaps, sent) in counted.items()), sep="\n")
+print(*(f"{name}: bitmaps: {bitmaps}, {sent} bytes" for name, (bitmaps, sent) in counted.items()), sep="\n")
 
 # %% claims-unused folded=true
 # NBVAL_CHECK_OUTPUT
@@ -641,9 +641,9 @@ gradient). Three things to know about DDP. Caps below 1 MiB end in an `Assertion
 stumbles over DDP's own `forward`. And it knows torch's class only: under ours a model stays one graph, so what the compiler wins
 is paid for with overlap.
 
-## How fast is it?
+## How fast is torch's DDP?
 
-Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
+Two things are worth knowing: copying gradients into buckets costs time, unless
 `gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients
 really became ready. `make bench ddp` measures ours against it, side by side.
 
@@ -670,7 +670,7 @@ By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only
 
 1. The core of DDP is hooks, buckets, a bitmap of used parameters and a flag: 60 lines, and the same weights as torch's.
 2. Unused parameters, uneven data and accumulation each need a word from you: an option, `join`, `no_sync`.
-3. A script for torchrun is 30 lines; its six usual mistakes raise no error, so check samples, weights and files.
+3. A script for torchrun is under 70 lines, half of them in one function; its six usual mistakes raise no error, so check samples, weights and files.
 
 **Exercise:** [6](../exercises/06_complete_ddp.ipynb), `exercises/06_complete_ddp.ipynb`. **Next:**
 [7, sharding](07_sharding.ipynb): when the model does not fit.

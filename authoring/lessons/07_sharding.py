@@ -380,7 +380,7 @@ print("prefetch hides gathers behind computing, and the step is shorter")
 # %% [markdown]
 r"""
 Does saving memory cost time? Here are the step times, with the memory under each bar. A dash marks computing time plus
-the communication that nothing can hide. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1
+the communication that these programs cannot hide. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1
 and ZeRO-2 it is all of it. For fully sharded training it is the first gather of each pass, and the reduction of the
 gradients that come last. (ZeRO-1 and fully sharded are stage 7's here.)
 """
@@ -412,7 +412,7 @@ show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form
 # %% [markdown]
 r"""
 DDP hides its all-reduce under backward, and fully sharded training hides its gathers under both passes. *Our* ZeRO-1 and
-ZeRO-2 hide nothing, which is why they come last here: ZeRO-1 sends after backward, and ZeRO-2 waits in each hook. That is
+ZeRO-2 hide nothing, which is why they take longest here: ZeRO-1 sends after backward, and ZeRO-2 waits in each hook. That is
 no property of the levels. Libraries reduce-scatter buckets under backward and gather under the next forward pass; then
 both take DDP's time, since they send as much. Then all four are close: for 8 billion parameters on 64 H100s (where DDP
 would not fit) lesson 13 predicts them within 5 % of one another, with fully sharded training ahead of DDP, since each
@@ -420,7 +420,7 @@ rank updates its own part only.
 
 ## When FSDP loses
 
-Communication hides behind computing, if there is enough of it. On a link of a quarter of the speed the network is the
+Communication hides behind computing, if there is enough of it. On a link of about a quarter of the speed the network is the
 slower part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (That does not make its step 1.5 times as long: in
 the forward pass DDP has nothing to send yet, FSDP has.) The remedy is more computing per byte: a larger batch per rank.
 Each dash is the larger of two lower bounds: the computing plus what cannot be hidden, or all the sending plus whatever
@@ -536,7 +536,7 @@ Every way holds most where forward ends and backward begins: then all activation
 curve by what it divides, and no more. (At the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while
 DDP's buckets are always there.) **Activation checkpointing** keeps the activations of one quarter of the model at a time;
 it peaks again with each quarter that is computed once more. torch's own ways are dashed. Its `fully_shard` peaks where
-ours does; its ZeRO-1 holds 4 bytes per parameter more than ours, which are DDP's buckets. The remedies stand beside the
+ours does; its ZeRO-1 peaks 4 bytes per parameter above ours, which are DDP's buckets, and after that frees less. The remedies stand beside the
 faults: checkpointing keeps only some activations and computes the others again; smaller blocks mean that less is whole at
 a time.
 
@@ -687,7 +687,7 @@ hosts either: all ranks build the same model here. Libraries do both.) In torch 
 r"""
 ## On your GPUs
 
-Sharded on the devices of this machine, in real time, beside the complete wrapper: half as many bytes more, for a K-th of the
+Sharded on the devices of this machine, in real time, beside the complete wrapper: half as many bytes more (3(K-1)/K p, counted below; DDP's would be 2(K-1)/K p), for a K-th of the
 memory.
 """
 

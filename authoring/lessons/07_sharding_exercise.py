@@ -3,7 +3,8 @@
 #
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
 # parameters, step those, and send the new values to the others (ZeRO stage 1). Then go on to where a rank does not even
-# keep the parameters: you write what FSDP does before, after and behind each layer.
+# keep the parameters: you write what FSDP does before a layer computes, after its forward pass, and after its backward
+# pass.
 #
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next.
@@ -49,7 +50,7 @@ check("7.1", assign_owners)
 # This is ZeRO-1. All weights lie end to end in one flat tensor, all gradients in another, and both are cut into K chunks:
 # `weights` and `gradients` are lists of these chunks, views of the flat tensors. A rank keeps optimizer state for one
 # chunk only, and `update(chunk of weights, chunk of gradients)` makes the step of that chunk, in place. Afterwards all
-# ranks have the new weights. You need no more bytes than DDP: 2(K-1)/K p per rank.
+# ranks have the new weights. Send no more bytes than DDP does: 2(K-1)/K p per rank.
 #
 # `reduce_scatter(chunks, group)` and `allgather(chunks, group)` are those of lesson 04: after the first, rank r has the
 # sum of chunk r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients.
@@ -162,9 +163,9 @@ check("7.4", network_order)
 #   all messages, in order, and returns a future. Called again before `free`, it gathers nothing a second time. Weights
 #   travel in bfloat16.
 # - `free(layer)` gives the memory back.
-# - `finish(layer, thread)` brings the *mean* of the ranks' gradients to `own.grad`, in float32: bfloat16 has eight bits, too few
-#   for sums. Gradients of several backward passes add up until the optimizer clears them. It keeps no more than its chunk:
-#   the whole gradient goes, and the layer is freed.
+# - `finish(layer, thread)` brings the *mean* of the ranks' gradients to `own.grad`, in float32: bfloat16 keeps eight
+# significant bits, too few for sums. Gradients of several backward passes add up until the optimizer clears them. The rank
+# keeps no more than its chunk: the whole gradient goes, and the layer is freed. `finish` returns when all that is done.
 # %% answer-7-5
 def fetch(layer, thread):
     """Begin to gather the whole parameter, unless that has begun; return the future that ends with it."""
@@ -243,7 +244,7 @@ check("7.6", global_norm)
 #
 # Each gather and each scatter sends (K-1)/K of its n numbers, `weight_bytes` or `gradient_bytes` each, over a link of `bytes_per_s`.
 # On the fewest GPUs, how many tokens must the batch have, over all GPUs together, so that *neither* pass waits for the network?
-# Both are whole numbers; where nothing is sent, 0 tokens are enough.
+# Return GPUs and tokens, both as an `int`; where nothing is sent, 0 tokens are enough.
 # %% answer-7-7
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
     """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for nothing."""

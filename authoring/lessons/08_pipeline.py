@@ -286,17 +286,17 @@ show.sketches.schedules(rows)
 
 # %% [markdown]
 r"""
-The white parts in the figure are the **bubble**: a rank waits while the pipeline fills, turns round and empties. In GPipe
+The white parts in the figure (not the outlined boxes, which are the second stage of an interleaved rank) are the **bubble**: a rank waits while the pipeline fills, turns round and empties. In GPipe
 and 1F1B it is a share of
 
 $$\frac{K-1}{M+K-1}$$
 
 With two stages per rank the white parts are half as long, which makes it $\frac{K-1}{2M+K-1}$; in this zero bubble
 schedule they are a third as long, $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble? This variant keeps no more micro-batches than
-1F1B's first rank. With twice that memory the white parts vanish but for the update's.) What is 1F1B for, then, if it idles as long as GPipe?
+1F1B's first rank. With twice that memory only the white parts around the update are left.) What is 1F1B for, then, if it idles as long as GPipe?
 Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
 most K. (Interleaving has a price here: with K = 4, by the lists above, rank 0 keeps 11 thin micro-batches, as much as 5.5 whole
-ones.) In the figure the second stage of an interleaved rank is an outline. Move the sliders: which makes the bubble small,
+ones.) Move the sliders: which makes the bubble small,
 more ranks or more micro-batches?
 """
 

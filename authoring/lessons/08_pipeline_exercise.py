@@ -180,9 +180,9 @@ check("8.6", read)
 #
 # Now a stage of a real pipeline, on ranks. Somebody else walks through GPipe's schedule and calls your two functions with the
 # number of a micro-batch. A `stage` has `module`, its part of the model; `before` and `after`, the neighbours' ranks, None at the ends;
-# `shape`, the shape of what comes from the stage before; and an empty dict `kept` for what you want to keep. The first stage has
+# `shape`, the shape of what comes from the stage before (all is float32); and an empty dict `kept` for what you want to keep. The first stage has
 # `inputs`, a list with a tensor for each micro-batch. The last one has `targets` and `loss(output, target)`, and the loss of the batch is
-# the *mean* over all `stage.microbatches`.
+# the *mean* over its micro-batches, of which there are `stage.microbatches`.
 #
 # `wire.send(tensor, rank)` and `wire.recv(tensor, rank)` are those of lesson 03. Parameters' gradients add up in `.grad` as
 # always. After its backward pass nothing of a micro-batch is kept.

@@ -166,16 +166,17 @@ check("9.4", plan)
 # %% [markdown]
 # ## 9.5 Sequence parallelism
 #
-# *20 minutes · hard*
+# *15 minutes · medium*
 #
-# With `Enter` and `Leave` every rank of a split layer has the whole activation before and after it, though between split layers,
-# in norms and dropout, all of them compute the same. An all-reduce is a reduce-scatter and an allgather; so let the one end a
+# With `Enter` and `Leave` every rank has the whole activation before and after a split layer. So between split layers, in
+# norms and dropout, all ranks compute the same. An all-reduce is a reduce-scatter and an allgather; so let the one end a
 # split layer, and the other begin the next. In between each rank has its own T-th of the *sequence* only: the bytes are the
 # same, the activations take 1/T of the memory.
 #
 # `allgather(tensor)` returns the ranks' tensors end to end along the first dimension. `reduce_scatter(tensor)` returns this
 # rank's T-th, along the first dimension, of the sum over the ranks. Autograd knows neither. Write the two functions:
-# `Gather` stands before a column-split layer, `Scatter` after a row-split one. One of the two calls in each pass is enough.
+# `Gather` stands before a column-split layer, `Scatter` after a row-split one. Each `forward` and each `backward` needs
+# just one of the two calls.
 # %% answer-9-5
 class Gather(torch.autograd.Function):
     """From this rank's part of the sequence to the whole of it."""

@@ -169,8 +169,8 @@ def critical_batch(model, digits, draws=256):
 
 
 problem, model, critical = problems.make("digits"), problems.make("digits").model(), {}
-for steps in show.progress((0, 40, 80, 160)):
-    stage1_single.train(model, list(problem.batches(8, steps))[steps // 2 :], 0.01)
+for before, steps in show.progress([(0, 0), (0, 40), (40, 80), (80, 160)]):
+    stage1_single.train(model, problem.batches(8, steps, start=before), 0.01)
     critical[f"after {steps} steps"] = critical_batch(model, problem)
 low, high = min(critical.values()), max(critical.values())
 title = f"Noise and gradient are equally long at {low:.0f} to {high:.0f} samples"
@@ -428,7 +428,7 @@ samples, or evaluate without padding.
 ## In three lines
 
 1. Same global batch on more devices: same rate, same curve, to the last digits.
-2. A larger batch: the linear rule works below the critical batch size, measured on digits and bytes, and breaks beyond.
+2. A larger batch: the linear rule works below the critical batch size, and breaks beyond.
 3. Samplers, means of losses and clipping each invite a mistake that raises no error.
 
 **Exercise:** [10](../exercises/10_batch_size_and_learning_rate.ipynb), `exercises/10_batch_size_and_learning_rate.ipynb`.

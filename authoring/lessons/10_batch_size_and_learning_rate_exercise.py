@@ -157,7 +157,8 @@ check("10.5", largest_rate)
 # as much as each of the 300. Nothing warns: it trains, a little worse. (This stood in several large training libraries for years.)
 #
 # `sums` has, for each of this rank's micro-batches, the *sum* of its tokens' losses, with a graph behind it; `counts` says how many
-# tokens each has. You return what `backward()` is called on, one number per micro-batch. The gradients of all of them add
+# tokens each has. You return a list of what `backward()` is called on, a tensor of one number for each micro-batch (a count
+# may be 0). The gradients of all of them add
 # up on a rank; then DDP *averages* them over `world_size` ranks. The result must be the gradient of the mean over all
 # tokens of all micro-batches of all ranks. `all_reduce(tensor)` sums over the ranks, in place; call it once.
 # %% answer-10-6

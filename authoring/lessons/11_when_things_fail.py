@@ -178,7 +178,7 @@ r"""
 | debug server | `torch.distributed.debug.start_debug_server()` in the script, then port 25999 of rank 0 | stacks and flight recorders of all ranks, as a web page |
 | flight recorder, NCCL | `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`, then the analyzer as above | the first collective that not all ranks joined; each rank writes its file when the watchdog finds a timeout |
 | NCCL's watchdog | on by itself; `init_process_group(timeout=…)` says how long a collective may take | ends the job after ten minutes; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` switches that off, then it hangs for ever |
-| NCCL's heartbeat | on by itself; `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` | ends a process whose watchdog hangs itself |
+| NCCL's heartbeat | on by itself; `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` | ends a process whose watchdog itself hangs |
 | NCCL's log | `NCCL_DEBUG=INFO` | versions, network cards, rings; the last line before a hang |
 
 All of these work under torchrun on a cluster. `launch` prints the same after a timeout: stacks and last collectives.
@@ -259,7 +259,7 @@ r"""
 This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what
 each rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that
 waits *inside* the all-reduce seems to communicate. Rank 1 comes last, so it does not wait at all. Whatever another rank
-spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale. (The links cost nothing here, so that no
+spends in the all-reduce beyond rank 1's time is waiting; it is drawn as "wait". (The links cost nothing here, so that no
 transfer is left to see.)
 """
 
@@ -383,7 +383,8 @@ nothing.
 
 And what happens in the first 40 ms of forward? DDP broadcasts rank 0's buffers, three for each of 53 BatchNorm layers: it packs
 159 small tensors into two messages and copies each of them back. `broadcast_buffers=False` saves that, where buffers
-need not be equal on all ranks. One thing this trace cannot tell: in its third step the first three all-reduces take 6 ms each, not
+need not be equal on all ranks. And the white 17 ms after backward? There DDP copies 161 gradients out of its buckets, one by one;
+`gradient_as_bucket_view=True` saves that. One thing this trace cannot tell: in its third step the first three all-reduces take 6 ms each, not
 2.5. Did this rank wait for the other one? That needs the other rank's trace.
 
 ## Checkpoints
@@ -512,8 +513,7 @@ show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (m
 
 # %% [markdown]
 r"""
-Where the line is lowest, it is flat: twice Young's interval costs little. (The table's text prints 30.1 % for faulty GPUs, its own
-numbers give 35.3 %.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
+Where the line is lowest, it is flat: twice Young's interval costs little. (Of Llama 3's interruptions its text blames faulty GPUs for 30.1 %; the numbers of its table give 35.3 %.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
 Kokolis et al., 2024).
 
 ## What torch does

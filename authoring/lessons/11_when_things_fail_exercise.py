@@ -242,7 +242,7 @@ check("11.5", diagnoses)
 # *15 minutes · medium*
 #
 # A sharded checkpoint has a part per rank: each rank saved its chunk of every flat tensor (`tensor_split(K)[rank]`), and
-# what is the same on all ranks, such as the number of the step. Then two GPUs are taken away. `saved` has the parts of all
+# what is the same on all ranks and no tensor, such as the number of the step. Then two GPUs are taken away. `saved` has the parts of all
 # ranks that saved, in order: `saved[2]["momentum"]` is rank 2's chunk. Make the part of a rank of the new, smaller or larger
 # world. It keeps no more memory than it needs.
 # %% answer-11-6

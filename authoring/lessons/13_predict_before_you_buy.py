@@ -70,7 +70,7 @@ show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring
 
 # %% [markdown]
 r"""
-8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** is where efficiency falls below 90 %, the
+8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** (circle) is the last K before efficiency falls below 90 %, the
 dotted line. Up to there, communication hides behind the backward pass; what is lost all the same is the last bucket, and
 computing that all-reduces slow down. Then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In two levels
 (the hierarchical ring) there are few, and the curve goes on.
@@ -94,14 +94,14 @@ for 4, 8 and 16 are lines. Beside them a second predictor, dotted, which knows n
 # %% published folded=true
 tables = {table.name: table for table in scoreboard.scoreboard()}
 rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
-measured, lines, errors = {}, {}, {"simulator": [], "constant": []}
+measured, lines, errors = {}, {}, {"simulator": [], "as on 2 GPUs": []}
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
     model, alone = row["model"], row["no_ddp"]
     ours = [case for case in rows if case["model"] == model]
     measured[model] = ([2, 4, 8, 16], [100 * alone / row[f"gpus_{k}"] for k in (2, 4, 8, 16)], colour)
     lines[f"{model}, simulated"] = ([4, 8, 16], [100 * alone / case["predicted"] for case in ours], colour)
     errors["simulator"] += [abs(case["error"]) for case in ours]
-    errors["constant"] += [abs(row["gpus_2"] / case["measured"] - 1) for case in ours]
+    errors["as on 2 GPUs"] += [abs(row["gpus_2"] / case["measured"] - 1) for case in ours]
 title = "Median error: " + ", ".join(f"{name} {median(all_):.1%}" for name, all_ in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x", ticks=[2, 4, 8, 16],
                       kind="published; simulated")  # fmt: skip
@@ -123,7 +123,7 @@ and nothing here tests it. To test a model we need tables in which something hap
 NCCL's ring on 8 A100s of one host, from 32 KiB to 8 GiB. Latency and rate alone, α + βp, fail in the middle, because
 NCCL has three **protocols**: *LL* sends a flag with every 4 bytes, so that nobody waits for a signal, and carries half
 as much; *LL128* sends one flag with every 120 bytes; *Simple* sends no flags, and signals when a whole block is there. Each has a latency and a rate, and the fastest
-is used.
+is used. (Fitted, LL takes ten times as long per byte as Simple, not twice: flags alone do not explain that.)
 """
 
 # %% protocols folded=true
@@ -177,7 +177,7 @@ print(f"ZeRO-1       {1000 * values['shard']:.1f} ms per shard")
 
 # %% [markdown]
 r"""
-(b is no physics alone: the fit puts into it all that no other term names.)
+(b is not physics alone: the fit puts into it all that no other term names.)
 
 Write the first two terms and the sending yourself (task 13.5): products at 0.75 of 312 Tflop/s, attention at 0.32; a gather or scatter sends
 (K-1)/K of its bytes at `rate`.
@@ -452,7 +452,8 @@ fewer tokens than both.) Pipelines multiply these limits once more, by the numbe
 ## Which do I use?
 
 The same model chooses. It tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps what fits with a
-twentieth of the memory left, and takes the *simplest* within 5 % of the fastest.
+twentieth of the memory left, and takes the *simplest* within 5 % of the fastest (DDP, then ZeRO-1, ZeRO-2 and FSDP, which count as equally simple; of
+equals the fastest).
 """
 
 # %% decision

@@ -162,11 +162,12 @@ check("13.4", predicted, held_out)
 # *15 minutes · medium*
 #
 # A layer has `weights` weights and a `width`; a micro-batch has so many `tokens`, in sequences of `context`. On an A100 products with
-# weights run at 0.75 of 312 Tflop/s, attention at 0.32 of these. A product is 2 flops per weight and token; attention is 2 flops per token of the
-# context, unit of width and token (half of all scores is masked). The backward pass has twice the products and 2.5 times the attention.
+# weights run at 0.75 of 312 Tflop/s, attention at 0.32 of 312. A product is 2 flops per weight and token; attention is 2 flops per token of the
+# context, unit of width and token (half of all scores is masked, which this counts already). The backward pass has twice the products and 2.5 times the attention.
 # Return the seconds of both passes.
 #
-# FSDP gathers the weights, 2 bytes each, before each pass, and scatters the gradients, 2 bytes each, after the second. A gather or
+# FSDP gathers the weights, 2 bytes each, before each pass, and scatters the gradients, 2 bytes each, in the second: one
+# gather is the sending of the forward pass, a gather and a scatter that of the backward pass. A gather or
 # scatter sends (K-1)/K of these bytes at `rate` bytes per second. In each pass the longer of computing and sending counts, and 0.15 of the
 # shorter. How many seconds does the layer take?
 # %% answer-13-5
@@ -210,16 +211,17 @@ check("13.5", passes, fsdp_layer)
 # | `between`, `inside` | bytes per second that a GPU sends to another host, and within its own |
 # | `per_host` | GPUs of a host |
 # | `weight_bytes`, `gradient_bytes` | bytes of a weight and of a gradient on the way; an activation has two |
-# | `inner` | inner width of a pair of layers, `width` to `inner` and back |
+# | `inner` | inner width of a pair of layers, from some width to `inner` and back (the dict has no width) |
 #
 # **Fully sharded**, all GPUs: a forward pass computes 2 flops per weight and token, while the weights are gathered; a backward pass computes
 # 4, while the weights are gathered again and the gradients are scattered. Each of the three sends (K-1)/K of its bytes. Up to which K does
-# *neither* pass wait? (K need not fill whole hosts, and all of it is sent at `between`, for any K.)
+# *neither* pass wait? (For any K, whether it fills whole hosts or not, all bytes are sent at `between`.)
 #
-# **Tensor parallel**: T ranks of a host share each pair of layers, and sum up its outputs (`width` per token) by a ring all-reduce, under
+# **Tensor parallel**: T ranks of a host share each pair of layers, and sum up its outputs (that width per token) by a ring all-reduce, under
 # which nothing can be computed. Up to which T does it take no longer than the computing of the pair's forward pass? T must divide `per_host`.
 #
-# **Both**: T ranks of a host, the largest T of above, are one replica, and the replicas are fully sharded over hosts. On how many GPUs?
+# **Both**: T ranks of a host, the largest T of above, are one replica, and the replicas are fully sharded over hosts. Up to
+# how many GPUs does neither pass wait for the sharding's messages? (The time of the all-reduces does not count.)
 # %% answer-13-6
 def most_sharded(job):
     """Return the largest number of GPUs at which neither pass of fully sharded training waits for the network."""

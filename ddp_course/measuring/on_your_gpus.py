@@ -172,7 +172,7 @@ def message(results: Comparison, gpus: int) -> str:
         ratio = stage.step_ms / alone.step_ms
         taken = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
-            taken += f": they are {1 / ratio:.1f} times as fast"
+            taken = f"with {stage.name} {devices} are {1 / ratio:.1f} times as fast as one"
         elif reason != explained:  # The same reason is given once.
             taken += f": {reason}"
             explained = reason

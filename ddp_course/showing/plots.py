@@ -251,7 +251,7 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
         axes.text(
             0.5,
             0.5,
-            "none of these stages sends through our own wire",
+            "nothing to count: bytes are counted only where the course's own code sends",
             ha="center",
             transform=axes.transAxes,
         )

@@ -54,7 +54,8 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     step = min(step, len(schedule))
     state = ring_states(world_size)[step]
     done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
-    message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
+    complete = f"{done} of {world_size**2} chunks complete"
+    message = f"after step {step} of {len(schedule)}: {complete}"
     following = "all ranks have all sums"
     sent: list[int] = []
     if step < len(schedule):
@@ -74,7 +75,7 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
             _arrow(axes, start, start + 0.5, chunk + 0.36)
             if rank == world_size - 1:
                 _arrow(axes, -0.36, 0, chunk + 0.36)
-        title = f"Step {step} of {len(schedule)}, {done} chunks complete; {following}"
+        title = f"Step {step} of {len(schedule)}, {complete}; {following}"
         axes.set_title(title, loc="center")
         axes.set(xlim=(-1.5, 1.7 * world_size + 0.3), ylim=(world_size + 0.1, -1.0))
     return picture

@@ -208,7 +208,7 @@ def alpha_beta_explorer(
         f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
     )
     picture = plots.curves(
-        {}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived"
+        {}, "size of the message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived"
     )
     picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
     # Minor ticks took half of the time to draw, and no reader needs them.

@@ -335,6 +335,9 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 wrong: gathered once | before the backward pass the weights are gathered again; and the gradients are scattered
 #- longer(backward, 2 * ring)
 #+ longer(backward, ring)
+# %% 13.5 wrong: scattered after it | the gradients are scattered while the backward pass computes: a gather and a scatter are its sending
+#- longer(backward, 2 * ring)
+#+ longer(backward, ring) + ring
 # %% 13.5 wrong: all bytes are sent | each GPU has its own part already: (K-1)/K of the bytes are sent
 #- ring = (gpus - 1) / gpus * 2
 #+ ring = 2

@@ -121,6 +121,12 @@ def require(condition: Any, message: str) -> None:
 
 
 def several(answer: Any, count: int, message: str) -> Any:
-    """The answer, if it is a row of `count` things; else raise Wrong with `message`."""
-    require(isinstance(answer, list | tuple) and len(answer) == count, message)
+    """The answer, if it is a row of `count` things; else raise Wrong with `message` and what it
+    is.
+    """
+    is_row = isinstance(answer, list | tuple)
+    kind = f"a {type(answer).__name__}"
+    if is_row:
+        kind += f" of {len(answer)}"
+    require(is_row and len(answer) == count, f"{message} (yours is {kind})")
     return answer
