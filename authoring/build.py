@@ -489,7 +489,12 @@ def execute(notebook, path, root):
     notebook.metadata.pop("widgets", None)
     where = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources=where, record_timing=False
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources=where,
+        record_timing=False,
+        coalesce_streams=True,  # A printed line may come in two pieces.
     )
     try:
         client.execute(env={**os.environ, "PYTHONHASHSEED": "0"})
