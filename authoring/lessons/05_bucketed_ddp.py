@@ -241,8 +241,8 @@ r"""
 One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without
 overlap a step takes forward + C + T. With overlap a step takes forward + max(C, T) plus the time of one bucket. If C is
 longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
-link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all but the
-last bucket is hidden. T is above C: at most C of it is hidden, and you pay T - C and one bucket. The green line in the
+link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all but about
+one bucket is hidden. T is above C: at most C of it is hidden, and you pay T - C and one bucket. The green line in the
 figure leaves this one bucket out, so the points lie above it. Where they meet, T = C, is predicted from the two numbers
 alone; then we run it at several link speeds.
 """

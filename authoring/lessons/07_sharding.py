@@ -536,7 +536,7 @@ Every way holds most where forward ends and backward begins: then all activation
 curve by what it divides, and no more. (At the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while
 DDP's buckets are always there.) **Activation checkpointing** keeps the activations of one quarter of the model at a time;
 it peaks again with each quarter that is computed once more. torch's own ways are dashed. Its `fully_shard` peaks where
-ours does; its ZeRO-1 peaks 4 bytes per parameter above ours, which are DDP's buckets, and after that frees less. The remedies stand beside the
+ours does; its ZeRO-1 peaks 4 bytes per parameter above ours, which are DDP's buckets, and frees its gradients only at the end of the update. The remedies stand beside the
 faults: checkpointing keeps only some activations and computes the others again; smaller blocks mean that less is whole at
 a time.
 

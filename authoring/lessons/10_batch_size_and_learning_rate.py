@@ -151,7 +151,7 @@ difference here: at 16 times the batch 22 steps are left, so a tenth of them is 
 larger than the gradient itself. The batch at which both are equally long is the **critical batch size** (McCandlish et al.,
 "An Empirical Model of Large-Batch Training", 2018): the squared noise of a single sample over the squared length of the
 gradient. Take it as an order of magnitude; nothing breaks at just this size. In long trainings it grows, as the gradient
-gets smaller; in these few steps it hardly moves.
+gets smaller; in these few steps it stays within a factor of two.
 """
 
 
@@ -238,7 +238,7 @@ needed
 r"""
 Then we look at what a step takes on 1 to 8 emulated devices, in virtual time, joined by emulated links, with the buckets of lesson 05.
 For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time
-to the loss. We evaluate after every 128 samples, so the counts are rounded up to that. `inf` means: not within 8,192
+to the loss. We evaluate after every 128 samples (on 32 devices after each update, 256), so the counts are rounded up to that. `inf` means: not within 8,192
 samples; so the figure has no point at 32.
 """
 

@@ -114,8 +114,8 @@ print("two levels are not slower than the flat ring")
 r"""
 The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. Where packets really travel
 (`Link("200Mbit", mode="hosts", hosts=2)`), gloo's flat ring of four ranks took up to 1.5 times as long as its dash (measured once):
-before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels
-two such messages cross the cable; with a flat ring 2(K-1) do.
+before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels a rank
+waits for two such messages from the other host; with a flat ring for 2(K-1).
 
 On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
 the other; in two levels there are 30 between the hosts.

@@ -288,7 +288,7 @@ print("no step is shorter than derived: device and link take their time")
 r"""
 ## Who waits for the slow one?
 
-On fast links nobody gains by sending less. But now let one of four devices have half of the rate. If all ranks meet in every
+On fast links sending less gains little. But now let one of four devices have half of the rate. If all ranks meet in every
 step, every step takes as long as on this device. The asynchronous server's other workers go on at their own pace. It has one
 worker less, and still more samples get through. The price is staleness: whether the loss falls faster, too, is another
 question (above, with all devices alike, equally many samples gave the same loss).

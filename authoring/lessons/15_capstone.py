@@ -145,7 +145,7 @@ there is a GPU, and NCCL wants one for each rank. The figure says which it was.
 
 First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
 ranks on one machine slow each other down. A fourth run has `fully_shard` on a single rank, where it sends nothing. (Losses are
-means over the ranks, and each rank has its own samples: only DDP and `fully_shard` on K ranks have equal ones.)
+means over the ranks, and each rank has its own samples: DDP and `fully_shard` on K ranks have equal ones, and so have the two runs on one rank.)
 """
 
 # %% runs

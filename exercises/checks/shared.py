@@ -75,7 +75,7 @@ def as_sum(tensor: torch.Tensor, of_ranks: list) -> str:
     other = "no simple sum of the ranks' tensors"
     columns = [part.detach().reshape(-1).double() for part in of_ranks]
     goal = tensor.detach().reshape(-1).double()
-    if len(goal) < len(columns) or len(goal) != len(columns[0]):
+    if len(goal) < len(columns) or len(goal) != len(columns[0]) or not goal.isfinite().all():
         return other
     parts = torch.stack(columns, 1)
     factors = torch.linalg.lstsq(parts, goal[:, None]).solution[:, 0]

@@ -59,7 +59,7 @@ MISTAKES = {
     ),
     "an index out of range": (
         {"4.2": edited("4.2", ("(rank - step - 1) % world_size", "rank - step + 3"))},
-        {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, reduce_scatter: target"},
+        {"4.2": "is its index taken modulo K?", "4.4": "is its index taken modulo K?"},
     ),
     "a buffer of another dtype": (
         {
@@ -67,7 +67,7 @@ MISTAKES = {
                 "4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)")
             )
         },
-        {"4.2": "when bytes are read as another dtype", "4.4": "mend 4.2 first"},
+        {"4.2": "no simple sum of the ranks' tensors", "4.4": "mend 4.2 first"},
     ),
     "left for right": ({"4.3": edited("4.3", TURNED)}, {"4.3": LEFT, "4.4": "mend 4.3 first"}),
     "a ring that turns the other way": (TURNED_RING, {"4.2": LEFT, "4.3": LEFT}),
