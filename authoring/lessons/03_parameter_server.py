@@ -310,23 +310,21 @@ and really measured.
 
 # %% apart
 def taken_apart():
-    tensor = torch.ones(p // 4)
-    server(tensor.clone())  # opens the connections
+    server(torch.ones(p // 4))  # opens the connections
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(0.02)
     with timing.stopwatch() as waiting:
         dist.barrier()
     with timing.stopwatch() as whole:
-        server(tensor)
+        server(torch.ones(p // 4))
     return waiting.seconds, whole.seconds
 
 
 pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link, device="cpu"))]
 total, incoming = torch.ones(2, p // 4)
-total += incoming  # The first addition also wakes torch's threads.
 once = []
-for _ in range(9):
+for _ in range(9):  # The first addition also wakes torch's threads.
     with timing.stopwatch() as adding:
         total += incoming
     once.append(adding.seconds)
