@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -121,7 +120,9 @@ def refuse_address(address: str) -> None:
         raise PermissionError(f"your code connects to {address}: there is no network here")
 
 
-def refuse_file(name: Any, writes: bool, folders: Sequence[str], secrets: Sequence[str]) -> None:
+def refuse_file(
+    name: str | bytes, writes: bool, folders: Sequence[str], secrets: Sequence[str]
+) -> None:
     """PermissionError if an answer must not open a file."""
     path = os.fsdecode(name)
     if below(path, secrets):

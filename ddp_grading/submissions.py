@@ -92,7 +92,7 @@ class Item(NamedTuple):
     """
 
     parts: tuple[str, ...]
-    content: Any = None
+    content: bytes | GradingError | None = None
     place: Any = None
 
     @property
@@ -167,7 +167,7 @@ def find_submissions(
     return handed_in, [name for name in others if name not in (".git", METADATA)]
 
 
-def walk(path: Any, parts: tuple[str, ...]) -> list[Item]:
+def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
     """The files in a folder or archive, and in those in it; an item of an empty name stands for a
     folder without notebooks. Nothing of an archive is written to the disk, and no link to a folder
     is followed.
@@ -197,12 +197,12 @@ def walk(path: Any, parts: tuple[str, ...]) -> list[Item]:
         return [Item(parts, GradingError(f"cannot be read as an archive ({error})"))]
 
 
-def is_link(path: Any) -> bool:
+def is_link(path: Path | zipfile.Path) -> bool:
     """Whether a path is a link, which may lead anywhere."""
     return isinstance(path, Path) and path.is_symlink()
 
 
-def read_file(path: Any) -> bytes:
+def read_file(path: Path | zipfile.Path) -> bytes:
     """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")

@@ -40,7 +40,7 @@ COLLECTIVES = tuple(
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
 # {size: group of the first `size` ranks}; the groups last for the whole launch.
-groups: dict = {}
+groups: dict[int, Any] = {}
 reading = threading.Lock()  # A `read` may draw from torch's one state of chance.
 
 
@@ -240,7 +240,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[list]:
         )
         original.__kwdefaults__ = function.__kwdefaults__
         forbidden_now[name] = Forbidden(message, depth, original)
-        names: dict = {}
+        names: dict[str, Any] = {}
         exec(STUB.format(name), names)
         changed.append((function, function.__code__))
         function.__code__ = names["stub"].__code__

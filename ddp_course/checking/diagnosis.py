@@ -126,12 +126,11 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
         )
     where = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
+    law = relation(wrong)
     bad = {value.case for value in wrong}
     good = list(dict.fromkeys(value.case for value in values if value.case not in bad))
     right = f" (right: {'; '.join(good)})" if 0 < len(good) <= 2 else ""
-    return (
-        f"{first.case}: {relation(wrong)}{where}{difference}{ranks_in_words(values, wrong)}{right}"
-    )
+    return f"{first.case}: {law}{where}{difference}{ranks_in_words(values, wrong)}{right}"
 
 
 def in_short(value: Value) -> str:

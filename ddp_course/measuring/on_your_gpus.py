@@ -170,13 +170,13 @@ def message(results: Comparison, gpus: int) -> str:
     for stage in others:
         devices, reason = devices_and_reason(stage, alone.step_ms, ranks, gpus)
         ratio = stage.step_ms / alone.step_ms
-        taken = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
+        part = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
-            taken = f"with {stage.name} {devices} are {1 / ratio:.1f} times as fast as one"
+            part = f"with {stage.name} {devices} are {1 / ratio:.1f} times as fast as one"
         elif reason != explained:  # The same reason is given once.
-            taken += f": {reason}"
+            part += f": {reason}"
             explained = reason
-        parts.append(taken)
+        parts.append(part)
     return "; ".join(parts)
 
 

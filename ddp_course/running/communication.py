@@ -130,9 +130,8 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     tensors = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            metadata: Any = (
-                tensor.grad_fn.metadata
-            )  # the stubs of torch take this dict for a function
+            # The stubs of torch take this dict for a function.
+            metadata: Any = tensor.grad_fn.metadata
             metadata.setdefault("owners", []).append(owner)
     return outputs
 

@@ -156,7 +156,8 @@ def _pass(axes, rank, ranks, span, last):
     letter = instruction.letter
     colour = PASSES[letter]
     second = instruction.stage >= ranks
-    face, edge = ("white", colour) if second else (colour, "white")
+    face = "white" if second else colour
+    edge = colour if second else "white"
     bar = [(start, end - start)]
     axes.broken_barh(bar, (rank - 0.4, 0.8), facecolors=face, edgecolor=edge)
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
