@@ -59,7 +59,7 @@ MISTAKES = {
     ),
     "an index out of range": (
         {"4.2": edited("4.2", ("(rank - step - 1) % world_size", "rank - step + 3"))},
-        {"4.2": "is its index taken modulo K?", "4.4": "is its index taken modulo K?"},
+        {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, reduce_scatter: target"},
     ),
     "a buffer of another dtype": (
         {
