@@ -51,7 +51,9 @@ def naming_chunks(with_line=True):
         with in_words({"must match the size": OTHER_LENGTH}):
             yield
     except IndexError as error:
-        raise Wrong(NO_SUCH_CHUNK) from (error if with_line else None)
+        if with_line:
+            raise Wrong(NO_SUCH_CHUNK) from error
+        raise Wrong(NO_SUCH_CHUNK) from None
 
 
 def draw_chunks(random):
