@@ -401,7 +401,7 @@ ITERATIONS = {
         " weights. Backward begins with layer 3. As soon as its gradient is there, bucket 0"
         " travels around the ring while backward computes layer 2; the last bucket travels when"
         " backward is over. Every rank makes the same update, so the weights stay equal.",
-        "each bucket leaves as soon as it is full, under the backward pass",
+        "buckets leave in order, each as soon as it is full: all but the last under the backward pass",
         bucketed,
     ),
     6: Iteration(

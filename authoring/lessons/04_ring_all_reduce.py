@@ -412,8 +412,8 @@ r"""
 ## On your GPUs
 
 Server and ring on the devices of this machine, in real time. Beside them the all-reduce of the backend, on as many bytes: NCCL
-on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages. With two ranks
-server and ring send the same bytes, so the ring cannot win there.
+on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages. With two ranks server
+and ring send the same bytes; the ring wins only because it sends while it receives.
 """
 
 # %% on-your-gpus

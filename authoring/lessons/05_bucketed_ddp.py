@@ -227,8 +227,8 @@ the cap that you choose. They differ by a few percent, since the simulator share
 same reason it hides 79 % of the communication at a cap of 0.1 MiB, and the program 70 %: there the last gradients are
 those of the embeddings, which are large and cost almost no computing, so that less is left to hide them under. Drag the
 slider, which moves the dotted line: why is the largest cap the worst? And why does the smallest one lose nothing here? On
-this link a message has hardly any latency. Where it has 50 µs, as in the numbers above claim 8, the best cap is neither the
-smallest nor the largest.
+this link a message has hardly any latency. Where it has 50 µs, as in the first row of numbers above claim 8, the best cap is neither
+the smallest nor the largest.
 """
 
 # %% explorer

@@ -357,7 +357,7 @@ everywhere at the same time.
 Now a real trace: the step of ResNet-50 on two A100s that you saw in [lesson 5](05_bucketed_ddp.ipynb). It takes 220 ms,
 and the GPU computes for 38 of them. Whose fault is that: the network's, the loader's, the other GPU's, the processor's?
 Collect the evidence first, and decide before you read on. (Enlarged are the milliseconds around the first all-reduce;
-below each all-reduce stands how many gradients it adds up.)
+below each all-reduce stands how many numbers it adds up.)
 """
 
 # %% whose-fault folded=true

@@ -144,8 +144,8 @@ print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
 r"""
-One point lies a fifth below all lines: 8 MiB. The model cannot explain it. Near 8 MiB, then,
-expect errors of a fifth.
+One point lies a sixth below all lines: 8 MiB. The model cannot explain it. Near 8 MiB, then,
+expect a time that is a fifth too long.
 
 ## A transformer's step, term by term
 

@@ -147,7 +147,7 @@ COLUMNS = {  # Each title has a field of a stage's result and a format.
     "speed-up": ("speed_up", ".2f"),
     "comm.\nms": ("communication_ms", ".1f"),
     "bytes sent\nby busiest": ("bytes_sent_max", ","),
-    "messages": ("messages_max", "d"),
+    "messages\nin and out": ("messages_max", "d"),
     "last\nloss": ("last_loss", ".4f"),
     "weights\ndiffer by": ("max_abs_diff_vs_single", ".1e"),
 }
