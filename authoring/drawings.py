@@ -428,7 +428,7 @@ ITERATIONS = {
         " micro-batches. Their activations go down from rank to rank, then the gradients of the"
         " activations go up. At the beginning, in the middle and at the end ranks idle. Each rank"
         " updates its own layer; no gradient of a weight is sent.",
-        "a rank has its own layers, for all of the data; only activations travel",
+        "a rank has its own layers, for all of the data; only activations and their gradients travel",
         pipeline,
     ),
     9: Iteration(

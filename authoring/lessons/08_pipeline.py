@@ -3,7 +3,7 @@ r"""
 # 8 · Pipelines: split the model
 
 So far every rank ran all layers on a part of the data. Now the other way round: each rank runs a part of the layers,
-on all of the data. Only activations travel, from one rank to the next. The question is how to keep the ranks busy.
+on all of the data. Only activations and their gradients travel, from one rank to the next and back. The question is how to keep the ranks busy.
 
 **After this lesson you can**
 
@@ -544,7 +544,8 @@ r"""
 ## On your GPUs
 
 The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
-pipeline fills and empties, and for the slowest part.
+pipeline fills and empties, and for the slowest part. In the bars *compute* is all of a step but waiting for others, Python between two operations included, which the
+lanes leave white.
 """
 
 # %% on-your-gpus

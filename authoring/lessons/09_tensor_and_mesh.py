@@ -324,7 +324,8 @@ computing while
 $$T \le 1 + \frac{4\,h\,W}{R}$$
 
 b is not in it: a larger batch does not help, a wider model does. Between hosts with R/W = 8,000 flops per byte, and for
-h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host, with NVLink, W is nine times as large. That is
+h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host of H100s, with NVLink, W is nine
+times as large. That is
 why tensor parallelism stays inside a host, and data parallelism, which needs R/W tokens per replica (lessons 05 and 07),
 goes across. Together they reach further: the T ranks of a replica compute T times as fast, and each of them sends only its T-th of
 the gradients. So a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices.
@@ -450,7 +451,8 @@ and one from the back.
 ## On your GPUs
 
 Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
-a processor that is slower than one device, and between GPUs it depends on what joins them.
+a processor that is slower than one device, and between GPUs it depends on what joins them. In the bars *compute* is all of a step but waiting for others, Python between two operations included, which the
+lanes leave white.
 """
 
 # %% on-your-gpus

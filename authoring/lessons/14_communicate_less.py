@@ -204,8 +204,8 @@ The asynchronous server sends p for every share, as in lesson 03. That is K p fo
 Steps are not what we pay for. Let a device compute its share of 32 samples in 20 ms and let the link carry b bytes per
 second. Then n steps are over after n times (20 ms + bytes sent / b); the server's K-1 workers make K/(K-1) times as many
 steps for as many samples. The losses are measured, the bytes counted, the time derived from them. Nothing is hidden under
-backward here: with the overlap of lesson 05 a step that averages gradients would be up to 13 ms shorter. Seven of the
-eight ways are drawn, all with feedback. First a slow link of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
+backward here: with the overlap of lesson 05 a step that averages gradients would be up to 13 ms shorter. Seven of
+the eight ways are drawn: all but top 1 % without feedback. First a slow link of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
 """
 
 

@@ -40,8 +40,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ra
 r"""
 ## Where you are
 
-Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. What is open there can
-wait until after this lesson, or come before it.
+Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. (Outside a copy of the
+course, such as here where it was stored, one line says how to make one.) What is open there can wait until after this
+lesson, or come before it.
 """
 
 # %% where-you-are
