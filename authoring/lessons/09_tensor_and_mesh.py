@@ -353,7 +353,7 @@ picture
 # %% [markdown]
 r"""
 Fewer: GPUs have become faster than the links inside their hosts. Still all eight of a host may share a layer, except in
-narrow models; between hosts it is a handful (V100s and H100s lie on one another: hosts of both have the same network for
+narrow models; between hosts it is 5 to 8 at a width of 8,192 (V100s and H100s lie on one another: hosts of both have the same network for
 a flop/s).
 
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and

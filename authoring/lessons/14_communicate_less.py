@@ -244,7 +244,7 @@ print("slow link: local SGD takes less than a third of the time; fast link: it g
 # %% [markdown]
 r"""
 The bands show the best and the worst of three seeds: a difference smaller than that says nothing. On the fast link only the
-server takes longer, since it has one worker less.
+server takes longer: it has one worker less, and sends the most bytes.
 
 ## Is the clock right?
 
