@@ -401,7 +401,8 @@ ITERATIONS = {
         " weights. Backward begins with layer 3. As soon as its gradient is there, bucket 0"
         " travels around the ring while backward computes layer 2; the last bucket travels when"
         " backward is over. Every rank makes the same update, so the weights stay equal.",
-        "buckets leave in order, each as soon as it is full: all but the last under the backward pass",
+        "buckets leave in order, each as soon as it is full: all but the last under the backward"
+        " pass",
         bucketed,
     ),
     6: Iteration(
@@ -428,7 +429,8 @@ ITERATIONS = {
         " micro-batches. Their activations go down from rank to rank, then the gradients of the"
         " activations go up. At the beginning, in the middle and at the end ranks idle. Each rank"
         " updates its own layer; no gradient of a weight is sent.",
-        "a rank has its own layers, for all of the data; only activations and their gradients travel",
+        "a rank has its own layers, for all of the data; only activations and their gradients"
+        " travel",
         pipeline,
     ),
     9: Iteration(
