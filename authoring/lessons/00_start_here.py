@@ -165,7 +165,8 @@ Read the panels one by one:
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula. Only stages that send through the course's own wire are counted.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
-   at the same time.
+   at the same time. An update has no products, which alone
+   take virtual time here, so its bar has no length.
 
 The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
 answers the others. A bar is the time from one step of a rank to its next.

@@ -236,8 +236,7 @@ bytes of gradients back, for p bytes of weights, through the master's link.
 ## Claim: "a single process can use only one core"
 
 This is said to be why DataParallel is slow: Python's *global interpreter lock* (GIL) lets only one thread run Python
-code at a time. But most of a training step is not Python code. The experiment makes one thread call something that takes
-a third of a second, and asks whether another thread gets a turn *during* that one call.
+code at a time. But most of a training step is not Python code. The experiment makes one thread call something that takes a fraction of a second, and asks whether another thread gets a turn *during* that one call.
 """
 
 
@@ -378,8 +377,8 @@ nothing to do. (The thin line in between: outputs come in, and their gradient go
 ## On your GPUs
 
 The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
-Without GPUs two threads share the processor. They share a row, too; the short first piece of backward is the loss's, up
-to the gathered outputs.
+Without GPUs two threads share the processor. They share a row, too; forward takes longest, since it copies the model out and
+gathers the outputs, and the short first piece of backward is the loss's, up to these outputs.
 """
 
 # %% on-your-gpus

@@ -275,7 +275,7 @@ for name, size in sizes.items():
 claims.decide(
     6, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
     {name: ratio < 1.25 for name, ratio in growth.items()},
-    "The bandwidth term is nearly constant, but 2(K-1) latencies remain, and a small message is all latency.",
+    "The bandwidth term stays below 2 p/b, but 2(K-1) latencies grow with K, and a small message is all latency.",
 )  # fmt: skip
 
 # %% [markdown]
@@ -413,7 +413,8 @@ r"""
 
 Server and ring on the devices of this machine, in real time. Beside them the all-reduce of the backend, on as many bytes: NCCL
 on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages. With two ranks server
-and ring send the same bytes; the ring wins only because it sends while it receives.
+and ring send the same bytes; where the ring wins, it is because it sends while it receives. Where the ranks share a
+processor, either may come out ahead.
 """
 
 # %% on-your-gpus

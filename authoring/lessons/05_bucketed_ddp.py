@@ -243,8 +243,8 @@ overlap a step takes forward + C + T. With overlap a step takes forward + max(C,
 longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
 link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all but about
 one bucket is hidden. T is above C: at most C of it is hidden, and you pay T - C and one bucket. The green line in the
-figure leaves this one bucket out, so the points lie above it. Where they meet, T = C, is predicted from the two numbers
-alone; then we run it at several link speeds.
+figure leaves this one bucket out, so the points lie above it. Where T = C is predicted from the two
+numbers alone; then we run it at several link speeds.
 """
 
 # %% sweep
@@ -259,16 +259,15 @@ points = {
 
 # %% regimes
 forward, backward = (1000 * emulation.busy_s * part for part in (1 / 3, 2 / 3))
-travel = [
-    1000 * theory.seconds("ring", sum(sizes), K, theory.Costs.of_link(1e6 * speed, latency)) for speed in megabits
-]
 crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
+speeds = sorted([*megabits, crossing])
+travel = [1000 * theory.seconds("ring", sum(sizes), K, theory.Costs.of_link(1e6 * speed, latency)) for speed in speeds]
 show.curves(
     {"ring": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
      "buckets": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
     "link (Mbit/s)", "time per step (ms)", f"Buckets save the largest share near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
-    theory={"no overlap": (megabits, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
-            "all hidden that can be": (megabits, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
+    theory={"no overlap": (speeds, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
+            "all hidden that can be": (speeds, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
     kind="virtual time; lines derived",
 )  # fmt: skip
 

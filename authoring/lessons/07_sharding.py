@@ -531,7 +531,8 @@ print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activat
 
 # %% [markdown]
 r"""
-Without checkpointing every way holds most where forward ends and backward begins: then all activations are there. Sharding lowers the whole
+(The small batch has 16 samples, the large one 1,000.) Without checkpointing every way holds most where forward ends and
+backward begins: then all activations are there. Sharding lowers the whole
 curve by what it divides, and no more. (At the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while
 DDP's buckets are always there.) **Activation checkpointing** keeps the activations of one quarter of the model at a time;
 it peaks again with each quarter that is computed once more. torch's own ways are dashed. Its `fully_shard` peaks where
