@@ -62,7 +62,7 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
         assert [row[3:4] + row[8:] for row in rows[1:4]] == [
             ["1.5", "half right"],
             ["2", ""],
-            ["'-1", "a day late"],
+            ["-1", "a day late"],
         ]
         grades = list(csv.reader((tmp_path / "moodle_08.csv").open()))
         assert [row[3] for row in grades[1:]] == ["2.5", "4", ""]
@@ -77,7 +77,7 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
     [
         ("anna,8,8.1,two,", 'line 2: the points are "two"'),
         ("dora,8,,1,", "there is no such result"),
-        ("anna,8,8.9,1,", "there is no such task"),
+        ("anna,8,8.9,1,", "task 8.9: there is no such result"),
     ],
 )
 def test_a_comment_that_cannot_be_applied_is_named(line, words, command, tmp_path, capsys):
