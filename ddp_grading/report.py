@@ -94,9 +94,9 @@ def as_table(results: Sequence[Result]) -> str:
             joined = {"parts": "; ".join(parts), "suspicious": "; ".join(task.suspicious)}
             points = task.earned if result.graded and task.graded else None
             rows.append(vars(task) | joined | whose | {"task": task.id, "points": points})
-        points = EXCUSED if result.excused else result.extra
-        if result.comment or points:
-            rows.append(whose | {"points": points, "comment": result.comment})
+        by_hand = EXCUSED if result.excused else result.extra
+        if result.comment or by_hand:
+            rows.append(whose | {"points": by_hand, "comment": result.comment})
     return as_csv(TITLES, rows)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -131,9 +132,9 @@ def read_results(path: str | Path) -> list[Result]:
 
 def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
     """{key: the results that have it}."""
-    groups: dict[Any, list[Result]] = {}
+    groups = defaultdict(list)
     for result in results:
-        groups.setdefault(key(result), []).append(result)
+        groups[key(result)].append(result)
     return groups
 
 
@@ -185,7 +186,7 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     parts: list[dict[str, Any]] = []
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
-        points = 0 if message else worth
+        points = 0.0 if message else worth
         about = {"name": name, "points": points, "possible": worth, "message": clean(message)}
         parts.append(about)
     total = sum(part["points"] for part in parts)

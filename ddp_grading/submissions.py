@@ -310,23 +310,19 @@ def check_owners(works: Sequence[Submission]) -> None:
     unknown = ["/".join(work.parts) for work in works if not work.learner]
     if unknown:
         raise GradingError(f"not in the roster: {', '.join(unknown)}; nothing was graded")
-    folders: dict[str, str] = {}
-    loose = set()
+    claimed: dict[str, str] = {}
     for work in works:
-        folder = folders.setdefault(work.learner, work.folder)
-        if folder != work.folder:
-            raise GradingError(
-                f"two folders claim to be {work.learner}'s: {folder} and {work.folder}; nothing was"
-                " graded. Remove one, or tell people apart by --roster"
-            )
+        claims = {f"two folders claim to be {work.learner}'s": work.folder}
         numbered = NUMBERED.match(work.name)
-        if numbered and folder == work.parts[0]:
-            if (folder, numbered[1]) in loose:
+        if numbered and work.folder == work.parts[0]:
+            claims[f"two notebooks of exercise {numbered[1]} lie in {work.folder}"] = work.name
+        for problem, place in claims.items():
+            other = claimed.setdefault(problem, place)
+            if other != place:
                 raise GradingError(
-                    f"two notebooks of exercise {numbered[1]} lie in {folder} itself: whose are"
-                    " they? Put each into a folder that is called as its learner"
+                    f"{problem}: {other} and {place}; nothing was graded. Remove one, put each into"
+                    " a folder that is called as its learner, or tell people apart by --roster"
                 )
-            loose.add((folder, numbered[1]))
 
 
 def without_exercises_not_begun(
@@ -374,18 +370,17 @@ def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
     its answer.
     """
     given, answers, checks, _ = pristine
-    last = {cell.task: place for place, cell in enumerate(cells)}
+    last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
     moved = {cell.id for cell in cells} - {"imports"}
     assembled = {name: source for name, source in given.items() if name not in moved}
     for place, cell in enumerate(cells):
         if cell.id in given:
             assembled.setdefault(cell.id, given[cell.id])
-        if cell.task in answers:
-            assembled[f"{cell_of(cell.task)}-{place}"] = cell.source
-            if last[cell.task] == place:
-                assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-        elif cell.source != given.get(cell.id):
-            assembled[f"own-{place}"] = cell.source
+        if cell.source != given.get(cell.id):
+            kind = cell_of(cell.task) if cell.task in answers else "own"
+            assembled[f"{kind}-{place}"] = cell.source
+        if place == last.get(cell.task):
+            assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
     sources = {cell.task: cell.source for cell in cells if cell.task in answers}
     troubles = {}
     for task, source in answers.items():

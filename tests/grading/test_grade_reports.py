@@ -14,9 +14,9 @@ from benchmarks import grade as bench
 from ddp_course import cli
 from ddp_course.checking.checks import find
 from ddp_course.checking.plain import ODD, pack, unpack
-from ddp_grading import guard, report
+from ddp_grading import guard, remarks, report
 from ddp_grading.grader import grade
-from ddp_grading.remarks import clusters
+from ddp_grading.remarks import likeness
 from ddp_grading.results import Result, TaskResult, clean
 from ddp_grading.submissions import find_submissions, load_exercises
 
@@ -252,7 +252,9 @@ def ring(tensor, group=None):
 """
 
 
-def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them():
+def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them(
+    monkeypatch,
+):
     renamed = (
         RING.replace("incoming", "inbox")
         .replace("tensor", "t")
@@ -262,12 +264,13 @@ def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_the
         "tensor += incoming * (rank + step)",
         "for i in range(9):\n            tensor[i] -= incoming[-i]",
     )
-    answers = {
-        "anna": RING,
-        "ben": renamed,
-        "carl": other,
-        "dora": RING,
-        "emil": "def ring(): pass",
-    }
-    assert clusters(answers) == [["anna", "ben", "dora"]]
-    assert clusters(answers, lesson=RING) == []
+    answers = [("anna", RING), ("ben", renamed), ("carl", other), ("dora", RING)]
+    answers += [("emil", "def ring(): pass"), ("fritz", "def ring(): pass")]
+    results = [
+        Result(learner, 4, [TaskResult("4.4", 1, 1, answer=answer)]) for learner, answer in answers
+    ]
+    assert likeness(results) == [("4.4", ["anna", "ben", "dora"])]
+    results[0].tasks[0].points = 0
+    assert likeness(results) == [("4.4", ["ben", "dora"])], "who earned nothing copied nothing"
+    monkeypatch.setattr(remarks, "solution", lambda number: RING)
+    assert likeness(results) == []
