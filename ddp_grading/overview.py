@@ -11,7 +11,7 @@ import nbformat
 from ddp_course.running.learners_copy import progress_in
 
 from .report import rendered
-from .submissions import Pristine
+from .submissions import Exercises
 
 # The figures of one's own that are worth keeping: the cell that draws each.
 FIGURES = {
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     next_task: str
 
 
-def rows(copy: Path, exercises: dict[int, Pristine]) -> list[Row]:
+def rows(copy: Path, exercises: Exercises) -> list[Row]:
     """A row for each exercise, by the last check of each task."""
     solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
     table = []
@@ -64,7 +64,7 @@ def figures(copy: Path) -> Iterator[tuple[str, str]]:
                     yield lesson.replace("_", " "), png
 
 
-def page(copy: Path, exercises: dict[int, Pristine]) -> str:
+def page(copy: Path, exercises: Exercises) -> str:
     """One HTML page to keep, which loads nothing."""
     return rendered(
         "overview.html",

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from ddp_course.errors import GradingError
 
@@ -90,7 +90,7 @@ def owner_by_folder(parts: Sequence[str]) -> Owner:
     """
     *folders, file = parts
     if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
-        return Owner(clean(PurePath(file).stem), "/".join(parts))
+        return Owner(clean(without_ending(file)), "/".join(parts))
     while len(folders) > 1 and PLACES.fullmatch(folders[-1]):
         folders.pop()
     return Owner(clean(without_ending(folders[-1])), "/".join(folders))
@@ -105,10 +105,8 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
     """The roster's learner of whom most is in the path: name, ids, mail. "" if nothing is of any,
     or equally much of several.
     """
-    words = list(owner.about.values())  # A service says which words of a path are the learner's.
-    if words:
-        words.append(owner.learner)
-    else:
+    words = [owner.learner, *owner.about.values()]
+    if not owner.about:  # A service says which words of a path are the learner's; no folder does.
         for part in map(without_ending, parts):
             words += part.split("_")
             words += [part[dash.end() :] for dash in re.finditer("^|-", part)]

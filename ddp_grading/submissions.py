@@ -43,6 +43,10 @@ class Pristine(NamedTuple):
     points: dict[str, float]
 
 
+Exercises = dict[int, Pristine]  # {number: the exercise}
+Place = Path | zipfile.Path  # Where a file is: on the disk, or in an archive.
+
+
 class Cell(NamedTuple):
     """A code cell that was handed in: its id, its source, and the task whose answer it is, "" if of
     none.
@@ -68,7 +72,7 @@ class Submission(Owner):
     """
 
     parts: tuple[str, ...] = ()
-    place: Any = None
+    place: Place | None = None
     cells: list[Cell] = field(default_factory=list)
     fault: str = ""
     digest: str = ""
@@ -106,7 +110,7 @@ class Item(NamedTuple):
     """
 
     parts: tuple[str, ...]
-    place: Any
+    place: Place
 
     @property
     def counts(self) -> bool:
@@ -115,7 +119,7 @@ class Item(NamedTuple):
         return name.endswith((".ipynb", ".zip")) or not name
 
 
-def load_exercises() -> dict[int, Pristine]:
+def load_exercises() -> Exercises:
     """All exercises as they were given out: {exercise: Pristine}.
 
     They are read from the solutions, which nobody solves in: a cell that was given out in another
@@ -174,11 +178,11 @@ def find_submissions(
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    others = [item.parts[-1] for item in items if not item.counts and len(item.parts) == 2]
-    return handed_in, [name for name in others if name not in (".git", METADATA)]
+    others = {item.parts[-1] for item in items if not item.counts and len(item.parts) == 2}
+    return handed_in, sorted(others - {".git", METADATA})
 
 
-def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
+def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
     """The files in a folder or archive, and in those in it; an item of an empty name stands for a
     folder without notebooks.
     """
@@ -197,7 +201,7 @@ def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
     return items
 
 
-def as_folder(path: Path | zipfile.Path) -> Path | zipfile.Path | None:
+def as_folder(path: Place) -> Place | None:
     """A folder, or an archive as one, of which nothing is written to the disk. None for files,
     archives that cannot be read, and links to folders.
     """
@@ -226,12 +230,12 @@ def owners_told(items: Sequence[Item]) -> dict[str, list[Owner]]:
     return told
 
 
-def is_link(path: Path | zipfile.Path) -> bool:
+def is_link(path: Place) -> bool:
     """Whether a path is a link, which may lead anywhere."""
     return isinstance(path, Path) and path.is_symlink()
 
 
-def read_file(path: Path | zipfile.Path) -> bytes:
+def read_file(path: Place) -> bytes:
     """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")
@@ -326,7 +330,7 @@ def check_owners(works: Sequence[Submission]) -> None:
 
 
 def without_exercises_not_begun(
-    works: Sequence[Submission], exercises: dict[int, Pristine]
+    works: Sequence[Submission], exercises: Exercises
 ) -> list[Submission]:
     """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
     others: a copy of the course has all exercises.
@@ -349,7 +353,7 @@ def without_exercises_not_begun(
     return asked_for
 
 
-def exercise_of(work: Submission, exercises: dict[int, Pristine]) -> int:
+def exercise_of(work: Submission, exercises: Exercises) -> int:
     """Which exercise a notebook answers: what most of its answer cells say, or else its name.
     Raises GradingError if neither says one of this course.
     """

@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 
 def who_is_who(submissions: list[Submission], roster: Roster) -> str:
     """How many learners there are, how many are late, and how many have handed in nothing."""
-    learners = {work.learner for work in submissions} | set(roster)
+    learners = {*roster, *(work.learner for work in submissions)}
     handed_in = {work.learner for work in submissions if work.file}
     late = {work.learner for work in submissions if work.late}
     without = len(learners) - len(handed_in)

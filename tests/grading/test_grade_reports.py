@@ -17,8 +17,9 @@ from ddp_course.checking.plain import ODD, pack, unpack
 from ddp_grading import guard, remarks, report
 from ddp_grading.grader import grade
 from ddp_grading.remarks import likeness
-from ddp_grading.results import Result, TaskResult, clean
+from ddp_grading.results import Result, TaskResult, clean, merged
 from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_grading.tables import as_csv
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
@@ -62,6 +63,19 @@ def test_pages_escape_everything_and_need_nothing_else():
     assert "{learner}" in page, "a learner's braces are not ours"
     assert "sums: right" in page and "bytes: right" in page
     assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+
+
+def test_a_text_is_no_formula_but_a_number_below_zero_is_a_number():
+    text = as_csv(["a", "b", "c", "d"], [{"a": -1.0, "b": "-1", "c": None, "d": "=x", "e": "no"}])
+    assert text == "a,b,c,d\n-1,'-1,,'=x\n"
+
+
+def test_names_of_pages_differ_also_where_a_is_the_same_as_big_a():
+    class_ = [replace(RESULTS[0], learner=learner) for learner in ("Ann", "ann", "AN/N", "an_n")]
+    names = sorted(report.pages(class_))
+    assert names == [f"hand_back/{name}.html" for name in ("an_n", "an_n_", "ann", "ann_")] + [
+        "index.html"
+    ]
 
 
 def test_the_table_has_no_control_characters():
@@ -208,6 +222,30 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
     anna, *_ = json.loads(files["json"].read_text())
     assert anna["note"] == "handed in 2 times; the best counts" and anna["points"] == 1
     assert "the best counts" in (files["html"] / "hand_back/anna.html").read_text()
+
+
+def of_anna(exercise, points, files):
+    """A result of anna's."""
+    return Result("anna", exercise, [TaskResult("8.1", points, 1)], files=files)
+
+
+NEW = of_anna(8, 0.5, {"new.ipynb": "2"})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept"),
+    [
+        (of_anna(8, 1, {"old.ipynb": "1"}), False),
+        (of_anna(None, 0, {"new.ipynb": "1"}), False),
+        (of_anna(None, 0, {}), False),
+        (of_anna(None, 0, {"other.ipynb": "1"}), True),
+        (of_anna(4, 1, {"04.ipynb": "1"}), True),
+        (replace(of_anna(8, 1, {"new.ipynb": "2"}), learner="ben"), True),
+    ],
+)
+def test_a_new_result_replaces_that_of_its_exercise_of_its_file_and_of_no_file(earlier, kept):
+    results = merged([earlier], [NEW])
+    assert NEW in results and (earlier in results) == kept and len(results) == 1 + kept
 
 
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
