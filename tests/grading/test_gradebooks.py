@@ -12,9 +12,11 @@ import pytest
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
+from ddp_grading.commands.grade import not_graded_yet
 from ddp_grading.gradebooks import as_canvas, as_moodle, grade_files
 from ddp_grading.people import read_roster
 from ddp_grading.results import Result, TaskResult
+from ddp_grading.submissions import Submission
 
 ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
 BEN = Result("ben", 8, [TaskResult("8.1", 1, 1)])
@@ -181,6 +183,25 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
     asked = graded_as(monkeypatch, [])
     assert cli.main([*command, "--resume"]) == 0 and asked == []
     assert "anna" in capsys.readouterr().out
+
+
+def test_what_has_changed_is_graded_again_with_all_that_was_compared_with_it():
+    works = []
+    for learner, name in (("anna", "a"), ("anna", "b"), ("ben", "c"), ("carl", ""), ("dora", "d")):
+        parts = ("class", learner, name)
+        works.append(Submission(learner, f"class/{learner}", parts=parts, digest=name and "1"))
+    earlier = [
+        Result("anna", 8, files={"a": "1", "b": "0"}),
+        Result("ben", 8, files={"c": "1", "gone": "1"}),
+        Result("carl", None),
+        Result("dora", 8, files={"d": "1"}, graded=False),
+    ]
+    again = not_graded_yet(works, earlier)
+    assert [(work.learner, work.file) for work in again] == [
+        ("anna", "a"),
+        ("anna", "b"),
+        ("dora", "d"),
+    ]
 
 
 def test_a_grading_goes_on_only_where_its_results_are(tmp_path, capsys):

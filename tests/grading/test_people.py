@@ -154,6 +154,7 @@ def test_sections_nested_folders_zips_and_several_paths(tmp_path):
     zipped(flat / "carl.zip", {"04_x.ipynb": SOLVED, "__MACOSX/04_x.ipynb": ""})
     (flat / "dan.zip").write_text("no zip")
     (flat / "nobody").mkdir()
+    (flat / "ada" / "data").mkdir()
     one = handed_in(flat)
     assert one == [
         ("ada", "04_x.ipynb"), ("ben", "04_x.ipynb"), ("carl", "04_x.ipynb"),
@@ -185,20 +186,22 @@ def test_all_is_read_before_the_first_one_runs(tmp_path):
     assert notebook_of(4).cells
 
 
-TWO_LEES = """Student,ID,SIS Login ID
-"Lee, Kim",101,kim1
-"Lee, Kim B",102,kim2
-Ann Lee,103,ann
+TWO_LEES = """learner,Name,ID,Email
+kim1,Kim Lee,101,kl@x
+kim2,"Lee, Kim",102,lk@x
+ann,Ann Lee,103,al@x
 """
 
 
 @pytest.mark.parametrize(
     ("folder", "learner"),
     [
-        ("kim2", "Lee, Kim B"),
-        ("Kim Lee", "Lee, Kim"),
-        ("hw-ring-kim1", "Lee, Kim"),
-        ("Lee Ann_103", "Ann Lee"),
+        ("kim2", "kim2"),
+        ("Kim Lee", ""),
+        ("Lee Kim_102", "kim2"),
+        ("hw-ring-kim1", "kim1"),
+        ("lee ann", "ann"),
+        ("al@x", "ann"),
         ("kim1_102", ""),
         ("Lee", ""),
     ],
@@ -226,3 +229,15 @@ def test_what_cannot_be_read_has_a_fault_and_costs_nobody_else(tmp_path):
     assert faults.pop("fifo") == "is not a file, or a link to nothing"
     if os.getuid():
         assert "Permission denied" in faults["ben"]
+
+
+def test_a_repository_is_one_learner_s_and_own_work_in_a_folder_solutions_counts(tmp_path):
+    own = SOLVED.replace("(rank - step)", "(rank + step)")
+    files = {"ring-ada/my/own/04_x.ipynb": SOLVED, "ring-ada/.git/HEAD": ""}
+    files |= {"ben/solutions/04_x.ipynb": own, "carl/04_x.ipynb": own}
+    files["carl/solutions/04_x.ipynb"] = SOLVED
+    assert handed_in(lay_out(tmp_path / "c", files)) == [
+        ("ben", "solutions/04_x.ipynb"),
+        ("carl", "04_x.ipynb"),
+        ("ring-ada", "my/own/04_x.ipynb"),
+    ]
