@@ -4,6 +4,7 @@ Canvas finds an assignment by its title, and a learner by ID, else SIS User ID, 
 else the name. Moodle's assignment finds a learner by the Identifier of its grading worksheet.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,12 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
         row.setdefault("Student", learner)
         if not {"ID", "SIS User ID"} & row.keys():
             row.setdefault("SIS Login ID", learner)
-    possible = {"Student": "    Points Possible"}
-    own = {title for about in roster.values() for title in about}
+    own = next(iter(roster.values()), {})  # Its titles have Canvas' numbers, as "Exercise 4 (77)".
     titles = {}
+    possible = {"Student": "    Points Possible"}
     for exercise, points in possible_points(results).items():
-        # Canvas writes the number of an assignment behind its title.
-        title = f"Exercise {exercise}"
-        titles[exercise] = next((name for name in own if name.startswith(f"{title} (")), title)
+        named = (title for title in own if re.match(rf"Exercise {exercise}\b", title))
+        titles[exercise] = next(named, f"Exercise {exercise}")
         possible[titles[exercise]] = f"{points:g}"
     for result in results:
         if result.exercise:

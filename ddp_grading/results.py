@@ -140,17 +140,14 @@ def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any
 
 def best_of(results: Sequence[Result]) -> list[Result]:
     """The results, with only the best of each learner's submissions to an exercise, and a note on
-    their number. What is of no exercise stays.
+    their number.
     """
+    # What answers no exercise is compared with nothing.
+    groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
     best = []
-    for (_, exercise), group in grouped(
-        results, lambda each: (each.learner, each.exercise)
-    ).items():
-        files = {name: digest for result in group for name, digest in result.files.items()}
-        if exercise is None:
-            best += group
-            continue
+    for group in groups.values():
         first = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
+        files = {name: digest for result in group for name, digest in result.files.items()}
         if len(files) > 1:
             late = "; handed in late" if "late" in first.note else ""
             note = f"handed in {len(files)} times; the best counts{late}"
@@ -187,8 +184,7 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
         points = 0.0 if message else worth
-        about = {"name": name, "points": points, "possible": worth, "message": clean(message)}
-        parts.append(about)
+        parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
     total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
     return TaskResult(task, total, possible, message, parts, graded=verdict.judged)

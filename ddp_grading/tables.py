@@ -34,11 +34,11 @@ def as_csv(titles: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
     writer = csv.DictWriter(file, titles, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({title: as_cell(value) for title, value in row.items()})
+        writer.writerow({title: cell_of(value) for title, value in row.items()})
     return file.getvalue()
 
 
-def as_cell(value: object) -> str:
+def cell_of(value: object) -> str:
     """A number, a text or nothing, as a cell of a table."""
     if isinstance(value, int | float):
         return f"{value:g}"

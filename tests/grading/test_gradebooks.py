@@ -99,6 +99,14 @@ def test_canvas_reads_what_is_written_for_it(roster):
     assert rows[-1][1] == {"Exercise 4": "2.5", "Exercise 8": ""}
 
 
+def test_canvas_own_assignments_are_found_by_how_their_titles_begin(tmp_path):
+    titles = "Student,ID,Exercise 41 (1),Exercise 4: the ring (777),Exercise 4 again (778)"
+    (tmp_path / "class.csv").write_text(f'{titles}\n"Ann, A",12,,5,\n')
+    header, possible, anna = rows_of(as_canvas([ANNA], read_roster(tmp_path / "class.csv")))[:3]
+    assert header[5:] == ["Exercise 4: the ring (777)"] and possible[5:] == ["4"]
+    assert anna[:2] == ["Ann, A", "12"] and anna[5:] == [""]
+
+
 def test_moodle_gets_a_grading_worksheet_for_each_exercise():
     named = {"Identifier": "Participant 1234567", "Full name": "Ada L"}
     ada = Result("Ada L", 4, [TaskResult("4.1", 1, 1)], about=named)
