@@ -81,6 +81,7 @@ def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
             words = shape(task.answer)
             compared = task.points and len(words) >= LEAST_TOKENS
             if compared and not alike(words, shape(solution(task.id))):
-                like = (known for known in groups if known[0] == task.id and alike(words, known[1]))
-                groups.setdefault(next(like, (task.id, words)), []).append(result.learner)
+                shapes = (other for number, other in groups if number == task.id)
+                first = next((other for other in shapes if alike(words, other)), words)
+                groups.setdefault((task.id, first), []).append(result.learner)
     return [(number, group) for (number, _), group in groups.items() if len(group) > 1]
