@@ -4,16 +4,19 @@ Canvas finds an assignment by its title, and a learner by ID, else SIS User ID, 
 else the name. Moodle's assignment finds a learner by the Identifier of its grading worksheet.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .people import Roster
-from .report import as_rows, feedback
+from .report import feedback
 from .results import Result
+from .tables import as_csv
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("Identifier", "Full name", "Email address")
+Rows = dict[str, dict[str, str]]  # Rows are {learner: {title: cell}}.
 
 
 def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[str, str]:
@@ -34,49 +37,46 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
     return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
 
-def people(results: Sequence[Result], roster: Roster) -> Roster:
-    """{learner: what the service knows them by}: the roster's come first, then all others."""
-    everyone = {learner: dict(about) for learner, about in roster.items()}
-    for result in results:
-        about = everyone.setdefault(result.learner, {})
-        everyone[result.learner] = result.about | about
-    return everyone
+def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str]) -> Rows:
+    """{learner: the cells by which a service knows them}: the roster's come first, then all
+    others.
+    """
+    handed_in = {result.learner: result.about for result in results}
+    rows: Rows = {}
+    for learner in (*roster, *handed_in):
+        about = handed_in.get(learner, {}) | roster.get(learner, {})
+        rows[learner] = {title: about[title] for title in titles if title in about}
+    return rows
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Canvas. Without a roster, and without Canvas' own names of files, a learner's
     folder is taken for the SIS login.
     """
-    possible = possible_points(results)
-    own = {title for about in roster.values() for title in about}
+    rows = rows_of(results, roster, CANVAS)
+    for learner, row in rows.items():
+        row.setdefault("Student", learner)
+        if not {"ID", "SIS User ID"} & row.keys():
+            row.setdefault("SIS Login ID", learner)
+    own = next(iter(roster.values()), {})  # Its titles have Canvas' numbers, as "Exercise 4 (77)".
     titles = {}
-    for exercise in possible:  # Canvas writes the number of an assignment behind its title.
-        title = f"Exercise {exercise}"
-        titles[exercise] = next((name for name in own if name.startswith(f"{title} (")), title)
-    marks = {(result.learner, result.exercise): result.mark for result in results}
-    rows: list[list] = [[*CANVAS, *titles.values()]]
-    rows.append(
-        ["    Points Possible", *[""] * 4, *(f"{points:g}" for points in possible.values())]
-    )
-    for learner, about in people(results, roster).items():
-        if not {"ID", "SIS User ID"} & about.keys():
-            about = {"SIS Login ID": learner} | about
-        about = {"Student": learner} | about
-        columns = [about.get(column, "") for column in CANVAS]
-        rows.append([*columns, *(marks.get((learner, exercise), "") for exercise in possible)])
-    return as_rows(rows)
+    possible = {"Student": "    Points Possible"}
+    for exercise, points in possible_points(results).items():
+        named = (title for title in own if re.match(rf"Exercise {exercise}\b", title))
+        titles[exercise] = next(named, f"Exercise {exercise}")
+        possible[titles[exercise]] = f"{points:g}"
+    for result in results:
+        if result.exercise:
+            rows[result.learner][titles[result.exercise]] = result.mark
+    return as_csv([*CANVAS, *titles.values()], [possible, *rows.values()])
 
 
 def as_moodle(results: Sequence[Result], roster: Roster, exercise: int) -> str:
     """A grading worksheet for Moodle's assignment: a grade and its feedback."""
-    rows: list[list] = [[*MOODLE, "Grade", "Feedback comments"]]
-    of_exercise = {result.learner: result for result in results if result.exercise == exercise}
-    for learner, about in people(results, roster).items():
-        about = {"Full name": learner} | about
-        row = [about.get(column, "") for column in MOODLE]
-        if result := of_exercise.get(learner):
-            row += [result.mark, feedback(result)]
-        else:
-            row += ["", ""]
-        rows.append(row)
-    return as_rows(rows)
+    rows = rows_of(results, roster, MOODLE)
+    for learner, row in rows.items():
+        row.setdefault("Full name", learner)
+    for result in results:
+        if result.exercise == exercise:
+            rows[result.learner] |= {"Grade": result.mark, "Feedback comments": feedback(result)}
+    return as_csv([*MOODLE, "Grade", "Feedback comments"], rows.values())

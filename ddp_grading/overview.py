@@ -4,14 +4,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jinja2
 import nbformat
 
 from ddp_course.running.learners_copy import progress_in
 
-from .submissions import Pristine
+from .report import rendered
+from .submissions import Exercises
 
 # The figures of one's own that are worth keeping: the cell that draws each.
 FIGURES = {
@@ -30,14 +30,15 @@ class Row(NamedTuple):
     next_task: str
 
 
-def rows(copy: Path, exercises: dict[int, Pristine]) -> list[Row]:
+def rows(copy: Path, exercises: Exercises) -> list[Row]:
     """A row for each exercise, by the last check of each task."""
-    solved = progress_in(copy).get("tasks", {})
+    solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
     table = []
-    for number, exercise in exercises.items():
-        earned = sum(points for task, points in exercise.points.items() if solved.get(task))
-        left = [task for task in exercise.points if not solved.get(task)]
-        table.append(Row(number, earned, sum(exercise.points.values()), left[0] if left else ""))
+    for number, pristine in exercises.items():
+        points = pristine.points
+        earned = sum(points[task] for task in points.keys() & solved)
+        left = (task for task in points if task not in solved)
+        table.append(Row(number, earned, sum(points.values()), next(left, "")))
     return table
 
 
@@ -55,18 +56,19 @@ def sentence(copy: Path) -> str:
 def figures(copy: Path) -> Iterator[tuple[str, str]]:
     """(Lesson, PNG in base64) of each figure that the learner's own run has drawn."""
     for lesson, identifier in FIGURES.items():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError):  # Anything may have become of a copy.
             notebook = nbformat.read(copy / "notebooks" / f"{lesson}.ipynb", as_version=4)
-            for cell in notebook.cells:
-                outputs: list[Any] = cell.get("outputs", []) if cell.id == identifier else []
-                for output in outputs:
-                    if "image/png" in output.get("data", {}):
-                        yield lesson.replace("_", " "), output["data"]["image/png"]
+            cells = {cell["id"]: cell for cell in notebook.cells}
+            for output in cells[identifier]["outputs"]:
+                if png := output.get("data", {}).get("image/png"):
+                    yield lesson.replace("_", " "), png
 
 
-def page(copy: Path, exercises: dict[int, Pristine]) -> str:
+def page(copy: Path, exercises: Exercises) -> str:
     """One HTML page to keep, which loads nothing."""
-    source = Path(__file__).with_name("overview.html").read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True).from_string(source)
-    own = list(figures(copy))
-    return template.render(rows=rows(copy, exercises), sentence=sentence(copy), figures=own)
+    return rendered(
+        "overview.html",
+        rows=rows(copy, exercises),
+        sentence=sentence(copy),
+        figures=list(figures(copy)),
+    )

@@ -5,16 +5,16 @@ the names of Canvas', Moodle's and Gradescope's downloads say, or else the folde
 notebook.
 """
 
-import csv
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from ddp_course.errors import GradingError
 
 from .results import clean
+from .tables import read_table
 
 CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
 MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
@@ -24,11 +24,10 @@ PLACES = re.compile(  # A folder that is called so is no person.
     r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
     re.IGNORECASE,
 )
-LEARNER = "learner"
-NAMES = ("Student", "Full name", "Name")
-IDS = (
-    "ID", "SIS User ID", "SIS Login ID", "Email address", "Email", "ID number", "Identifier", "SID",
-    "identifier", "github_username",
+# What a learner is known by; the first of these titles that a roster has is what they are called.
+KNOWN_BY = (
+    "learner", "Student", "Full name", "Name", "ID", "SIS User ID", "SIS Login ID", "Email address",
+    "Email", "ID number", "Identifier", "SID", "identifier", "github_username",
 )  # fmt: skip
 Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
 
@@ -44,13 +43,10 @@ class Owner:
     about: dict[str, str] = field(default_factory=dict)
     late: bool = False
 
-
-def lines_of(path: str | Path, what: str) -> list[str]:
-    """The lines of a teacher's file. Raises GradingError for a file that cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise GradingError(f'the {what} "{path}" cannot be read: {error}') from error
+    @property
+    def holder(self) -> str:
+        """The folder in which the learner's own folder lies."""
+        return self.folder.rpartition("/")[0]
 
 
 def read_roster(path: str | Path) -> Roster:
@@ -58,17 +54,11 @@ def read_roster(path: str | Path) -> Roster:
     gradebook, Moodle's grading worksheet, or any table with a column `learner`. Raises GradingError
     for a roster without learners.
     """
-    rows = list(csv.reader(lines_of(path, "roster")))
-    titles = [cell.strip() for cell in rows[0]] if rows else []
-    known = [title for title in (LEARNER, *NAMES, *IDS) if title in titles]
-    if not known:
-        titles = known = [LEARNER]
     roster = {}
-    for row in rows:
-        about = {title: cell.strip() for title, cell in zip(titles, row, strict=False)}
-        roster[about.get(known[0], "")] = about
-    for no_learner in ("", known[0], "Points Possible"):
-        roster.pop(no_learner, None)
+    for about in read_table(path, KNOWN_BY):
+        name = next((about[title] for title in KNOWN_BY if title in about), "")
+        if name not in ("", "Points Possible"):
+            roster[name] = about
     if not roster:
         raise GradingError(
             f'the roster "{path}" is empty; one learner per line, called as their folder is'
@@ -76,29 +66,21 @@ def read_roster(path: str | Path) -> Roster:
     return roster
 
 
-def owners_of(
-    parts: Sequence[str], repositories: Set[str], submitters: Mapping[str, list]
-) -> list[Owner]:
-    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
-
-    `submitters` are {folder: people} of Gradescope's export; `repositories` are the folders that
-    have a `.git`. A notebook of a group has several owners.
+def owners_of(parts: Sequence[str], told: Mapping[str, list[Owner]]) -> list[Owner]:
+    """Whose the notebook is that lies at `parts`, a path that begins with the named folder. `told`
+    are {folder: its owners} where a file has said so; a notebook of a group has several owners.
     """
     for place, part in enumerate(parts[1:], 1):
         holder = "/".join(parts[:place])
-        folder = f"{holder}/{part}"
         if canvas := CANVAS.match(part):
             name, late, number, _ = canvas.groups()
-            about = {"Student": name, "ID": number}
-            return [Owner(name, f"{holder}/{name}_{number}", about, bool(late))]
+            return [Owner(name, f"{holder}/{name}_{number}", {"ID": number}, bool(late))]
         if moodle := MOODLE.fullmatch(part):
             name, number = moodle.groups()
-            about = {"Full name": name, "Identifier": f"Participant {number}"}
+            about = {"Identifier": f"Participant {number}"}
             return [Owner(clean(name), f"{holder}/{number}", about)]
-        if part in submitters:
-            return [Owner(clean(about["Name"]), folder, about) for about in submitters[part]]
-        if folder in repositories:
-            return [Owner(clean(part), folder)]
+        if owners := told.get(f"{holder}/{part}"):
+            return owners
     return [owner_by_folder(parts)]
 
 
@@ -108,11 +90,10 @@ def owner_by_folder(parts: Sequence[str]) -> Owner:
     """
     *folders, file = parts
     if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
-        return Owner(clean(PurePath(file).stem), "/".join(parts))
-    depth = len(folders)
-    while depth > 1 and PLACES.fullmatch(folders[depth - 1]):
-        depth -= 1
-    return Owner(clean(without_ending(folders[depth - 1])), "/".join(folders[:depth]))
+        return Owner(clean(without_ending(file)), "/".join(parts))
+    while len(folders) > 1 and PLACES.fullmatch(folders[-1]):
+        folders.pop()
+    return Owner(clean(without_ending(folders[-1])), "/".join(folders))
 
 
 def without_ending(name: str) -> str:
@@ -121,35 +102,28 @@ def without_ending(name: str) -> str:
 
 
 def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
-    """The roster's learner whose id or mail, or else whose name, is in the path; "" if none is, or
-    several are.
+    """The roster's learner of whom most is in the path: name, ids, mail. "" if nothing is of any,
+    or equally much of several.
     """
-    words = list(owner.about.values())  # A service says which words of a path are the learner's.
-    if not words:
+    words = [owner.learner, *owner.about.values()]
+    if not owner.about:  # A service says which words of a path are the learner's; no folder does.
         for part in map(without_ending, parts):
-            words += [part, *part.split("_")]
-            words += [part[dash.end() :] for dash in re.finditer("-", part)]
-    wanted = set(map(plainly, words)) - {""}
-    for known_by in (ids_of, names_of):
-        learners = [name for name, about in roster.items() if wanted & known_by(name, about)]
-        if len(learners) == 1:
-            return learners[0]
-    return ""
+            words += part.split("_")
+            words += [part[dash.end() :] for dash in re.finditer("^|-", part)]
+    wanted = set(map(plainly, words))
+    found = {learner: len(wanted & called(learner, about)) for learner, about in roster.items()}
+    most = max(1, *found.values())
+    learners = [learner for learner, count in found.items() if count == most]
+    return learners[0] if len(learners) == 1 else ""
 
 
-def ids_of(learner: str, about: dict[str, str]) -> set[str]:
-    """What only one learner is called."""
-    return set(map(plainly, [learner, *(about.get(title, "") for title in IDS)]))
-
-
-def names_of(learner: str, about: dict[str, str]) -> set[str]:
-    """A learner's name, in both orders."""
-    names = set()
-    for name in (learner, *(about.get(title, "") for title in NAMES)):
+def called(learner: str, about: Mapping[str, str]) -> set[str]:
+    """What a learner is called in a roster; a name of two words counts in both orders."""
+    names = {learner, *(about.get(title, "") for title in KNOWN_BY)}
+    for name in list(names):
         last, comma, first = name.partition(",")
-        turned = first + last if comma else "".join(name.split()[::-1])
-        names |= {plainly(name), plainly(turned)}
-    return names
+        names.add(first + last if comma else "".join(name.split()[::-1]))
+    return set(map(plainly, names)) - {""}
 
 
 def plainly(name: str) -> str:

@@ -6,9 +6,10 @@ import io
 import keyword
 import re
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
+from functools import cache
 
 from ddp_course.checking.checks import solution
 
@@ -31,13 +32,13 @@ def remarks(source: str, given: str = "") -> list[str]:
     out is odd.
     """
     odd = set(LEADS_OUT) - {token.string for token in tokens(given)}
-    lines: dict[str, None] = {}
+    lines = []
     for token in tokens(source):
         word = token.string
         line = token.line.strip()
         if word in odd or (word == "ddp_course" and line not in given):
-            lines[f"line {token.start[0]} has {word}: {line[:80]}"] = None
-    return list(lines)[:MOST_REMARKS]
+            lines.append(f"line {token.start[0]} has {word}: {line[:80]}")
+    return list(dict.fromkeys(lines))[:MOST_REMARKS]
 
 
 def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
@@ -46,7 +47,8 @@ def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
         yield from tokenize.generate_tokens(io.StringIO(source).readline)
 
 
-def shape(source: str) -> list[str]:
+@cache
+def shape(source: str) -> tuple[str, ...]:
     """An answer's words without comments and docstrings; each variable is the number of its first
     use.
     """
@@ -60,7 +62,7 @@ def shape(source: str) -> list[str]:
         if word.strip() and not word.startswith(("#", '"""')):
             words.append(word)
         before = token.string
-    return words
+    return tuple(words)
 
 
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
@@ -69,31 +71,17 @@ def alike(words: Sequence[str], other: Sequence[str]) -> bool:
     return matcher.quick_ratio() >= ALIKE and matcher.ratio() >= ALIKE
 
 
-def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
-    """Groups of learners with alike `answers`, {learner: source}, but for short ones and those like
-    the lesson's.
-    """
-    known = shape(lesson)
-    shapes = {learner: shape(source) for learner, source in answers.items()}
-    groups: dict[str, list[str]] = {}
-    for learner, words in shapes.items():
-        if len(words) >= LEAST_TOKENS and not alike(words, known):
-            first = next((first for first in groups if alike(words, shapes[first])), learner)
-            groups.setdefault(first, []).append(learner)
-    return [group for group in groups.values() if len(group) > 1]
-
-
 def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """(task, learners whose answers are alike), a line a group; only answers that earned points are
-    compared.
+    """(task, learners whose answers are alike), a line a group. Answers that earned nothing, short
+    ones, and those like the lesson's are not compared.
     """
-    by_task: dict[str, dict[str, str]] = {}
+    groups: dict[tuple, list[str]] = {}
     for result in results:
         for task in result.tasks:
-            if task.points and task.answer:
-                by_task.setdefault(task.id, {})[result.learner] = task.answer
-    return [
-        (number, group)
-        for number, answers in by_task.items()
-        for group in clusters(answers, solution(number))
-    ]
+            words = shape(task.answer)
+            compared = task.points and len(words) >= LEAST_TOKENS
+            if compared and not alike(words, shape(solution(task.id))):
+                shapes = (other for number, other in groups if number == task.id)
+                first = next((other for other in shapes if alike(words, other)), words)
+                groups.setdefault((task.id, first), []).append(result.learner)
+    return [(number, group) for (number, _), group in groups.items() if len(group) > 1]

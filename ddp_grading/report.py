@@ -2,8 +2,6 @@
 (`report.html`).
 """
 
-import csv
-import io
 import json
 import re
 import unicodedata
@@ -15,8 +13,14 @@ import jinja2
 
 from ddp_course.running.files import replace_file
 
+from .comments import EXCUSED
 from .remarks import likeness
-from .results import Result
+from .results import Result, grouped
+from .tables import as_csv
+
+TITLES = (
+    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "comment"
+)  # fmt: skip
 
 
 def write_files(
@@ -30,7 +34,7 @@ def write_files(
     """
     records = [result.as_dict() for result in results]
     files = {
-        args.csv: as_csv(results),
+        args.csv: as_table(results),
         args.json: json.dumps(records, indent=1) + "\n",
         **dict(grades),
     }
@@ -46,21 +50,19 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
     """One line per submission, and one per task where points are missing, unless all tasks have the
     same message.
     """
-    return rendered(
-        ".txt",
-        results=results,
-        alike=likeness(results),
-        missing=missing,
-    )
+    return rendered("report.txt", results=results, alike=likeness(results), missing=missing)
 
 
-def rendered(kind: str, **names: Any) -> str:
+def rendered(template: str, **names: Any) -> str:
     """The text of a template beside this module; in HTML all that comes from others is escaped."""
-    text = Path(__file__).with_suffix(kind).read_text(encoding="utf-8")
-    html = kind == ".html"
-    environment = jinja2.Environment(autoescape=html, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=template.endswith(".html"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["first_line"] = first_line
-    return environment.from_string(text).render(names)
+    return environment.get_template(template).render(names)
 
 
 def feedback(result: Result) -> str:
@@ -78,69 +80,53 @@ def first_line(message: str) -> str:
     return message.strip().split("\n")[0][:200]
 
 
-def as_csv(results: Sequence[Result]) -> str:
-    """A line per task; the points are empty if it could not be graded."""
-    titles = "learner exercise task points possible message parts suspicious comment"
-    rows: list[list] = [titles.split()]
+def as_table(results: Sequence[Result]) -> str:
+    """CSV with a line per task, whose points are empty if it could not be graded, and one for what
+    a teacher says of a whole exercise.
+    """
+    rows: list[dict[str, Any]] = []
     for result in results:
+        whose = {"learner": result.learner, "exercise": result.exercise}
         for task in result.tasks:
             parts = [
                 f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
             ]
-            points = f"{task.earned:g}" if result.graded and task.graded else ""
-            about = [task.id, points, f"{task.possible:g}", task.message, "; ".join(parts)]
-            about += ["; ".join(task.suspicious), task.comment]
-            rows.append([result.learner, result.exercise or "", *about])
-        if result.comment or result.extra or result.excused:
-            points = f"{result.extra:+g}" if not result.excused else "excused"
-            rows.append(
-                [result.learner, result.exercise or "", "", points, "", "", "", "", result.comment]
-            )
-    return as_rows(rows)
-
-
-def as_rows(rows: Sequence[Sequence]) -> str:
-    """CSV text without cells that a spreadsheet would take for a formula."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    for row in rows:
-        texts = map(str, row)
-        writer.writerow([re.sub(r"^(?=[=+@\t-])", "'", text) for text in texts])
-    return file.getvalue()
+            joined = {"parts": "; ".join(parts), "suspicious": "; ".join(task.suspicious)}
+            points = task.earned if result.graded and task.graded else None
+            rows.append(vars(task) | joined | whose | {"task": task.id, "points": points})
+        by_hand = EXCUSED if result.excused else result.extra
+        if result.comment or by_hand:
+            rows.append(whose | {"points": by_hand, "comment": result.comment})
+    return as_csv(TITLES, rows)
 
 
 def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, str]:
     """{file name: page}: index.html for the teacher, and in hand_back/ one self-contained page per
     learner; text from submissions is escaped.
     """
-    by_learner: dict[str, list[Result]] = {}
-    for result in results:
-        by_learner.setdefault(result.learner, []).append(result)
-    files: dict[str, str] = {}
-    taken = set()  # Names must differ even where a system does not tell A from a.
-    for learner in by_learner:
-        name = file_name(learner)
-        while name.lower() in taken:
-            name += "_"
-        taken.add(name.lower())
-        files[learner] = f"hand_back/{name}.html"
-    exercises: dict[int, list[Result]] = {}
-    for result in sorted(results, key=lambda result: result.exercise or 0):
-        exercises.setdefault(result.exercise or 0, []).append(result)
-    index = rendered(
-        ".html",
+    texts = {}
+    files = {}
+    for learner, own in grouped(results, lambda result: result.learner).items():
+        file = f"hand_back/{file_name(learner)}.html"
+        while file in texts:
+            file = file.replace(".html", "_.html")
+        files[learner] = file
+        texts[file] = rendered("report.html", title=learner, records=own)
+    by_number = sorted(results, key=lambda result: result.exercise or 0)
+    texts["index.html"] = rendered(
+        "report.html",
         title="All submissions",
-        exercises=exercises,
+        exercises=grouped(by_number, lambda result: result.exercise or 0),
         files=files,
         missing=missing,
         alike=likeness(results),
     )
-    texts = {"index.html": index}
-    for learner, own in by_learner.items():
-        texts[files[learner]] = rendered(".html", title=learner, records=own)
     return texts
 
 
 def file_name(learner: str) -> str:
-    """A learner's name as a file can be called on any system: of letters, digits, "_" and "-"."""
-    return re.sub(r"[^\w-]+", "_", unicodedata.normalize("NFC", learner))[:80] or "learner"
+    """A learner's name as a file can be called on any system, also where A is a: of small letters,
+    digits, "_" and "-".
+    """
+    name = unicodedata.normalize("NFC", learner).lower()
+    return re.sub(r"[^\w-]+", "_", name)[:80] or "learner"

@@ -1,24 +1,42 @@
 """What a submission earned: by task, by exercise, and of several to one exercise the best."""
 
+import json
 import re
-import unicodedata
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ddp_course.checking.checks import find
 from ddp_course.checking.diagnosis import Verdict
+from ddp_course.errors import GradingError
 
 MOST_MESSAGE = 2000
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Characters that move the cursor, turn the direction of writing, or are no text at all.
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
+
+
+@dataclass(kw_only=True)
+class ByHand:
+    """What a teacher adds to a task or an exercise: a comment and points; and to an exercise an
+    excuse, which is no grade, and no zero either.
+    """
+
+    comment: str = ""
+    extra: float = 0.0
+    excused: bool = False
 
 
 @dataclass
-class TaskResult:
+class TaskResult(ByHand):
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message.
     `suspicious` are remarks for a person to judge by, and `answer` is the learner's source.
-    `comment` and `by_hand`, points that count instead, are a teacher's.
     """
 
     id: str
@@ -29,22 +47,19 @@ class TaskResult:
     suspicious: list[str] = field(default_factory=list)
     answer: str = ""
     graded: bool = True
-    comment: str = ""
-    by_hand: float | None = None
 
     @property
     def earned(self) -> float:
         """The points that count."""
-        return self.points if self.by_hand is None else self.by_hand
+        return round(self.points + self.extra, 9)
 
 
 @dataclass
-class Result:
+class Result(ByHand):
     """One submission, graded. `exercise` is None if it is unknown; a `note` costs no points.
 
     `files` are {name: hash} of the notebooks that were handed in for it; `about` is what a
     gradebook knows the learner by. It counts as `graded` unless the grader could not do its work.
-    `comment` and `extra` points are a teacher's; an `excused` learner gets no grade.
     """
 
     learner: str
@@ -56,14 +71,11 @@ class Result:
     seed: int | None = None
     about: dict[str, str] = field(default_factory=dict)
     graded: bool = True
-    comment: str = ""
-    extra: float = 0.0
-    excused: bool = False
 
     @property
     def points(self) -> float:
         """Points earned in all, with those that a teacher gave or took; never less than 0."""
-        return max(0.0, sum(task.earned for task in self.tasks) + self.extra)
+        return max(0.0, round(sum(task.earned for task in self.tasks) + self.extra, 9))
 
     @property
     def possible(self) -> float:
@@ -98,35 +110,49 @@ class Result:
         return asdict(self) | {"points": points, "possible": self.possible}
 
 
-def from_dict(record: dict[str, Any]) -> Result:
-    """A `Result` from its form in the JSON report, without a teacher's comments; KeyError or
-    TypeError if it has another form.
+def read_results(path: str | Path) -> list[Result]:
+    """The results in a JSON report, without a teacher's comments; none if it is not there yet.
+    Raises GradingError for a file that is no report.
     """
-    apart = ("tasks", "points", "possible", "comment", "extra", "excused")
-    about = {key: value for key, value in record.items() if key not in apart}
-    tasks = [TaskResult(**task | {"comment": "", "by_hand": None}) for task in record["tasks"]]
-    return Result(tasks=tasks, **about)
+    if not Path(path).exists():
+        return []
+    results = []
+    nothing_by_hand = asdict(ByHand())
+    try:
+        for record in json.loads(Path(path).read_text(encoding="utf-8")):
+            tasks = [TaskResult(**task | nothing_by_hand) for task in record["tasks"]]
+            del record["points"], record["possible"]
+            results.append(Result(**record | nothing_by_hand | {"tasks": tasks}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise GradingError(
+            f'"{path}" is no report to resume from ({type(error).__name__}: {error})'
+        ) from error
+    return results
+
+
+def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    """{key: the results that have it}."""
+    groups = defaultdict(list)
+    for result in results:
+        groups[key(result)].append(result)
+    return groups
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
     """The results, with only the best of each learner's submissions to an exercise, and a note on
     their number.
     """
-    groups: dict[tuple, list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.learner, result.exercise), []).append(result)
-    best: list[Result] = []
+    # What answers no exercise is compared with nothing.
+    groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
+    best = []
     for group in groups.values():
         first = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
         files = {name: digest for result in group for name, digest in result.files.items()}
-        if first.exercise is None:
-            best += group
-        elif len(files) > 1:
+        if len(files) > 1:
             late = "; handed in late" if "late" in first.note else ""
             note = f"handed in {len(files)} times; the best counts{late}"
-            best.append(replace(first, note=note, files=files))
-        else:
-            best.append(first)
+            first = replace(first, note=note, files=files)
+        best.append(first)
     return best
 
 
@@ -134,19 +160,21 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Earlier results, of which those are left out that `new` ones replace, and the new ones, in
     the order of learners.
     """
-    replaced: set[tuple] = {(result.learner, "") for result in new}
-    for result in new:
-        replaced |= keys_of(result)
-    others = [result for result in earlier if not keys_of(result) & replaced]
-    return best_of(
-        sorted([*others, *new], key=lambda result: (result.learner, result.exercise or 0))
-    )
+    of_learner = grouped(new, lambda result: result.learner)
+    kept = []
+    for old in earlier:
+        if not any(replaces(result, old) for result in of_learner.get(old.learner, [])):
+            kept.append(old)
+    everything = sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0))
+    return best_of(everything)
 
 
-def keys_of(result: Result) -> set[tuple]:
-    """What a result is of: a learner's exercise, and their files, "" if there is none."""
-    names = list(result.files) or [""]
-    return {(result.learner, result.exercise), *((result.learner, name) for name in names)}
+def replaces(new: Result, old: Result) -> bool:
+    """Whether a learner's new result stands for an old one: it is of the same exercise or file, or
+    there was no file.
+    """
+    same_file = new.files.keys() & old.files.keys()
+    return new.exercise == old.exercise or bool(same_file) or not old.files
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
@@ -155,22 +183,16 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     parts: list[dict[str, Any]] = []
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
-        points = 0 if message else worth
-        about = {"name": name, "points": points, "possible": worth, "message": clean(message)}
-        parts.append(about)
+        points = 0.0 if message else worth
+        parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
     total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
     return TaskResult(task, total, possible, message, parts, graded=verdict.judged)
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:
-    """Text without control characters, which could move the cursor or colour a terminal, cut to
-    length `most`.
+    """Text without characters that are none, which could move the cursor or colour a terminal, cut
+    to length `most`.
     """
-    letters = []
-    for letter in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)):
-        is_control = letter not in "\n\t" and unicodedata.category(letter)[0] == "C"
-        letters.append("?" if is_control else letter)
-    if len(letters) > most:
-        letters[most - 2 :] = " …"
-    return "".join(letters)
+    plain = CONTROL.sub("?", COLOUR.sub("", str(text)))
+    return plain if len(plain) <= most else f"{plain[: most - 2]} …"

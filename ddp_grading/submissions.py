@@ -5,11 +5,12 @@ first one runs, and put among the cells that were given out.
 import hashlib
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from statistics import mode
 from typing import Any, NamedTuple
 
 import nbformat
@@ -28,8 +29,6 @@ MISSING = "its answer cell is missing: it was deleted, or copied into a new cell
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
 NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
 TASK = re.compile(r"\d{1,4}\.\d{1,4}")
-ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
-GRADESCOPE = (("Name", ":name"), ("Email", ":email"), ("SID", ":sid"))
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
@@ -44,6 +43,10 @@ class Pristine(NamedTuple):
     points: dict[str, float]
 
 
+Exercises = dict[int, Pristine]  # {number: the exercise}
+Place = Path | zipfile.Path  # Where a file is: on the disk, or in an archive.
+
+
 class Cell(NamedTuple):
     """A code cell that was handed in: its id, its source, and the task whose answer it is, "" if of
     none.
@@ -52,28 +55,43 @@ class Cell(NamedTuple):
     id: str
     source: str
     task: str = ""
-    check: bool = False
+
+    @property
+    def exercise(self) -> str:
+        """The exercise whose task it answers."""
+        return self.task.split(".")[0]
 
 
 @dataclass
 class Submission(Owner):
-    """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
+    """One notebook of one learner, read: its `cells` but for checks, or the `fault` for which there
+    are none.
 
-    `parts` are its path, from the named folder on, `file` is that path within the learner's folder,
-    `digest` a hash of its content, and `place` where it is, on the disk or in an archive.
+    `parts` are its path, from the named folder on, `digest` is a hash of its content, and `place`
+    where it is, on the disk or in an archive.
     """
 
     parts: tuple[str, ...] = ()
-    file: str = ""
+    place: Place | None = None
     cells: list[Cell] = field(default_factory=list)
     fault: str = ""
     digest: str = ""
-    place: Any = None
 
     @property
     def name(self) -> str:
-        """The notebook's name without its folders."""
-        return self.file.split("/")[-1]
+        """The notebook's name without its folders; "" if there is no notebook."""
+        return clean(self.parts[-1])
+
+    @property
+    def file(self) -> str:
+        """The notebook's path within the learner's folder; "" if there is no notebook."""
+        path = "/".join(self.parts) if self.name else ""
+        return clean(path.removeprefix(f"{self.folder}/").removeprefix(f"{self.holder}/"))
+
+    @property
+    def answers(self) -> list[Cell]:
+        """The cells that answer a task."""
+        return [cell for cell in self.cells if cell.task]
 
 
 class Assembly(NamedTuple):
@@ -88,12 +106,11 @@ class Assembly(NamedTuple):
 
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
-    named folder on, its content if that counts, or what is wrong with it, and where it is.
+    named folder on, and where it is.
     """
 
     parts: tuple[str, ...]
-    content: bytes | GradingError | None = None
-    place: Any = None
+    place: Place
 
     @property
     def counts(self) -> bool:
@@ -102,7 +119,7 @@ class Item(NamedTuple):
         return name.endswith((".ipynb", ".zip")) or not name
 
 
-def load_exercises() -> dict[int, Pristine]:
+def load_exercises() -> Exercises:
     """All exercises as they were given out: {exercise: Pristine}.
 
     They are read from the solutions, which nobody solves in: a cell that was given out in another
@@ -138,71 +155,87 @@ def find_submissions(
     for path in map(Path, paths):
         if not path.exists() and not path.is_symlink():
             raise GradingError(f'"{path}" does not exist')
-        real = path.resolve() if path.is_dir() else path
-        whole = path.is_dir() or path.suffix.lower() == ".zip"
-        root = [] if whole and len(paths) == 1 else [path.absolute().parent.name]
-        items += walk(real, (*root, real.name))
-    repositories = {"/".join(item.parts[:-1]) for item in items if item.parts[-1] == ".git"}
-    submitters = submitters_in(items)
+        real = path.resolve() if path.is_dir() else path.absolute()
+        is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
+        items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
+    told = owners_told(items)
     works: list[Submission] = []
     for item in items:
         if item.counts:
-            owners = owners_of(item.parts, repositories, submitters)
-            works += [read_submission(item, owner) for owner in owners]
-    handed_in = [work for work in works if work.file and not is_given_out(work, works)]
+            works += [read_submission(item, owner) for owner in owners_of(item.parts, told)]
+    answered = {work.folder for work in works if work.answers}
+    handed_in = [work for work in works if work.name and not is_given_out(work, answered)]
     if roster:
         for work in works:
             work.learner = in_roster(work, work.parts, roster)
     check_owners(handed_in)
     # A learner's folder without a notebook counts if it lies beside folders with one.
     learners = {work.learner for work in handed_in}
-    holders = {holder_of(work) for work in handed_in}
+    holders = {work.holder for work in handed_in}
     for work in works:
-        is_near = not holders or holder_of(work) in holders
-        if not work.file and is_near and work.learner not in {"", *learners}:
+        is_near = not holders or work.holder in holders
+        if not work.name and is_near and work.learner not in {"", *learners}:
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    others = [item.parts[-1] for item in items if not item.counts and len(item.parts) == 2]
-    return handed_in, [name for name in others if name not in (".git", METADATA)]
+    others = {item.parts[-1] for item in items if not item.counts and len(item.parts) == 2}
+    return handed_in, sorted(others - {".git", METADATA})
 
 
-def walk(path: Path | zipfile.Path, parts: tuple[str, ...]) -> list[Item]:
+def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
     """The files in a folder or archive, and in those in it; an item of an empty name stands for a
-    folder without notebooks. Nothing of an archive is written to the disk, and no link to a folder
-    is followed.
+    folder without notebooks.
+    """
+    folder = as_folder(path)
+    if folder is None:
+        return [Item(parts, path)]
+    items = []
+    children: list[Any] = list(folder.iterdir())
+    for child in sorted(children, key=lambda child: child.name):
+        if child.name == ".git":
+            items.append(Item((*parts, child.name), child))
+        elif not child.name.startswith((".", "__MACOSX")):
+            items += walk(child, (*parts, child.name))
+    if not any(item.counts for item in items):
+        items.append(Item((*parts, ""), folder))
+    return items
+
+
+def as_folder(path: Place) -> Place | None:
+    """A folder, or an archive as one, of which nothing is written to the disk. None for files,
+    archives that cannot be read, and links to folders.
     """
     if path.is_dir() and not is_link(path):
-        items = []
-        children: list[Any] = list(path.iterdir())
-        for child in sorted(children, key=lambda child: child.name):
-            if child.name == ".git":
-                items.append(Item((*parts, child.name)))
-            elif not child.name.startswith((".", "__MACOSX")):
-                items += walk(child, (*parts, child.name))
-        if not any(item.counts for item in items):
-            items.append(Item((*parts, "")))
-        return items
-    name = parts[-1].lower()
-    if not name.endswith((".ipynb", ".zip", METADATA)):
-        return [Item(parts)]
-    try:
-        content = read_file(path)
-        if name.endswith(".zip"):
-            return walk(zipfile.Path(BytesIO(content)), parts)
-        return [Item(parts, content, path)]
-    except GradingError as error:
-        return [Item(parts, error)]
-    except (zipfile.BadZipFile, RuntimeError) as error:
-        return [Item(parts, GradingError(f"cannot be read as an archive ({error})"))]
+        return path
+    if path.name.lower().endswith(".zip"):
+        with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
+            return zipfile.Path(BytesIO(read_file(path)))
+    return None
 
 
-def is_link(path: Path | zipfile.Path) -> bool:
+def owners_told(items: Sequence[Item]) -> dict[str, list[Owner]]:
+    """{folder: its owners} where that is told: by a repository's `.git`, by Gradescope's export."""
+    told = {}
+    for item in items:
+        *folders, name = item.parts
+        holder = "/".join(folders)
+        if name == ".git":
+            told[holder] = [Owner(clean(folders[-1]), holder)]
+        elif name == METADATA:
+            for folder, submission in yaml.safe_load(read_file(item.place)).items():
+                owners = told[f"{holder}/{folder}"] = []
+                for person in submission[":submitters"]:
+                    about = {title: str(value) for title, value in person.items()}
+                    owners.append(Owner(clean(about[":name"]), f"{holder}/{folder}", about))
+    return told
+
+
+def is_link(path: Place) -> bool:
     """Whether a path is a link, which may lead anywhere."""
     return isinstance(path, Path) and path.is_symlink()
 
 
-def read_file(path: Path | zipfile.Path) -> bytes:
+def read_file(path: Place) -> bytes:
     """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
     if not path.is_file():  # A fifo would never come to its end.
         raise GradingError("is not a file, or a link to nothing")
@@ -219,63 +252,61 @@ def copy_neighbours(place: Any, folder: Path) -> None:
     """
     for file in place.parent.iterdir():
         if not is_link(file) and not file.name.endswith((".ipynb", ".zip")):
-            with suppress(GradingError):
+            with suppress(GradingError, OSError):
                 (folder / file.name).write_bytes(read_file(file))
-
-
-def submitters_in(items: Sequence[Item]) -> dict[str, list[dict[str, str]]]:
-    """{folder: who handed it in}, as Gradescope's exports say."""
-    submitters = {}
-    for item in items:
-        known = item.parts[-1] == METADATA and isinstance(item.content, bytes)
-        folders = yaml.safe_load(item.content) if known else {}
-        for folder, about in folders.items():
-            people = submitters[str(folder)] = []
-            for person in about[":submitters"]:
-                people.append({title: str(person.get(key, "")) for title, key in GRADESCOPE})
-    return submitters
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
-    work = Submission(**vars(owner), parts=item.parts, fault=NO_NOTEBOOK, place=item.place)
-    if not item.parts[-1]:
-        return work
-    path = "/".join(item.parts)
-    work.file = clean(path.removeprefix(f"{owner.folder}/").removeprefix(f"{holder_of(owner)}/"))
+    work = Submission(**vars(owner), parts=item.parts, place=item.place)
+    text = ""
     try:
-        if not isinstance(item.content, bytes):
-            raise item.content or GradingError(NO_NOTEBOOK)
-        work.digest = hashlib.sha256(item.content).hexdigest()[:16]
-        work.cells = read_notebook(item.content)
-        work.fault = ""
+        if not work.name:
+            raise GradingError(NO_NOTEBOOK)
+        content = read_file(item.place)
+        work.digest = hashlib.sha256(content).hexdigest()[:16]
+        if work.name.lower().endswith(".zip"):
+            raise GradingError("cannot be read as an archive")
+        text = content.decode("utf-8-sig")
+        cells = map(as_cell, nbformat.reads(text, as_version=4).cells)
+        work.cells = [cell for cell in cells if cell]
     except GradingError as error:
         work.fault = str(error)
+    except nbformat.reader.NotJSONError:
+        work.fault = "is not valid JSON" if text.strip() else "is empty"
+    except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
+        work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work
 
 
-def holder_of(owner: Owner) -> str:
-    """The folder in which the learner's own folder lies."""
-    return owner.folder.rpartition("/")[0]
-
-
-def is_given_out(work: Submission, works: Sequence[Submission]) -> bool:
-    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson
-    beside other notebooks of the same learner.
+def as_cell(cell: Any) -> Cell | None:
+    """A code cell that was handed in, if it is no check; an answer is recognised by its metadata
+    or, as in "answer-4-2", by its id.
     """
-    answers = [cell for cell in work.cells if cell.task]
-    if answers or work.fault:
-        return "solutions" in work.parts[:-1] and all(map(is_solution, answers))
-    others = [other for other in works if other.folder == work.folder]
-    return any(cell.task for other in others for cell in other.cells)
+    about = cell.metadata.get("ddp_course", {})
+    role, _, number = cell.get("id", "").partition("-")
+    role = about.get("role", role)
+    if cell.cell_type != "code" or role == "check":
+        return None
+    task = str(about.get("task", number.replace("-", ".")))
+    is_answer = role == "answer" and TASK.fullmatch(task)
+    return Cell(cell.get("id", ""), cell.source, task if is_answer else "")
+
+
+def is_given_out(work: Submission, answered: Set[str]) -> bool:
+    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson in a
+    folder that has answers as well.
+    """
+    if work.answers or work.fault:
+        return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
+    return work.folder in answered
 
 
 def is_solution(cell: Cell) -> bool:
     """Whether an answer is the course's own solution of its task."""
-    try:
+    with suppress(ValueError, KeyError):
         return solution(cell.task) == cell.source
-    except (ValueError, KeyError):
-        return False
+    return False
 
 
 def check_owners(works: Sequence[Submission]) -> None:
@@ -283,88 +314,56 @@ def check_owners(works: Sequence[Submission]) -> None:
     unknown = ["/".join(work.parts) for work in works if not work.learner]
     if unknown:
         raise GradingError(f"not in the roster: {', '.join(unknown)}; nothing was graded")
-    folders: dict[str, str] = {}
-    loose: set[tuple[str, str]] = set()
+    claimed: dict[str, str] = {}
     for work in works:
-        folder = folders.setdefault(work.learner, work.folder)
-        if folder != work.folder:
-            raise GradingError(
-                f"two folders claim to be {work.learner}'s: {folder} and {work.folder}; nothing was"
-                " graded. Remove one, or tell people apart by --roster"
-            )
+        claims = {f"two folders claim to be {work.learner}'s": work.folder}
         numbered = NUMBERED.match(work.name)
-        if numbered and folder == work.parts[0]:
-            if (folder, numbered[1]) in loose:
+        if numbered and work.folder == work.parts[0]:
+            claims[f"two notebooks of exercise {numbered[1]} lie in {work.folder}"] = work.name
+        for problem, place in claims.items():
+            other = claimed.setdefault(problem, place)
+            if other != place:
                 raise GradingError(
-                    f"two notebooks of exercise {numbered[1]} lie in {folder} itself: whose are"
-                    " they? Put each into a folder that is called as its learner"
+                    f"{problem}: {other} and {place}; nothing was graded. Remove one, put each into"
+                    " a folder that is called as its learner, or tell people apart by --roster"
                 )
-            loose.add((folder, numbered[1]))
 
 
 def without_exercises_not_begun(
-    works: Sequence[Submission], exercises: dict[int, Pristine]
+    works: Sequence[Submission], exercises: Exercises
 ) -> list[Submission]:
     """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
     others: a copy of the course has all exercises.
     """
-    answers = {}
+    given = {}
     for pristine in exercises.values():
-        answers |= pristine.answers
+        given |= pristine.answers
     begun = set()
     for work in works:
-        for cell in work.cells:
-            if cell.source.strip() != answers.get(cell.task, cell.source).strip():
-                begun.add(exercise_in(cell))
+        for cell in work.answers:
+            if cell.source.strip() != given.get(cell.task, "").strip():
+                begun.add(cell.exercise)
+    if not begun:
+        return list(works)
     asked_for = []
     for work in works:
-        exercises_in = {exercise_in(cell) for cell in work.cells if cell.task in answers}
-        if not begun or not exercises_in or exercises_in & begun:
+        answered = {cell.exercise for cell in work.answers}
+        if not answered or answered & begun:
             asked_for.append(work)
     return asked_for
 
 
-def exercise_in(cell: Cell) -> str:
-    """The number of the exercise that a cell is an answer of."""
-    return cell.task.split(".")[0]
-
-
-def read_notebook(content: bytes) -> list[Cell]:
-    """A notebook's code cells, in any of its formats; GradingError says what is wrong with it."""
-    try:
-        text = content.decode("utf-8-sig")
-        cells = nbformat.reads(text, as_version=4).cells
-        return [as_cell(cell) for cell in cells if cell.cell_type == "code"]
-    except nbformat.reader.NotJSONError as error:
-        raise GradingError("is not valid JSON" if text.strip() else "is empty") from error
-    except Exception as error:  # It is not UTF-8, or has a form for which nbformat has no error.
-        raise GradingError(
-            f"cannot be read as a notebook ({type(error).__name__}: {error})"
-        ) from error
-
-
-def as_cell(cell: Any) -> Cell:
-    """A code cell that was handed in; an answer is recognised by its metadata or by its id."""
-    about = cell.get("metadata", {}).get("ddp_course", {})
-    name = cell.get("id", "")
-    match = ANSWER_ID.match(name)
-    task = f"{match[1]}.{match[2]}" if match else ""
-    if about.get("role") == "answer":
-        task = str(about.get("task", ""))
-    return Cell(name, cell.source, task, about.get("role") == "check" or name.startswith("check-"))
-
-
-def exercise_of(work: Submission, exercises: dict[int, Pristine]) -> int:
+def exercise_of(work: Submission, exercises: Exercises) -> int:
     """Which exercise a notebook answers: what most of its answer cells say, or else its name.
     Raises GradingError if neither says one of this course.
     """
+    numbers = [int(cell.exercise) for cell in work.answers]
     numbered = NUMBERED.match(work.name)
-    numbers = [exercise_in(cell) for cell in work.cells if TASK.fullmatch(cell.task)]
     if numbered and not numbers:
-        numbers.append(numbered[1])
+        numbers = [int(numbered[1])]
     if not numbers:
         raise GradingError(work.fault or NO_ANSWERS)
-    number = int(max(numbers, key=numbers.count))
+    number = mode(numbers)
     if number not in exercises:
         raise GradingError(f"answers exercise {number}, which this course does not have")
     return number
@@ -375,20 +374,18 @@ def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
     its answer.
     """
     given, answers, checks, _ = pristine
-    own = [cell for cell in cells if not cell.check]
-    last = {cell.task: place for place, cell in enumerate(own)}
-    changed = {cell.id for cell in own} - {"imports"}
-    assembled = {name: source for name, source in given.items() if name not in changed}
-    for place, cell in enumerate(own):
+    last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
+    moved = {cell.id for cell in cells} - {"imports"}
+    assembled = {name: source for name, source in given.items() if name not in moved}
+    for place, cell in enumerate(cells):
         if cell.id in given:
             assembled.setdefault(cell.id, given[cell.id])
-        if cell.task in answers:
-            assembled[f"{cell_of(cell.task)}-{place}"] = cell.source
-            if last[cell.task] == place:
-                assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-        elif cell.source != given.get(cell.id):
-            assembled[f"own-{place}"] = cell.source
-    sources = {cell.task: cell.source for cell in own if cell.task in answers}
+        if cell.source != given.get(cell.id):
+            kind = cell_of(cell.task) if cell.task in answers else "own"
+            assembled[f"{kind}-{place}"] = cell.source
+        if place == last.get(cell.task):
+            assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
+    sources = {cell.task: cell.source for cell in cells if cell.task in answers}
     troubles = {}
     for task, source in answers.items():
         if sources.get(task, source).strip() == source.strip():

@@ -21,7 +21,7 @@ from .. import overview
 from ..grader import Judge, grade_one
 from ..people import Owner
 from ..results import TaskResult
-from ..submissions import Pristine, exercise_of, load_exercises, read_submission, walk
+from ..submissions import Exercises, Item, exercise_of, load_exercises, read_submission
 
 FOLDERS = (
     ".",
@@ -63,8 +63,7 @@ def main(args: argparse.Namespace) -> int:
     path = args.notebook or own_notebook(args.exercise)
     saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
     print(f"{path}, saved {saved}: its cells run first, then its answers", flush=True)
-    (item,) = walk(path, (path.name,))
-    submission = read_submission(item, Owner("you", path.name))
+    submission = read_submission(Item((path.name,), path), Owner("you", path.name))
     number = exercise_of(submission, exercises)
     if number != args.exercise:
         raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
@@ -79,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
-def where_am_i(exercises: dict[int, Pristine], html: Path | None) -> int:
+def where_am_i(exercises: Exercises, html: Path | None) -> int:
     """Print a line for each exercise, and what is known of guesses; write the page. Raises
     GradingError where there is no copy of the course.
     """

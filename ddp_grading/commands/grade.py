@@ -1,7 +1,6 @@
 """`ddp-course grade PATH…`: grade exercises, as table, CSV, JSON, HTML, and for a gradebook."""
 
 import argparse
-import json
 import secrets
 import sys
 import threading
@@ -17,7 +16,7 @@ from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments
 from ..grader import grade
 from ..people import Roster, read_roster
-from ..results import Result, clean, from_dict, merged
+from ..results import Result, clean, merged, read_results
 from ..submissions import (
     Submission,
     find_submissions,
@@ -87,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     submissions = without_exercises_not_begun(submissions, exercises)
     for name in skipped:
         print(f"no notebook, so skipped: {clean(name)}", file=sys.stderr)
-    earlier = earlier_results(args.json) if args.json else []
+    earlier = read_results(args.json) if args.json else []
     # What cannot be written must not cost an hour of grading.
     report.write_files(earlier, args)
     for file in filter(None, [args.canvas, args.moodle]):
@@ -102,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 
 def who_is_who(submissions: list[Submission], roster: Roster) -> str:
     """How many learners there are, how many are late, and how many have handed in nothing."""
-    learners = {work.learner for work in submissions} | set(roster)
+    learners = {*roster, *(work.learner for work in submissions)}
     handed_in = {work.learner for work in submissions if work.file}
     late = {work.learner for work in submissions if work.late}
     without = len(learners) - len(handed_in)
@@ -114,28 +113,14 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
     the same learner and exercise.
     """
     now = {(work.learner, work.file): work.digest for work in submissions}
-    fresh = set()
     for result in earlier:
-        files = {(result.learner, file): digest for file, digest in result.files.items()}
-        if result.has_grade and all(
-            now.get(key, digest) == digest for key, digest in files.items()
-        ):
-            fresh |= {*files} or {(result.learner, "")}
-    return [work for work in submissions if (work.learner, work.file) not in fresh]
-
-
-def earlier_results(file: str) -> list[Result]:
-    """The results that a report holds; none if it is not there yet. Raises GradingError for a file
-    that is no report.
-    """
-    if not Path(file).exists():
-        return []
-    try:
-        return [from_dict(record) for record in json.loads(Path(file).read_text(encoding="utf-8"))]
-    except (ValueError, KeyError, TypeError) as error:
-        raise GradingError(
-            f'"{file}" is no report to resume from ({type(error).__name__}: {error})'
-        ) from error
+        # Who handed in nothing has a submission without a file.
+        files = result.files or {"": ""}
+        before = {(result.learner, name): digest for name, digest in files.items()}
+        same = all(now.get(file, digest) == digest for file, digest in before.items())
+        if result.has_grade and same:
+            now = {file: digest for file, digest in now.items() if file not in before}
+    return [work for work in submissions if (work.learner, work.file) in now]
 
 
 def grade_and_write(

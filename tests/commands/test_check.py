@@ -66,6 +66,7 @@ def test_the_page_has_points_and_own_figures_and_loads_nothing(copy, capsys):
     nbformat.write(
         nbformat.v4.new_notebook(cells=[cell]), copy / "notebooks" / "04_ring_all_reduce.ipynb"
     )
+    nbformat.write(nbformat.v4.new_notebook(), copy / "notebooks" / "05_bucketed_ddp.ipynb")
     lines_of(capsys, "--html", str(copy / "mine.html"))
     page = (copy / "mine.html").read_text()
     assert "<td>1 of 13</td>" in page and page.count("data:image/png;base64,aW1hZ2U=") == 1

@@ -8,7 +8,9 @@ import pytest
 from chromium import fresh_page, running_browser
 
 from ddp_course import cli
+from ddp_course.errors import GradingError
 from ddp_grading import report
+from ddp_grading.comments import read_comments, with_comments
 from ddp_grading.results import Result, TaskResult
 
 COMMENTS = """learner,exercise,task,points,comment
@@ -62,7 +64,7 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
         assert [row[3:4] + row[8:] for row in rows[1:4]] == [
             ["1.5", "half right"],
             ["2", ""],
-            ["'-1", "a day late"],
+            ["-1", "a day late"],
         ]
         grades = list(csv.reader((tmp_path / "moodle_08.csv").open()))
         assert [row[3] for row in grades[1:]] == ["2.5", "4", ""]
@@ -77,13 +79,32 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
     [
         ("anna,8,8.1,two,", 'line 2: the points are "two"'),
         ("dora,8,,1,", "there is no such result"),
-        ("anna,8,8.9,1,", "there is no such task"),
+        ("anna,8,8.9,1,", "task 8.9: there is no such result"),
     ],
 )
 def test_a_comment_that_cannot_be_applied_is_named(line, words, command, tmp_path, capsys):
     (tmp_path / "by_hand.csv").write_text(f"learner,exercise,task,points,comment\n{line}\n")
     assert cli.main(list(map(str, command))) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("points", "earned"),
+    [(["+1", "0.3"], 0.3), (["0.3", "+1"], 1.3), (["-1", "-0.5"], 0.5), (["2"], 2)],
+)
+@pytest.mark.parametrize("task", ["8.2", ""])
+def test_lines_are_applied_in_their_order(points, earned, task, tmp_path):
+    lines = [f"anna,08,{task},{change}," for change in points]
+    (tmp_path / "c.csv").write_text("\n".join(["learner,exercise,task,points,comment", "", *lines]))
+    anna = graded("anna", 0, 2)
+    (changed,) = with_comments([anna], read_comments(tmp_path / "c.csv"))
+    assert changed.points == earned and anna.points == 2
+
+
+def test_only_a_whole_exercise_is_excused(tmp_path):
+    (tmp_path / "c.csv").write_text("learner,exercise,task,points\nanna,8,8.1,excused\n")
+    with pytest.raises(GradingError, match=r"line 2.*for a whole exercise"):
+        read_comments(tmp_path / "c.csv")
 
 
 def read(path):

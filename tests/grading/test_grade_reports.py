@@ -14,11 +14,12 @@ from benchmarks import grade as bench
 from ddp_course import cli
 from ddp_course.checking.checks import find
 from ddp_course.checking.plain import ODD, pack, unpack
-from ddp_grading import guard, report
+from ddp_grading import guard, remarks, report
 from ddp_grading.grader import grade
-from ddp_grading.remarks import clusters
-from ddp_grading.results import Result, TaskResult, clean
+from ddp_grading.remarks import likeness
+from ddp_grading.results import Result, TaskResult, clean, merged
 from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_grading.tables import as_csv
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
@@ -40,7 +41,7 @@ RESULTS = [
 
 
 def test_csv_has_a_line_a_task_and_no_formula():
-    rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
+    rows = list(csv.reader(io.StringIO(report.as_table(RESULTS))))
     assert rows[0][:4] == ["learner", "exercise", "task", "points"] and rows[0][-1] == "comment"
     assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", "", ""]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
@@ -62,6 +63,19 @@ def test_pages_escape_everything_and_need_nothing_else():
     assert "{learner}" in page, "a learner's braces are not ours"
     assert "sums: right" in page and "bytes: right" in page
     assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+
+
+def test_a_text_is_no_formula_but_a_number_below_zero_is_a_number():
+    text = as_csv(["a", "b", "c", "d"], [{"a": -1.0, "b": "-1", "c": None, "d": "=x", "e": "no"}])
+    assert text == "a,b,c,d\n-1,'-1,,'=x\n"
+
+
+def test_names_of_pages_differ_also_where_a_is_the_same_as_big_a():
+    class_ = [replace(RESULTS[0], learner=learner) for learner in ("Ann", "ann", "AN/N", "an_n")]
+    names = sorted(report.pages(class_))
+    assert names == [f"hand_back/{name}.html" for name in ("an_n", "an_n_", "ann", "ann_")] + [
+        "index.html"
+    ]
 
 
 def test_the_table_has_no_control_characters():
@@ -210,6 +224,30 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
     assert "the best counts" in (files["html"] / "hand_back/anna.html").read_text()
 
 
+def of_anna(exercise, points, files):
+    """A result of anna's."""
+    return Result("anna", exercise, [TaskResult("8.1", points, 1)], files=files)
+
+
+NEW = of_anna(8, 0.5, {"new.ipynb": "2"})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept"),
+    [
+        (of_anna(8, 1, {"old.ipynb": "1"}), False),
+        (of_anna(None, 0, {"new.ipynb": "1"}), False),
+        (of_anna(None, 0, {}), False),
+        (of_anna(None, 0, {"other.ipynb": "1"}), True),
+        (of_anna(4, 1, {"04.ipynb": "1"}), True),
+        (replace(of_anna(8, 1, {"new.ipynb": "2"}), learner="ben"), True),
+    ],
+)
+def test_a_new_result_replaces_that_of_its_exercise_of_its_file_and_of_no_file(earlier, kept):
+    results = merged([earlier], [NEW])
+    assert NEW in results and (earlier in results) == kept and len(results) == 1 + kept
+
+
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     (result,) = grade([submission_of(tmp_path / "08_mine.ipynb")], load_exercises(), seed=1)
@@ -252,7 +290,9 @@ def ring(tensor, group=None):
 """
 
 
-def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them():
+def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them(
+    monkeypatch,
+):
     renamed = (
         RING.replace("incoming", "inbox")
         .replace("tensor", "t")
@@ -262,12 +302,13 @@ def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_the
         "tensor += incoming * (rank + step)",
         "for i in range(9):\n            tensor[i] -= incoming[-i]",
     )
-    answers = {
-        "anna": RING,
-        "ben": renamed,
-        "carl": other,
-        "dora": RING,
-        "emil": "def ring(): pass",
-    }
-    assert clusters(answers) == [["anna", "ben", "dora"]]
-    assert clusters(answers, lesson=RING) == []
+    answers = [("anna", RING), ("ben", renamed), ("carl", other), ("dora", RING)]
+    answers += [("emil", "def ring(): pass"), ("fritz", "def ring(): pass")]
+    results = [
+        Result(learner, 4, [TaskResult("4.4", 1, 1, answer=answer)]) for learner, answer in answers
+    ]
+    assert likeness(results) == [("4.4", ["anna", "ben", "dora"])]
+    results[0].tasks[0].points = 0
+    assert likeness(results) == [("4.4", ["ben", "dora"])], "who earned nothing copied nothing"
+    monkeypatch.setattr(remarks, "solution", lambda number: RING)
+    assert likeness(results) == []

@@ -12,9 +12,11 @@ import pytest
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
+from ddp_grading.commands.grade import not_graded_yet
 from ddp_grading.gradebooks import as_canvas, as_moodle, grade_files
 from ddp_grading.people import read_roster
 from ddp_grading.results import Result, TaskResult
+from ddp_grading.submissions import Submission
 
 ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
 BEN = Result("ben", 8, [TaskResult("8.1", 1, 1)])
@@ -95,6 +97,14 @@ def test_canvas_reads_what_is_written_for_it(roster):
     ]
     assert rows[0][1] == {"Exercise 4": "", "Exercise 8": "1"}
     assert rows[-1][1] == {"Exercise 4": "2.5", "Exercise 8": ""}
+
+
+def test_canvas_own_assignments_are_found_by_how_their_titles_begin(tmp_path):
+    titles = "Student,ID,Exercise 41 (1),Exercise 4: the ring (777),Exercise 4 again (778)"
+    (tmp_path / "class.csv").write_text(f'{titles}\n"Ann, A",12,,5,\n')
+    header, possible, anna = rows_of(as_canvas([ANNA], read_roster(tmp_path / "class.csv")))[:3]
+    assert header[5:] == ["Exercise 4: the ring (777)"] and possible[5:] == ["4"]
+    assert anna[:2] == ["Ann, A", "12"] and anna[5:] == [""]
 
 
 def test_moodle_gets_a_grading_worksheet_for_each_exercise():
@@ -181,6 +191,25 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
     asked = graded_as(monkeypatch, [])
     assert cli.main([*command, "--resume"]) == 0 and asked == []
     assert "anna" in capsys.readouterr().out
+
+
+def test_what_has_changed_is_graded_again_with_all_that_was_compared_with_it():
+    works = []
+    for learner, name in (("anna", "a"), ("anna", "b"), ("ben", "c"), ("carl", ""), ("dora", "d")):
+        parts = ("class", learner, name)
+        works.append(Submission(learner, f"class/{learner}", parts=parts, digest=name and "1"))
+    earlier = [
+        Result("anna", 8, files={"a": "1", "b": "0"}),
+        Result("ben", 8, files={"c": "1", "gone": "1"}),
+        Result("carl", None),
+        Result("dora", 8, files={"d": "1"}, graded=False),
+    ]
+    again = not_graded_yet(works, earlier)
+    assert [(work.learner, work.file) for work in again] == [
+        ("anna", "a"),
+        ("anna", "b"),
+        ("dora", "d"),
+    ]
 
 
 def test_a_grading_goes_on_only_where_its_results_are(tmp_path, capsys):

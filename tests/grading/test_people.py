@@ -4,6 +4,7 @@ teachers make of them.
 
 import csv
 import io
+import os
 import zipfile
 
 import pytest
@@ -12,7 +13,7 @@ from answers import ROOT, notebook_of
 from ddp_course import cli
 from ddp_course.errors import GradingError
 from ddp_grading.gradebooks import as_canvas, as_moodle
-from ddp_grading.people import read_roster
+from ddp_grading.people import in_roster, owners_of, read_roster
 from ddp_grading.results import Result, TaskResult
 from ddp_grading.submissions import (
     find_submissions,
@@ -153,6 +154,7 @@ def test_sections_nested_folders_zips_and_several_paths(tmp_path):
     zipped(flat / "carl.zip", {"04_x.ipynb": SOLVED, "__MACOSX/04_x.ipynb": ""})
     (flat / "dan.zip").write_text("no zip")
     (flat / "nobody").mkdir()
+    (flat / "ada" / "data").mkdir()
     one = handed_in(flat)
     assert one == [
         ("ada", "04_x.ipynb"), ("ben", "04_x.ipynb"), ("carl", "04_x.ipynb"),
@@ -182,3 +184,60 @@ def test_all_is_read_before_the_first_one_runs(tmp_path):
     assert len(submissions[0].cells) > 6 and len(submissions[0].digest) == 16
     assert {cell.task for cell in submissions[0].cells} >= {"4.1", "4.6"}
     assert notebook_of(4).cells
+
+
+TWO_LEES = """learner,Name,ID,Email
+kim1,Kim Lee,101,kl@x
+kim2,"Lee, Kim",102,lk@x
+ann,Ann Lee,103,al@x
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "learner"),
+    [
+        ("kim2", "kim2"),
+        ("Kim Lee", ""),
+        ("Lee Kim_102", "kim2"),
+        ("hw-ring-kim1", "kim1"),
+        ("lee ann", "ann"),
+        ("al@x", "ann"),
+        ("kim1_102", ""),
+        ("Lee", ""),
+    ],
+)
+def test_the_roster_s_learner_is_the_one_of_whom_most_is_in_the_path(folder, learner, tmp_path):
+    (tmp_path / "r.csv").write_text(TWO_LEES)
+    roster = read_roster(tmp_path / "r.csv")
+    parts = ("class", folder, "04_x.ipynb")
+    assert in_roster(owners_of(parts, {})[0], parts, roster) == learner
+
+
+def test_what_cannot_be_read_has_a_fault_and_costs_nobody_else(tmp_path):
+    folder = lay_out(tmp_path / "c", {"ada/04_x.ipynb": SOLVED, "ben/04_x.ipynb": SOLVED})
+    (folder / "ben" / "04_x.ipynb").chmod(0)
+    (folder / "carl.zip").write_bytes(b"PK")
+    (folder / "dan").mkdir()
+    damaged = zipped(folder / "emil.zip", {"04_x.ipynb": SOLVED})
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 255
+    damaged.write_bytes(content)
+    os.mkfifo(folder / "fifo.ipynb")
+    faults = {work.learner: work.fault for work in find_submissions([folder])[0]}
+    assert faults.pop("ada") == "" and faults.pop("carl") == "cannot be read as an archive"
+    assert "no notebook" in faults.pop("dan") and "Bad CRC-32" in faults.pop("emil")
+    assert faults.pop("fifo") == "is not a file, or a link to nothing"
+    if os.getuid():
+        assert "Permission denied" in faults["ben"]
+
+
+def test_a_repository_is_one_learner_s_and_own_work_in_a_folder_solutions_counts(tmp_path):
+    own = SOLVED.replace("(rank - step)", "(rank + step)")
+    files = {"ring-ada/my/own/04_x.ipynb": SOLVED, "ring-ada/.git/HEAD": ""}
+    files |= {"ben/solutions/04_x.ipynb": own, "carl/04_x.ipynb": own}
+    files["carl/solutions/04_x.ipynb"] = SOLVED
+    assert handed_in(lay_out(tmp_path / "c", files)) == [
+        ("ben", "solutions/04_x.ipynb"),
+        ("carl", "04_x.ipynb"),
+        ("ring-ada", "my/own/04_x.ipynb"),
+    ]
