@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -83,12 +82,15 @@ class Judge:
     def verdicts(
         self, answers: dict[str, bytes], folder: str, seconds: float
     ) -> Iterator[tuple[str, Verdict]]:
-        """Try the answers that a notebook has handed over, of whose time `seconds` are left; yield
-        (task, verdict) as it is known.
+        """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
 
-        Those that run on equally many ranks, and in one way, share a launch: where ranks send, it
-        is one that decides for every order of their messages. What fails in company, or is not
-        reached there, is tried again alone: an answer before it may have spoilt it.
+        All launches together take what is left of the submission's `seconds`, or some times what
+        the solutions took here, if that is longer.
+
+        Answers that run on equally many ranks, and in one way, share a launch, which takes at most
+        half of what is left: where ranks send, it is one that decides for every order of their
+        messages. What fails in company, or is not reached there, is tried again alone, in an equal
+        part of the rest: an answer before it may have spoilt it.
         """
         limits = partial(enter, folder)
         companies: dict[tuple, list[Attempt]] = {}
@@ -99,12 +101,13 @@ class Judge:
                 took += self.right(task).seconds
             attempt = Attempt(number, task.inputs(self.seed), content)
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
-        allowance = Allowance(max(seconds, SLOWER * took), len(answers))
+        left = max(seconds, SLOWER * took)
         failed: list[tuple[Attempt, Verdict]] = []
         for (_, in_every_order), company in companies.items():
             way = (make_watched, every.SLOW) if in_every_order else (make_attempts, ONE_HOST)
-            with allowance.share(len(company)) as share:
-                evidences = gather(company, limits, *way, share / 2)
+            began = time.monotonic()
+            evidences = gather(company, limits, *way, left / 2)
+            left -= time.monotonic() - began
             last = company[len(evidences) - 1].number
             for attempt in company[len(evidences) :]:
                 untried = nothing(find(attempt.number), f"not tried: {last} took all of the time")
@@ -114,12 +117,11 @@ class Judge:
                 if said.message:
                     failed.append((attempt, said))
                 else:
-                    allowance.open -= 1
                     yield attempt.number, said
-        for attempt, said in failed:
-            with allowance.share() as share:
-                said = self.again(attempt, said, limits, share)
-            allowance.open -= 1
+        for place, (attempt, said) in enumerate(failed):
+            began = time.monotonic()
+            said = self.again(attempt, said, limits, left / (len(failed) - place))
+            left -= time.monotonic() - began
             yield attempt.number, said
 
     def again(self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float) -> Verdict:
@@ -137,23 +139,6 @@ class Judge:
         task = find(attempt.number)
         with self.lock:
             return verdict(task, evidence, self.right(task), partial(self.known, task))
-
-
-class Allowance:
-    """The seconds that are `left` by the clock for a submission's answers, `open` ones of which
-    are not judged yet: each has a share in them, however long others wait.
-    """
-
-    def __init__(self, seconds: float, answers: int) -> None:
-        self.left = seconds
-        self.open = answers
-
-    @contextmanager
-    def share(self, answers: int = 1) -> Iterator[float]:
-        """The seconds that so many answers may take now; what they take is gone."""
-        began = time.monotonic()
-        yield self.left * answers / self.open
-        self.left -= time.monotonic() - began
 
 
 def grade_one(

@@ -10,6 +10,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
@@ -351,6 +352,15 @@ def test_a_cell_that_writes_to_all_open_files_costs_what_it_is_in(tmp_path, capf
     (result,) = grade([submission_of(path)], EXERCISES, seed=3)
     assert [task.message for task in result.tasks] == [""] * 3
     assert capfd.readouterr().err == ""
+
+
+def test_an_answer_that_writes_to_all_open_files_shows_nothing_to_the_teacher(tmp_path, capfd):
+    body = WRITES_TO_ALL_FILES.replace("bytes([0, 0, 16, 0])", "b'on your terminal\\n'")
+    answer = f"def collect(tensor, server=0, group=None):\n{indent(body, '    ')}"
+    path = hand_in(tmp_path / "ada", {"3.1": answer})
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3)
+    assert [task.points > 0 for task in result.tasks] == [False, True, False, True]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_graders_own_fault_is_no_zero(tmp_path, monkeypatch):
