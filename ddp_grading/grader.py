@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -16,7 +17,13 @@ from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
-from ddp_course.checking.evidence import ONE_HOST, gather, known, solved
+from ddp_course.checking.evidence import (
+    ONE_HOST,
+    SLOWER,
+    gather,
+    known,
+    solved,
+)
 from ddp_course.errors import GradingError
 from ddp_course.orders import every
 
@@ -28,7 +35,6 @@ from .submissions import Assembly, Pristine, Submission, assemble, copy_neighbou
 from .watched import make_watched
 
 END_SECONDS = 10.0
-LEAST_SECONDS = 10.0  # No solution counts as faster: a neighbour may load the machine next.
 LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
@@ -73,46 +79,66 @@ class Judge:
         self.right = cache(lambda task: gather([solved(task, task.inputs(seed))])[0])
         self.known = cache(lambda task: gather(known(task, task.inputs(seed))))
 
-    def verdicts(self, answers: dict[str, bytes], folder: str) -> Iterator[tuple[str, Verdict]]:
+    def verdicts(
+        self, answers: dict[str, bytes], folder: str, seconds: float
+    ) -> Iterator[tuple[str, Verdict]]:
         """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
 
-        Those that run on equally many ranks, and in one way, share a launch: where ranks send, it
-        is one that decides for every order of their messages. What fails in company is tried again
-        alone: an answer before it may have spoilt it.
+        All launches together take what is left of the submission's `seconds`, or some times what
+        the solutions took here, if that is longer.
+
+        Answers that run on equally many ranks, and in one way, share a launch, which takes at most
+        half of what is left: where ranks send, it is one that decides for every order of their
+        messages. What fails in company, or is not reached there, is tried again alone, in an equal
+        part of the rest: an answer before it may have spoilt it.
         """
         limits = partial(enter, folder)
         companies: dict[tuple, list[Attempt]] = {}
+        took = 0.0
         for number, content in answers.items():
             task = find(number)
+            with self.lock:
+                took += self.right(task).seconds
             attempt = Attempt(number, task.inputs(self.seed), content)
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
+        left = max(seconds, SLOWER * took)
+        failed: list[tuple[Attempt, Verdict]] = []
         for (_, in_every_order), company in companies.items():
-            with self.lock:
-                took = {each.number: self.right(find(each.number)).seconds for each in company}
             way = (make_watched, every.SLOW) if in_every_order else (make_attempts, ONE_HOST)
-            together = max(LEAST_SECONDS, sum(took.values()))
-            evidences = gather(company, limits, *way, together)
-            judged = self.compared(company, evidences)
-            for attempt in company:
-                if judged[attempt.number].message:
-                    alone = max(LEAST_SECONDS, took[attempt.number])
-                    evidences = gather([attempt], limits, took=alone)
-                    again = self.compared([attempt], evidences)
-                    judged[attempt.number] = confirmed(again[attempt.number], attempt, limits)
-                yield attempt.number, judged[attempt.number]
+            began = time.monotonic()
+            evidences = gather(company, limits, *way, left / 2)
+            left -= time.monotonic() - began
+            last = company[len(evidences) - 1].number
+            for attempt in company[len(evidences) :]:
+                untried = nothing(find(attempt.number), f"not tried: {last} took all of the time")
+                failed.append((attempt, untried))
+            for attempt, evidence in zip(company, evidences, strict=False):
+                said = self.compared(attempt, evidence)
+                if said.message:
+                    failed.append((attempt, said))
+                else:
+                    yield attempt.number, said
+        for place, (attempt, said) in enumerate(failed):
+            began = time.monotonic()
+            said = self.again(attempt, said, limits, left / (len(failed) - place))
+            left -= time.monotonic() - began
+            yield attempt.number, said
 
-    def compared(
-        self, attempts: Sequence[Attempt], evidences: Sequence[Evidence]
-    ) -> dict[str, Verdict]:
-        """The verdicts on attempts with this evidence."""
-        judged = {}
-        for attempt, evidence in zip(attempts, evidences, strict=True):
-            task = find(attempt.number)
-            with self.lock:
-                judged[task.number] = verdict(
-                    task, evidence, self.right(task), partial(self.known, task)
-                )
-        return judged
+    def again(self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float) -> Verdict:
+        """The verdict on an attempt in a launch of its own, and in another in every order of its
+        messages; what was `said` before if there is no time for it.
+        """
+        if find(attempt.number).every_order:
+            seconds /= 2
+        for evidence in gather([attempt], limits, seconds=seconds):
+            said = confirmed(self.compared(attempt, evidence), attempt, limits, seconds)
+        return said
+
+    def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:
+        """The verdict on an attempt with this evidence."""
+        task = find(attempt.number)
+        with self.lock:
+            return verdict(task, evidence, self.right(task), partial(self.known, task))
 
 
 def grade_one(
@@ -164,13 +190,13 @@ def points_of(
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
         copy_neighbours(submission.place, Path(folder, "work"))
-        errors = run(assembly, folder, seconds)
+        errors, left = run(assembly, folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
             if number not in assembly.troubles and file.exists():
                 answers[number] = file.read_bytes()
-        verdicts = judge.verdicts(answers, f"{folder}/work")
+        verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
             trouble = assembly.troubles.get(number)
@@ -205,12 +231,12 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
         )
 
 
-def run(assembly: Assembly, folder: str, seconds: float) -> dict[str, str]:
-    """Run a submission's cells in a process of their own; return {id: its error, or ""}. Raises
-    RuntimeError if the process ends without an answer.
+def run(assembly: Assembly, folder: str, seconds: float) -> tuple[dict[str, str], float]:
+    """Run a submission's cells in a process of their own; return {id: its error, or ""}, and how
+    many of the `seconds` are left. Raises RuntimeError if the process ends without an answer.
     """
     if assembly.sources.keys() <= assembly.troubles.keys():
-        return {}  # Nothing was answered, so nothing runs.
+        return {}, seconds  # Nothing was answered, so nothing runs.
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = processes().Process(target=run_cells, args=(assembly.cells, folder, seconds, sender))
     child.start()

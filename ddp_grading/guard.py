@@ -11,6 +11,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,13 +47,25 @@ def enter(folder: str, *also: str) -> None:
     tempfile.tempdir = None
     os.chdir(folder)
     sys.path.insert(0, folder)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    silence()
     course = course_folder("exercises").parent
     secrets = [os.path.realpath(course / name) for name in SECRETS]
     folders = [os.path.realpath(path) for path in (folder, *also)]
     fence([*folders, *own_view(secrets), *DEVICES])
     sys.addaudithook(watch(folders, secrets))
+
+
+def silence() -> None:
+    """From here on nothing that this process or its children write reaches a terminal, by whatever
+    number of an open file: the pipes of a rank's prints have several.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    shown = [os.fstat(1), os.fstat(2)]
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # The folder itself was open as one of them.
+            if any(os.path.samestat(os.fstat(int(name)), each) for each in shown):
+                os.dup2(null, int(name))
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
 
 
 def own_view(secrets: Sequence[str]) -> list[str]:

@@ -2,8 +2,7 @@
 signalling others.
 
 Nobody can leave such a fence, and code in C is inside it as well. Source: landlock(7) and the
-kernel's userspace-api/landlock. ABI 1 knows 13 rights, 2 and 3 one more each, 6 (Linux 6.12)
-signals.
+kernel's userspace-api/landlock. ABI 2 added REFER, 3 TRUNCATE, 6 (Linux 6.12) signals.
 """
 
 import ctypes
@@ -21,8 +20,20 @@ ASK_VERSION = 1
 PATH_BENEATH = 1
 SCOPE_SIGNAL = 2
 PR_SET_NO_NEW_PRIVS = 38
-READS = 0b1101  # To execute and read files, and to read folders: that is free.
-OF_A_FILE = 1 << 1 | 1 << 14  # To write and to truncate it.
+# The rights to change something, as the kernel names them, without LANDLOCK_ACCESS_FS_. To execute
+# and read files, and to read folders, is free.
+WRITE_FILE = 1 << 1
+REMOVE_DIR = 1 << 4
+REMOVE_FILE = 1 << 5
+MAKE_CHAR = 1 << 6
+MAKE_DIR = 1 << 7
+MAKE_REG = 1 << 8
+MAKE_SOCK = 1 << 9
+MAKE_FIFO = 1 << 10
+MAKE_BLOCK = 1 << 11
+MAKE_SYM = 1 << 12
+REFER = 1 << 13  # To link or move a file into another folder.
+TRUNCATE = 1 << 14
 
 
 def version() -> int:
@@ -41,13 +52,18 @@ def fence(paths: Sequence[str]) -> None:
     abi = version()
     if not abi:
         return
+    writes = WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_CHAR | MAKE_DIR
+    writes |= MAKE_REG | MAKE_SOCK | MAKE_FIFO | MAKE_BLOCK | MAKE_SYM
     # The kernel refuses a call with a right that it does not know, and takes zeros for it.
-    writes = (1 << 12 + min(abi, 3)) - 1 & ~READS
+    if abi >= 2:
+        writes |= REFER
+    if abi >= 3:
+        writes |= TRUNCATE
     scope = SCOPE_SIGNAL if abi >= 6 else 0
     attributes = struct.pack("QQQ", writes, 0, scope)
     rules = call(CREATE_RULESET, attributes, len(attributes), 0)
     for path in filter(os.path.exists, paths):
-        rights = writes if os.path.isdir(path) else writes & OF_A_FILE
+        rights = writes if os.path.isdir(path) else writes & (WRITE_FILE | TRUNCATE)
         beneath = os.open(path, os.O_PATH)
         call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", rights, beneath), 0)
         os.close(beneath)

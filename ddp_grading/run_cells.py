@@ -40,7 +40,8 @@ class Stopped(BaseException):
 
 
 def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
-    """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}.
+    """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}, and the
+    seconds that are left.
 
     A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
     the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
@@ -63,7 +64,7 @@ def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Co
         if name:
             errors[name] = DIED
             del waiting[name]
-    answers.send(errors)
+    answers.send((errors, left))
 
 
 def run_in(

@@ -19,7 +19,7 @@ from .checks import find
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
 
-SECONDS = 60.0  # Nothing is said of what takes longer.
+MOST_SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
@@ -30,15 +30,21 @@ ADVICE = {
 LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
 
-def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None) -> Verdict:
+def confirmed(
+    verdict: Verdict,
+    attempt: Attempt,
+    enter: Callable | None = None,
+    seconds: float = MOST_SECONDS,
+) -> Verdict:
     """The verdict on an attempt; if it was right, its task's part `every_order` is wrong where an
-    order breaks it. If it hung, the verdict says why. `enter` sets a submission's limits.
+    order breaks it. If it hung, the verdict says why. `enter` sets a submission's limits; nothing
+    is said of what takes longer than `seconds`.
     """
     task = find(attempt.number)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    outcome = judge(events_of(attempt, enter), [], 1, "")
+    outcome = judge(events_of(attempt, enter, min(seconds, MOST_SECONDS)), [], 1, "")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)
@@ -49,9 +55,9 @@ def confirmed(verdict: Verdict, attempt: Attempt, enter: Callable | None = None)
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
 
 
-def events_of(attempt: Attempt, enter: Callable | None) -> list:
-    """What ranks write down that make an attempt; nothing if it comes to no end."""
+def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
+    """What ranks write down that make an attempt; nothing if it comes to no end in `seconds`."""
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
         program = (make_attempts, ([attempt], folder, enter), {})
-        return every.run([None], find(attempt.number).ranks, *program, timeout=SECONDS)[0]
+        return every.run([None], find(attempt.number).ranks, *program, timeout=seconds)[0]
     return []

@@ -34,6 +34,7 @@ OURS = ("torch.", "ddp_course.", "exercise_checks.")
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
 SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
+# These are of the torch that is here: no task forbids a function that this version lacks.
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
     for name, thing in vars(dist).items()
@@ -74,9 +75,10 @@ def make_attempts(
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     tasks = [find(attempt.number) for attempt in attempts]
-    prepare()
+    make_groups()
     if enter:
         enter(folder)
+    silence_libraries()
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
         answers = load(task, attempt.answers)
         if ranks > 1:
@@ -87,16 +89,20 @@ def make_attempts(
         Path(folder, f"{place}-{rank}").write_bytes(evidence)
 
 
-def prepare() -> None:
-    """Make what probes need in a rank: groups, and silence."""
+def make_groups() -> None:
+    """Make what probes need in a rank: its own numbers of chance, one thread, and groups."""
     torch.manual_seed(dist.get_rank())
     torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     ranks = dist.get_world_size()
     if ranks > 1:
         for size in range(1, ranks + 1):
             groups[size] = dist.new_group(list(range(size)), timeout=LONG)
-    # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a
-    # process.
+
+
+def silence_libraries() -> None:
+    """What Python prints is shown, but not what gloo prints ("terminate called …") when it ends a
+    process: a learner gets our message.
+    """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

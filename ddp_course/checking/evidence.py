@@ -48,17 +48,24 @@ def gather(
     enter: Callable | None = None,
     on_rank: Callable = make_attempts,
     link: Link = ONE_HOST,
-    took: float = 0.0,
+    seconds: float | None = None,
 ) -> list[Evidence]:
     """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
-    before anything of it runs, they keep to them. `took` are the seconds of the solutions; without
-    them the first attempt must be one that ends: the solution, or an answer that does nothing.
+    before anything of it runs, they keep to them. All launches together take at most `seconds` by
+    the clock, and there is no evidence of what they do not reach; without `seconds` the first
+    attempt must be one that ends: the solution, or an answer that does nothing.
     """
     results: list[Evidence] = []
     waiting = list(attempts)
+    began = time.monotonic()
+    took = 0.0
     while waiting:
         planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
         patience = max(planned, SLOWER * took)
+        if seconds is not None:
+            patience = began + seconds - time.monotonic()
+            if patience <= 0:
+                break
         done, failure, first = launched(waiting, enter, on_rank, link, patience)
         for attempt, by_rank in zip(waiting, done, strict=False):
             results.append(assembled(attempt, by_rank)._replace(seconds=first))
@@ -66,7 +73,7 @@ def gather(
         if not failure:
             break
         took = took or first
-        if isinstance(failure, LaunchTimeout) and patience < SLOWER * took:
+        if isinstance(failure, LaunchTimeout) and seconds is None and patience < SLOWER * took:
             continue  # The machine is slower than was planned for.
         if waiting:
             failed = waiting.pop(0)

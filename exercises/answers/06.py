@@ -628,38 +628,15 @@ class Reducer:
 
 
 # %% 6.7 wrong: nothing begins anew | forget at the end of a pass what was ready and what has left
-class Reducer:
-    def __init__(self, buckets, start, world_size):
-        self.buckets, self.start, self.world_size = buckets, start, world_size
-        self.there, self.sent = set(), []
-        self.everyone = [parameter for bucket in buckets for parameter in bucket]
-        for parameter in self.everyone:
-            parameter.register_post_accumulate_grad_hook(self.ready)
-
-    def leave(self):
-        bucket = self.buckets[len(self.sent)]
-        flat = torch.cat([(p.grad if p in self.there else torch.zeros_like(p)).flatten() for p in bucket])
-        self.sent.append((bucket, flat, self.start(flat)))
-
-    def ready(self, parameter):
-        self.there.add(parameter)
-        while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
-            self.leave()
-
-    def finish(self):
-        while len(self.sent) < len(self.buckets):
-            self.leave()
-        users = torch.tensor([float(parameter in self.there) for parameter in self.everyone])
-        self.start(users)()
-        used = {parameter for parameter, count in zip(self.everyone, users) if count}
-        for bucket, flat, wait in self.sent:
-            wait()
-            flat /= self.world_size
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-                if parameter in used:
-                    parameter.grad = part.view_as(parameter).clone()
-
-
+#-             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
+#+             flat = torch.cat([part.flatten() for part in parts])
+#-             wait()
+#+             wait()
+#+             flat /= self.world_size
+#-                 parameter.grad = part.view_as(parameter) if parameter in used else None
+#-         self.there, self.sent = set(), []
+#+                 if parameter in used:
+#+                     parameter.grad = part.view_as(parameter).clone()
 # %% 6.7 wrong: one bucket at a time | one gradient may let several buckets leave: those that were full before their turn, too
 #-         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
 #+         if len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):

@@ -312,7 +312,7 @@ def test_a_task_is_told_as_soon_as_it_is_judged(tmp_path, monkeypatch):
     (item,) = walk(path, (path.name,))
     events = []
 
-    def confirmed(verdict, attempt, limits):
+    def confirmed(verdict, attempt, limits, seconds):
         events.append(f"tried again: {attempt.number}")
         return verdict
 

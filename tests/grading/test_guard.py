@@ -10,14 +10,15 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
 from answers import hand_in, submission_of
 
-from ddp_course.checking.checks import solution
+from ddp_course.checking.checks import cells_with, of_exercise, solution
 from ddp_course.running.files import course_folder
-from ddp_grading import guard, landlock, run_cells
+from ddp_grading import grader, guard, landlock, run_cells
 from ddp_grading.grader import grade
 from ddp_grading.guard import enter
 from ddp_grading.submissions import find_submissions, load_exercises
@@ -237,6 +238,62 @@ def test_where_the_courses_own_cells_take_long_the_learners_slow_ones_are_left_o
     assert [task.message for task in result.tasks] == ["", "", ""]
 
 
+WAITS = "import signal\n    signal.pause()"
+WAITING = {
+    "1.1": f"def train_step(*anything):\n    {WAITS}",
+    "1.2": f"def accumulate(*anything):\n    {WAITS}",
+    "1.3": f"def gradient_bytes(model):\n    {WAITS}",
+}
+
+
+def test_cells_and_answers_that_wait_have_one_deadline_together(tmp_path, monkeypatch):
+    """Also those who wait for ever are each told their line; one of them that is right would be
+    told so.
+    """
+    monkeypatch.setattr(grader, "SLOWER", 0.0)  # On a busy machine they would have longer.
+    judge = grader.Judge(3)
+    for task in of_exercise(1):
+        judge.right(task)
+    path = hand_in(tmp_path / "ada", WAITING, ["import time; time.sleep(60)"])
+    start = time.monotonic()
+    result = grader.grade_one(submission_of(path), EXERCISES, judge, 30.0)
+    assert time.monotonic() - start < 30 + 20  # Each launch also takes time to begin and to end.
+    for task in result.tasks:
+        assert "not finished in time: still running on rank 0 (line 3 of your cell" in task.message
+
+
+def test_what_one_answer_waits_for_costs_no_other_its_points(tmp_path):
+    path = hand_in(tmp_path / "ada", WAITING | {"1.3": solution("1.3")})
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3, timeout=40.0)
+    assert [task.points for task in result.tasks] == [0, 0, 2]
+
+
+def test_an_answer_may_wait_longer_where_the_solution_took_longer(tmp_path):
+    judge = grader.Judge(3)
+    right = judge.right
+    judge.right = lambda task: right(task)._replace(seconds=10.0)
+    waits = "import signal\nsignal.sigtimedwait([], 8)\n"
+    answers = {"1.1": (cells_with("1.1", waits + solution("1.1")))}
+    assert verdicts_of(judge, answers, tmp_path, seconds=4.0) == {"1.1": ""}
+    judge.right = right
+    said = verdicts_of(judge, answers, tmp_path, seconds=4.0)
+    assert said["1.1"].startswith("not finished in time")
+
+
+def verdicts_of(judge, answers, folder, seconds):
+    """{task: what is said of the answer}, where a submission has so many seconds left."""
+    verdicts = judge.verdicts(answers, str(folder), seconds)
+    return {number: said.message for number, said in verdicts}
+
+
+def test_what_no_time_was_left_for_is_told_who_took_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(grader, "SLOWER", 0.0)
+    answers = {number: cells_with(number, text) for number, text in WAITING.items()}
+    said = verdicts_of(grader.Judge(3), answers, tmp_path, seconds=0.5)
+    assert said["1.1"].startswith("not finished in time")
+    assert said["1.2"] == said["1.3"] == "not tried: 1.1 took all of the time"
+
+
 def test_ranks_work_where_the_cells_do(tmp_path):
     answer = (
         solution("3.1") + "\n_collect = collect\n\ndef collect(tensor, server=0, group=None):\n"
@@ -295,6 +352,15 @@ def test_a_cell_that_writes_to_all_open_files_costs_what_it_is_in(tmp_path, capf
     (result,) = grade([submission_of(path)], EXERCISES, seed=3)
     assert [task.message for task in result.tasks] == [""] * 3
     assert capfd.readouterr().err == ""
+
+
+def test_an_answer_that_writes_to_all_open_files_shows_nothing_to_the_teacher(tmp_path, capfd):
+    body = WRITES_TO_ALL_FILES.replace("bytes([0, 0, 16, 0])", "b'on your terminal\\n'")
+    answer = f"def collect(tensor, server=0, group=None):\n{indent(body, '    ')}"
+    path = hand_in(tmp_path / "ada", {"3.1": answer})
+    (result,) = grade([submission_of(path)], EXERCISES, seed=3)
+    assert [task.points > 0 for task in result.tasks] == [False, True, False, True]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_graders_own_fault_is_no_zero(tmp_path, monkeypatch):
