@@ -63,27 +63,30 @@ def verdict(
     if solution.values is None:
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
-    wrong = wrong_parts(task, evidence, solution)
+    wrong = wrong_cases(task, evidence, solution)
     still, *tried = others() if wrong else [Evidence(None)]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
-    possible = [pair for pair in known if wrong_parts(task, pair[1], solution) <= wrong]
+    possible = [pair for pair in known if len(wrong_cases(task, pair[1], solution) - wrong) <= 1]
     messages = dict.fromkeys(task.parts, "")
-    for name in wrong:
+    for name in {part for part, _ in wrong}:
         values = values_of(name, evidence, solution, still)
-        faulty = differing(values, task.bound)
+        faulty = sorted(differing(values, task.bound), key=is_unsaid)
         message = alike[0] if alike else known_fault(name, values, faulty, possible)
         messages[name] = compared(values, faulty, message, name in task.secret)
     return Verdict(messages)
 
 
-def wrong_parts(task: Task, evidence: Evidence, solution: Evidence) -> set[str]:
-    """The parts of a task in which an answer is wrong. If a fault is in an answer, all parts that
-    this fault makes wrong are.
+def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple[str, str]]:
+    """(part, case) wherever an answer is wrong. If a fault is in an answer, it is wrong wherever
+    this fault makes it wrong, but for one case that it may have lines of its own for, such as a
+    single rank.
     """
-    return {
-        name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
-    }
+    cases = set()
+    for part in task.parts:
+        for value in differing(values_of(part, evidence, solution), task.bound):
+            cases.add((part, value.case))
+    return cases
 
 
 def values_of(
@@ -110,6 +113,13 @@ def values_of(
 def differing(values: Sequence[Value], bound: float) -> list[Value]:
     """The values that are not as expected."""
     return [value for value in values if not same(value.actual, value.expected, bound)]
+
+
+def is_unsaid(value: Value) -> bool:
+    """Whether a probe had nothing simple to say about what an answer left, so that another value
+    says more.
+    """
+    return value.actual is None and isinstance(value.expected, str)
 
 
 def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
@@ -210,8 +220,10 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
         first = "the items are right, in another order" if moved else count
         return f"{first}: {faults[0]}" if faults else ""
     if isinstance(expected, dict):
-        if not isinstance(actual, dict) or actual.keys() != expected.keys():
-            keys = sorted(map(str, actual)) if isinstance(actual, dict) else kind_of(actual)
+        if not isinstance(actual, dict):
+            return f"{what} is {kind_of(actual)}; a dict was expected"
+        if actual.keys() != expected.keys():
+            keys = sorted(map(str, actual))
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
         by_key = (
             unlike(actual[key], item, f"{key} in {what}", bound) for key, item in expected.items()
@@ -254,10 +266,10 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     x = actual.reshape(-1).double()
     y = expected.reshape(-1).double()
     odd = ""
-    if x[place].abs() > 1e6 * largest(expected):
+    if not x[place].abs() <= 1e5 * largest(expected):
         odd = (
-            "; such numbers come up when bytes are read as another dtype, or when nobody has filled"
-            " a buffer"
+            "; such numbers come up when bytes are read as another dtype, when nobody has filled a"
+            " buffer, or in a division by 0"
         )
     return (
         f"{len(places)} of {len(x)} numbers are wrong: number {place} is {x[place]:.6g};"
@@ -296,10 +308,14 @@ def relation(wrong: Sequence[Value]) -> str:
     """What holds between all wrong values (x), those expected (y) and those left by doing nothing
     (z): "words: ".
     """
+    if isinstance(wrong[0].expected, bool | str):
+        return ""  # What is shown says it, and a law of the other values would be about them.
+    if any(len(numbers(value.actual)) != len(numbers(value.expected)) for value in wrong):
+        return ""
     x = numbers([value.actual for value in wrong])
     y = numbers([value.expected for value in wrong])
     z = numbers([value.still for value in wrong])
-    if len(x) != len(y) or len(x) < 2 or near(x, y):
+    if len(x) < 2 or near(x, y):
         return ""
     factor = (x / y)[y.abs().argmax()].item()
     laws = {

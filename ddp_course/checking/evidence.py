@@ -38,7 +38,7 @@ ENDED = re.compile(r"waits [^;]* since [\d.]+ s, (?:\d\d|stalls)\.py line [^;]*"
 GIVEN = re.compile(r" since [\d.]+ s, shared\.py line [^;]*")  # The all-reduce that checks give.
 WAITS_IN_LINE = re.compile(r" since [\d.]+ s, \S+ line (\d+): [^;]*")
 NOT_OURS = re.compile(
-    r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen"
+    r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
@@ -152,7 +152,9 @@ def explain(error: CourseError, task: Task) -> str:
             )
         return f"not solved yet ({error.message})"
     if error.type_name == DeadlockError.__name__:
-        all_send = "" if re.search("waits (to receive|for)", error.message) else BOTH_SEND
+        all_send = BOTH_SEND
+        if re.search("waits (to receive|for)", error.message) or not exchanges(task):
+            all_send = ""
         return (
             f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
         )
@@ -178,6 +180,11 @@ def explain(error: CourseError, task: Task) -> str:
     if error.type_name == "NameError":
         unknown = "; is it spelt right, and defined or imported in a cell?"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
+
+
+def exchanges(task: Task) -> bool:
+    """Whether a task's solution sends and receives at once."""
+    return "wire.exchange" in solution(task.number)
 
 
 def waits(deadlock: str) -> str:

@@ -182,10 +182,10 @@ def gradient_bytes(model):
 # %% 1.3 wrong: number of tensors | that is the number of tensors
 #- sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 #+ len([p for p in model.parameters() if p.requires_grad])
-# %% 1.3 told: megabytes | a plain int was expected
+# %% 1.3 wrong: megabytes | those are units of 2^20 bytes: the bytes themselves were asked for
 #-  if p.requires_grad)
 #+  if p.requires_grad) / 2**20
-# %% 1.3 told: layer by layer | a model with tied layers
+# %% 1.3 wrong: layer by layer | a parameter that two layers share is counted in both: model.parameters() gives each once
 def gradient_bytes(model):
     total = 0
     for layer in model.modules():

@@ -377,7 +377,7 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(work.view(tensor.shape))
 
 
-# %% 4.4 told: torch.chunk | (torch.chunk cuts fewer)
+# %% 4.4 told: torch.chunk | torch.chunk cuts fewer where numbers are few
 #- flat.tensor_split(dist.get_world_size(group))
 #+ flat.chunk(dist.get_world_size(group))
 # %% 4.4 wrong: each row alone | every row is cut into K chunks, which makes the longest ones longer than need be: cut the whole tensor, in one row
@@ -534,7 +534,7 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.6 wrong: line 9 | K-1 steps are right
 #- return 3
 #+ return 9
-# %% 4.6 told: torch.chunk | (torch.chunk cuts fewer)
+# %% 4.6 told: torch.chunk | torch.chunk cuts fewer where numbers are few
 #- tensor.tensor_split(size)
 #+ tensor.chunk(size)
 # %% 4.6 wrong: the rest multiplied | the last numbers are the rank's own, multiplied: they must travel, too

@@ -512,7 +512,7 @@ def mistakes(samples, weights, saved):
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
 #- words.add("wrapper")
 #+ words.add("weights")
-# %% 6.6 told: as if rank 0 wrote | "names" (names begin with "module."): the result is 'not named'; 'named' was expected
+# %% 6.6 wrong: as if rank 0 wrote | any rank may have written the checkpoint, not only rank 0: look at the names of all
 #- any(name.startswith("module.") for names in saved for name in names):
 #+ saved[0] and saved[0][0].startswith("module."):
 # %% 6.6 wrong: the same order, too | ranks that see the same samples may see them in another order: compare sets

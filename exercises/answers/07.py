@@ -450,6 +450,12 @@ def free(layer):
 # %% 7.5 told: finish does not wait | finish does not wait for the sum
 #- thread.submit(reduce_scatter, gradients, layer.group).result()
 #+ thread.submit(reduce_scatter, gradients, layer.group)
+# %% 7.5 wrong: waits when it has taken its chunk | finish takes its chunk of the sum first, and then waits for the sum: turn it round
+#- thread.submit(reduce_scatter, gradients, layer.group).result()
+#+ coming = thread.submit(reduce_scatter, gradients, layer.group)
+#- part = gradients[layer.index].clone()
+#+ part = gradients[layer.index].clone()
+#+     coming.result()
 # %% 7.5 told: gathered once only | is `coming` None then
 #-     layer.storage.resize_(0)
 #-     layer.coming = None
@@ -683,7 +689,7 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 wrong: one GPU more where it fits exactly | what fits exactly fits: that is one GPU too many
 #- gpus = -(-16 * parameters // memory)
 #+ gpus = 16 * parameters // memory + 1
-# %% 7.7 told: tokens first | was expected
+# %% 7.7 wrong: tokens first | the two have changed places: first the number of GPUs, then the tokens
 #- return gpus, math.ceil(tokens)
 #+ return math.ceil(tokens), gpus
 # %% 7.7 wrong: times the GPUs once more | those are the tokens of all GPUs together already

@@ -227,10 +227,10 @@ def most_held(steps):
     return most
 
 
-# %% 8.4 told: the longest run of forward passes | was expected
+# %% 8.4 wrong: the longest run of forward passes | a backward pass releases its own micro-batch alone: the others that went forward still wait
 #- held += 1 if kind == "F" else -1
 #+ held = held + 1 if kind == "F" else 0
-# %% 8.4 told: the difference of numbers | was expected
+# %% 8.4 wrong: the difference of numbers | a backward pass releases its own micro-batch alone, not those with smaller numbers
 def most_held(steps):
     last, most = -1, 0
     for kind, m in steps:
@@ -285,7 +285,7 @@ def schedule(stages, micro_batches):
 # %% 8.5 wrong: no W | each micro-batch has its W, too
 #- orders.append(steps + [("W", m) for m in range(done, micro_batches)])
 #+ orders.append(steps)
-# %% 8.5 told: W before its B | wait for each other for ever
+# %% 8.5 told: W before its B | F comes first, then B, then W
 #- steps = [("F", m) for m in range(warm_up)]
 #+ steps = [("F", m) for m in range(warm_up)] + [("W", 0)]
 #- for m in range(done, micro_batches)]
@@ -295,7 +295,7 @@ def schedule(stages, micro_batches):
 # %% 8.5 told: one stage only | a list of steps for each stage was expected
 #- return orders
 #+ return orders[0]
-# %% 8.5 told: no warm-up | wait for each other for ever
+# %% 8.5 told: no warm-up | it has BFW for micro-batch 0
 #- warm_up, done = stages - 1 - stage, 0
 #+ warm_up, done = -1, 0
 #- steps = [("F", m) for m in range(warm_up)]
@@ -335,10 +335,10 @@ def read(timeline):
 # %% 8.6 told: counts from one | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(took, key=took.get) + 1
-# %% 8.6 told: never one at a time | the result is '1F1B'; 'one at a time' was expected
+# %% 8.6 wrong: never one at a time | the first stage goes backward after its first forward pass already: there is one micro-batch at a time
 #- if first[1][0] == "B":
 #+ if False:
-# %% 8.6 told: the first stage decides | the result is 'GPipe'; '1F1B' was expected
+# %% 8.6 wrong: the first stage decides | the first stage begins with several forward passes in GPipe as in 1F1B: look at what the last one does second
 #- "1F1B" if last[1][0] == "B" else "GPipe"
 #+ "1F1B" if first[1][0] == "B" else "GPipe"
 # %% 8.6 told: only the schedule | return a pair: (schedule, slow stage)
@@ -430,7 +430,7 @@ def backward(stage, number):
 #+ wire.send(y.detach()[:1], stage.after); wire.send(y.detach()[1:], stage.after)
 #- wire.recv(x, stage.before)
 #+ wire.recv(x[:1], stage.before); wire.recv(x[1:], stage.before)
-# %% 8.7 told: nothing goes back | every receive have its send
+# %% 8.7 told: nothing goes back | its input's gradient to the one before
 #-     if stage.before is not None:
 #-         wire.send(x.grad, stage.before)
 # %% 8.7 wrong: divided at every stage | the last stage's loss is a mean already: gradients on their way back are not divided again

@@ -261,7 +261,7 @@ def plan(job):
 
 # %% 9.4 wrong: the bubble is forgotten | another plan is faster: does the time count the bubble?
 #-  * (1 + (pipeline - 1) / job["microbatches"])
-# %% 9.4 wrong: a whole host per layer | a host need not share each layer: smaller T may be faster
+# %% 9.4 wrong: a whole host per layer | T is always the GPUs of a host: a smaller T may be faster, and where nothing else fits a larger one may
 def plan(job):
     fits = []
     for pipeline in range(1, job["gpus"] // 8 + 1):

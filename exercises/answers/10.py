@@ -221,7 +221,7 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 # %% 10.4 wrong: line 6 | dealing out is right
 #- return 4
 #+ return 6
-# %% 10.4 wrong: line 7 | that one does what it should; where do its values come from?
+# %% 10.4 wrong: line 7 | there are six lines, each with its number beside it
 #- return 4
 #+ return 7
 # %% 10.4 wrong: the whole epoch again | all are seen a second time: leave out what is done

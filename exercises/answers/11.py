@@ -197,7 +197,7 @@ def culprit(lines):
 # %% 11.3 wrong: last one | that is the last one; which was first?
 #- return min(failures)[1]
 #+ return max(failures)[1]
-# %% 11.3 told: one digit | was expected
+# %% 11.3 wrong: one digit | a rank's number may have more than one digit
 #- int(rank)))
 #+ int(rank.removeprefix("rank ")[:1])))
 # %% 11.3 wrong: steps count as failures | that is the first line of all; only failures count
@@ -229,19 +229,19 @@ def culprit(lines):
 # %% 11.4 wrong: another line | momentum is restored: right. But is everything that an optimizer works with in its state?
 #- return 10
 #+ return 5
-# %% 11.4 wrong: line 1 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 1 | that line only names what it is given
 #- return 10
 #+ return 1
-# %% 11.4 wrong: line 2 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 2 | a run without a state begins at step 0: right
 #- return 10
 #+ return 2
-# %% 11.4 wrong: line 3 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 3 | only a run that goes on has a state to load: right
 #- return 10
 #+ return 3
 # %% 11.4 wrong: line 4 | the weights are those of the stop: right
 #- return 10
 #+ return 4
-# %% 11.4 wrong: line 7 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 7 | the list of losses begins empty: right
 #- return 10
 #+ return 7
 # %% 11.4 wrong: line 8 | steps are counted over the whole run: right. Who else counts?
@@ -250,19 +250,19 @@ def culprit(lines):
 # %% 11.4 wrong: line 9 | the batch is that of the step: right
 #- return 10
 #+ return 9
-# %% 11.4 wrong: line 11 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 11 | gradients are cleared before each step: right
 #- return 10
 #+ return 11
-# %% 11.4 wrong: line 12 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 12 | the loss is that of this step's batch: right
 #- return 10
 #+ return 12
-# %% 11.4 wrong: line 13 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 13 | the backward pass is right
 #- return 10
 #+ return 13
-# %% 11.4 wrong: line 14 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 14 | the optimizer's step is right: but with which rate?
 #- return 10
 #+ return 14
-# %% 11.4 wrong: line 15 | that one does what it should; where do its values come from?
+# %% 11.4 wrong: line 15 | noting the loss is right
 #- return 10
 #+ return 15
 # %% 11.4 wrong: line 16 | what is saved is enough to mend this
@@ -286,7 +286,7 @@ def culprit(lines):
 # %% 11.4 wrong: one step later | one step is left out
 #- start = state["step"]
 #+ start = state["step"] + 1
-# %% 11.4 told: the state is not kept | was expected
+# %% 11.4 wrong: the weights are not loaded | the weights are not those of the stop: loading them was right
 #- model.load_state_dict(state["model"])
 #+ pass
 # %% 11.4 wrong: over the steps that are left | after a restart the rate goes over the steps that are left: as if it were step 0 of a shorter run
@@ -404,7 +404,7 @@ def reshard(saved, rank, world_size):
 # %% 11.6 told: pieces of chunk | `chunk` may make fewer pieces than asked for
 #- tensor_split(world_size)
 #+ chunk(world_size)
-# %% 11.6 told: the step of its own rank | parts, and `chunk` may make
+# %% 11.6 told: the step of its own rank | `chunk` may make fewer pieces
 #-             part[name] = value
 #+             part[name] = saved[rank][name]
 # %% 11.6 told: the nearest old part | put all parts end to end, then cut

@@ -158,7 +158,7 @@ def foresee(measure, size, nbytes):
 # %% 12.2 wrong: the causes swapped | the cause is the other one
 #- "latency" if latencies > carried else "bandwidth"
 #+ "bandwidth" if latencies > carried else "latency"
-# %% 12.2 told: one latency per rank | was expected
+# %% 12.2 wrong: one latency per rank | there are 2 (K-1) latencies, one in each step of the ring, not one for each rank
 #- 2 * (size - 1) * latency
 #+ size * latency
 # %% 12.2 wrong: two latencies, however many ranks | the latencies do not grow with K: there are 2 (K-1) steps, and each has one

@@ -29,16 +29,16 @@ def too_good(rows):
 # %% 13.1 wrong: no tenth | rounding and unlike machines explain a few percent: allow a tenth
 #- 1.1 * formula
 #+ formula
-# %% 13.1 told: what is slower | was expected
+# %% 13.1 wrong: what is slower | the other way round: too good is a row that is faster than the formula allows
 #- times > 1.1
 #+ times < 1.1
-# %% 13.1 told: GPipe's words are believed | was expected
+# %% 13.1 wrong: GPipe's words are believed | this row is faster than the formula allows, by more than a tenth
 #- return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
 #+ return []
 # %% 13.1 told: whole rows | return pairs
 #- [(p, m) for p, m, times in rows
 #+ [(p, m, times) for p, m, times in rows
-# %% 13.1 told: how many | not iterable
+# %% 13.1 told: how many | a list of pairs was expected, not an int
 #- return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
 #+ return len(rows)
 # %% 13.1 wrong: a tenth is added | a tenth of what the formula says, not 0.1

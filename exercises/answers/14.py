@@ -154,7 +154,7 @@ def make_hook(share):
 # %% 14.3 wrong: line 2 | what is kept begins empty, and that is right
 #- return 6
 #+ return 2
-# %% 14.3 wrong: line 3 | that one does what it should; where do its values come from?
+# %% 14.3 wrong: line 3 | that line only names what the hook is given
 #- return 6
 #+ return 3
 # %% 14.3 wrong: line 5 | the number of values is right

@@ -1,5 +1,6 @@
 """Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape."""
 
+import math
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +13,12 @@ from ddp_course.running import wire
 
 from .shared import RING, as_sum, in_words, require, tensors, worlds
 
-LOOP = {"ranks": 4, "forbidden": RING + COLLECTIVES}
+LOOP = {
+    "ranks": 4,
+    "forbidden": RING + COLLECTIVES,
+    "hang": "does every rank, in every step, send to its right neighbour and receive from its left"
+    " one?",
+}
 LEFT = (
     "you send to the left, to rank - 1; this ring goes to the right, to rank + 1, and receives from"
     " the left"
@@ -24,9 +30,10 @@ OTHER_LENGTH = (
     "two chunks of different length meet: a buffer is as long as the chunk that comes in, and goes to"
     " the chunk of that number"
 )
-NO_SUCH_CHUNK = (
-    "a chunk is asked for that is not there: are there K of them, where numbers are few too"
-    " (torch.chunk cuts fewer), and is its index taken modulo K?"
+NO_SUCH_CHUNK = "a chunk is asked for that is not there: is its index taken modulo K?"
+TOO_FEW = (
+    "there are fewer chunks than ranks: torch.chunk cuts fewer where numbers are few, tensor_split cuts"
+    " as many as it is asked for"
 )
 
 
@@ -45,15 +52,31 @@ class ChunkToSend:
 
 
 @contextmanager
-def naming_chunks(with_line=True):
-    """Say in words what is wrong with chunks that do not fit or are not there, and in which line."""
+def naming_chunks(size):
+    """Say in words what is wrong with chunks that do not fit or are not there, and in which line;
+    without it if fewer than `size` were cut, since that was another line.
+    """
     try:
         with in_words({"must match the size": OTHER_LENGTH}):
             yield
     except IndexError as error:
-        if with_line:
-            raise Wrong(NO_SUCH_CHUNK) from error
-        raise Wrong(NO_SUCH_CHUNK) from None
+        if fewest_chunks(error) < size:
+            raise Wrong(TOO_FEW) from None
+        raise Wrong(NO_SUCH_CHUNK) from error
+
+
+def fewest_chunks(error):
+    """The length of the shortest row of tensors in the function that raised an error; infinity if
+    it has none.
+    """
+    place = error.__traceback__
+    while place.tb_next:
+        place = place.tb_next
+    lengths = [math.inf]
+    for value in place.tb_frame.f_locals.values():
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            lengths.append(len(value))
+    return min(lengths)
 
 
 def draw_chunks(random):
@@ -79,7 +102,7 @@ def probe_chunks(function, lengths, values, part, what):
         if size == 3:
             try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
-        with wire.counting() as traffic, naming_chunks():
+        with wire.counting() as traffic, naming_chunks(size):
             function(list(chunks), group)
         finished = torch.cat(chunks)
         if part == "sums":
@@ -99,7 +122,7 @@ def try_equal_chunks(function, chunks, group):
     """
     rank, size, left, _ = wire.neighbours(group)
     events = []
-    with wire.observing(events.append), naming_chunks():
+    with wire.observing(events.append), naming_chunks(size):
         function(chunks, group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
     others = [chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size]
@@ -154,7 +177,7 @@ class RingAllReduce:
                     given = [tensor.t() for tensor in given]
                 tensor = of_ranks[dist.get_rank()].clone()
                 tensor = tensor.t() if name == "not contiguous" else tensor
-                with wire.counting() as traffic, naming_chunks():
+                with wire.counting() as traffic, naming_chunks(size):
                     ring_all_reduce(tensor, group)
                 case = f"{size} ranks, a tensor {name}"
                 sent = traffic.bytes_sent
@@ -238,7 +261,7 @@ class FindTheBugInTheRing:
         for size, group in worlds(3, 4, 2):
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
-                with naming_chunks(with_line=False):  # It may show in 4.2, which is right.
+                with naming_chunks(size):
                     mended_ring(tensor, group)
                 case = f"{size} ranks, {len(tensor)} numbers"
                 if len(tensor) > size:

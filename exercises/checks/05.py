@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.checking.checks import each_return, task
+from ddp_course.checking.diagnosis import kind_of
 from ddp_course.errors import Wrong
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
@@ -70,7 +71,7 @@ class AssignBuckets:
             for bucket in assign_buckets(parameters, cap):
                 require(
                     isinstance(bucket, list | tuple),
-                    f"a bucket is a list of parameters, not a {type(bucket).__name__}",
+                    f"a bucket is a list of parameters, not {kind_of(bucket)}",
                 )
                 buckets.append([index.get(id(parameter), -1) for parameter in bucket])
             part = "caps"
@@ -409,6 +410,10 @@ class AssembleBucketedDDP:
         ((size, group),) = worlds(3)
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        for layer in model:
+            layer.weight.data *= (
+                3**0.5
+            )  # Else activations shrink, and gradients to next to nothing.
         watch = Watch(model, group)
         with ThreadPoolExecutor(1, "communication") as executor:
             executor.submit = partial(watch.submitted, executor.submit)

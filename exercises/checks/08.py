@@ -189,6 +189,19 @@ def ticks(orders):
         return math.inf
 
 
+def where_they_wait(orders):
+    """In words, why stages wait for ever; "" if none does."""
+    for stage, order in enumerate(orders):
+        for m in range(len(order) // 3):
+            kinds = "".join(kind for kind, number in order if number == m)
+            if kinds != "FBW":
+                return (
+                    f"stage {stage} would wait for ever: it has {kinds} for micro-batch {m}; F comes"
+                    " first, then B, then W"
+                )
+    return WAIT if ticks(orders) == math.inf else ""
+
+
 def in_ticks(took):
     """Ticks, or a word where there are none: infinity would be equal to every number."""
     return took if took < math.inf else "none that count"
@@ -207,8 +220,8 @@ def peak(order):
 
 
 WAIT = (
-    "the stages wait for each other for ever: a step stands before one that it needs, on its own"
-    " stage or by way of a neighbour"
+    "the stages wait for each other for ever: a step stands behind one that needs it, by way of a"
+    " neighbour"
 )
 
 
@@ -247,11 +260,10 @@ class Schedule:
             every = list(product("BFW", range(count)))
             complete = all(sorted(order) == every for order in orders)
             took = ticks(orders) if complete else math.inf
-            waits = complete and took == math.inf
             most = math.inf if took == math.inf else max(map(peak, orders))
             fits = most <= stages
             plain = ticks_of_1f1b(stages, count)
-            words = WAIT if waits else ""
+            words = where_they_wait(orders) if complete else ""
             yield "valid", f"{about}, waiting", words
             held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
             words = "at most as many as there are stages" if fits else most
@@ -365,6 +377,8 @@ class StageOfThree:
     bound=1e-5,
     forbidden=COLLECTIVES,
     every_order="gradients",
+    hang="does each stage send what it computes to the one after, and its input's gradient to the one"
+    " before, once for each micro-batch?",
 )
 class StageWithMessages:
     """Activations go right, their gradients come back, and the loss is a mean over micro-batches."""

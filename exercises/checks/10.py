@@ -109,14 +109,21 @@ class GlobalMean:
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
             part = "a rank without samples" if 0 in counts[:size] else "mean"
-            value = "not a number" if result != result else result
+            has_no_value = result != result
+            words = ""
+            if has_no_value:
+                words = (
+                    "the mean is not a number: somewhere 0 / 0 comes in, and 0 times that is no 0"
+                )
+            yield part, f"{about}, a number", words
+            value = "not a number" if has_no_value else result
             yield part, about, value
             yield part, f"{about}, all_reduce was called", bool(calls)
             if counts[rank]:
                 yield part, f"{about}, the input afterwards", mean
 
 
-@task("10.4", ("the_bug", "rest_of_epoch"), {"the line": 1, "mended": 1})
+@task("10.4", ("the_bug", "rest_of_epoch"), {"the line": 1, "mended": 1}, secret=("the line",))
 class FindTheBugInTheSampler:
     """An epoch goes on where it stopped, on any number of ranks: line 4 goes back to a multiple of
     the new number.

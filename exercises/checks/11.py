@@ -283,7 +283,13 @@ def small_net(seed):
     return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
 
 
-@task("11.4", ("the_bug", "mended_run"), {"the line": 1, "mended": 1}, bound=1e-9)
+@task(
+    "11.4",
+    ("the_bug", "mended_run"),
+    {"the line": 1, "mended": 1},
+    secret=("the line",),
+    bound=1e-9,
+)
 class FindTheBugInTheRun:
     """A run in two or three parts is the same as one in one: line 10 begins the rate's schedule
     anew.
@@ -403,6 +409,8 @@ class Clinic:
 
 JOINED = {
     "expected Tensor": "torch.cat joins tensors, and the number of the step is none: it stays as it is",
+    "split_size": "`split` takes the length of a piece, and with fewer elements than ranks yours is 0:"
+    " `tensor_split` takes the number of pieces",
     "non-empty list": "no old part is left for a new rank: put all parts end to end, then cut",
 }
 
@@ -430,8 +438,8 @@ class Reshard:
                         state = reshard(saved, rank, after)
                 except IndexError as error:
                     raise Wrong(
-                        f"{about}, rank {rank}: {error}: `saved` has"
-                        f" {before} parts, and `chunk` may make fewer pieces than asked for: put all"
+                        f"{about}, rank {rank}: {error}: `saved` has {before} parts; `split` takes the"
+                        " length of a piece, and `chunk` may make fewer pieces than asked for: put all"
                         f" parts end to end, then cut for {after} ranks, whatever both numbers are"
                     ) from error
                 yield "", f"{before} {after} {rank}", (state, memory_behind(state))

@@ -3,6 +3,7 @@ out, a layer, and how far each way reaches.
 """
 
 from ddp_course.checking.checks import task
+from ddp_course.checking.diagnosis import kind_of
 
 from .shared import require, several
 
@@ -46,11 +47,16 @@ class TooGood:
 
     def probe(too_good, tables):
         for name, rows in tables.items():
-            named = [tuple(pair) for pair in too_good(list(rows))]
+            returned = too_good(list(rows))
             require(
-                all(len(pair) == 2 for pair in named),
-                f"{name}: return pairs: (stages, micro-batches)",
+                hasattr(returned, "__iter__"),
+                f"{name}: a list of pairs was expected, not {kind_of(returned)}",
             )
+            named = []
+            for pair in returned:
+                named.append(
+                    tuple(several(pair, 2, f"{name}: return pairs: (stages, micro-batches)"))
+                )
             for stages, batches, times in rows:
                 most = formula(stages, batches) / formula(*rows[0][:2])
                 case = (

@@ -100,7 +100,7 @@ class Meet:
                 yield part, f"{about}, the velocity", new_velocity
 
 
-@task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1})
+@task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1}, secret=("the line",))
 class FindTheLossyHook:
     """A hook that never sends what is large and negative: line 6 picks the largest, but not by
     magnitude.
@@ -242,7 +242,7 @@ class Winner:
             yield "break-even", case, rounded
 
 
-@task("14.5", "int8_mean", {"mean": 2, "feedback": 1, "bytes": 1}, bound=1e-5)
+@task("14.5", "int8_mean", {"first step": 2, "feedback": 1, "bytes": 1}, bound=1e-5)
 class Int8Mean:
     """Whole numbers of one byte and a scale per rank; what rounding loses is sent later."""
 
@@ -258,7 +258,7 @@ class Int8Mean:
         for number, gradients in enumerate(rounds, start=1):
             about = f"step {number}"
             means, left, sent, changed = on_three(int8_mean, gradients, left, about)
-            part = "mean" if number == 1 else "feedback"
+            part = "first step" if number == 1 else "feedback"
             for rank in range(3):
                 yield part, f"{about}, the mean on rank {rank}", means[rank]
                 yield "feedback", f"{about}, what is left on rank {rank}", left[rank]
@@ -266,8 +266,8 @@ class Int8Mean:
             yield "bytes", f"{about}, bytes of what rank 0 gathers", sent
         with Conversions() as conversions:
             means, left, *_ = on_three(int8_mean, zeros, zeros, "all zeros")
-        yield "mean", "all zeros, what is rounded", conversions.fault
-        yield "mean", "all zeros, the mean on rank 0", means[0]
+        yield "first step", "all zeros, what is rounded", conversions.fault
+        yield "first step", "all zeros, the mean on rank 0", means[0]
         yield "feedback", "all zeros, what is left on rank 0", left[0]
 
 

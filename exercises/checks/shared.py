@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import groups
+from ddp_course.checking.diagnosis import kind_of
 from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -68,25 +69,24 @@ def in_words(causes: dict[str, str]) -> Iterator[None]:
         raise
 
 
-def as_sum(tensor: torch.Tensor, of_ranks: list) -> str:
+def as_sum(tensor: torch.Tensor, of_ranks: list) -> str | None:
     """In words, what a tensor is made of, such as "rank 0's + 1/3 of rank 2's", for the tensors
-    that the ranks began with.
+    that the ranks began with. None if it is no simple sum of these: then its numbers say more.
     """
-    other = "no simple sum of the ranks' tensors"
     columns = [part.detach().reshape(-1).double() for part in of_ranks]
     goal = tensor.detach().reshape(-1).double()
     if len(goal) < len(columns) or len(goal) != len(columns[0]) or not goal.isfinite().all():
-        return other
+        return None
     parts = torch.stack(columns, 1)
     factors = torch.linalg.lstsq(parts, goal[:, None]).solution[:, 0]
     size = 1e-6 * parts.abs().max().item()
     if not (parts @ factors).allclose(goal, 1e-5, size):
-        return other
+        return None
     terms = []
     for rank, factor in enumerate(factors.tolist()):
         simple = Fraction(factor).limit_denominator(64)
         if abs(simple - factor) > 1e-5:
-            return other
+            return None
         if simple == 1:
             terms.append(f"rank {rank}'s")
         elif simple:
@@ -125,7 +125,7 @@ def several(answer: Any, count: int, message: str) -> Any:
     is.
     """
     is_row = isinstance(answer, list | tuple)
-    kind = f"a {type(answer).__name__}"
+    kind = kind_of(answer)
     if is_row:
         kind += f" of {len(answer)}"
     require(is_row and len(answer) == count, f"{message} (yours is {kind})")

@@ -67,7 +67,7 @@ MISTAKES = {
                 "4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)")
             )
         },
-        {"4.2": "no simple sum of the ranks' tensors", "4.4": "mend 4.2 first"},
+        {"4.2": "when bytes are read as another dtype", "4.4": "mend 4.2 first"},
     ),
     "left for right": ({"4.3": edited("4.3", TURNED)}, {"4.3": LEFT, "4.4": "mend 4.3 first"}),
     "a ring that turns the other way": (TURNED_RING, {"4.2": LEFT, "4.3": LEFT}),
