@@ -50,9 +50,9 @@ def run(
     None on GPUs, which have links of their own. `options`: `global_batch` (samples), `lr`, `seed`,
     `dtype` (a name), `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small
     enough that the default model fills several), `parameters` (of bytes and synthetic), `timeout`
-    (seconds per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of torchrun
-    all call this, without emulation and without a bar, and train each stage. Raises ValueError for
-    a setting that cannot work.
+    (seconds per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of
+    torchrun all call this, without emulation and without a bar, and train each stage. Raises
+    ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     wanted = [ladder.find(str(key).strip()) for key in keys]

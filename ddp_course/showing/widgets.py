@@ -302,7 +302,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
     with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
         plots.draw_lane(above, 0, spans)
-        plots.name_spans(picture, [spans])
+        plots.name_spans(picture, [spans], loc="outside lower center")
         above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
