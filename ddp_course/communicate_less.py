@@ -30,7 +30,7 @@ from torch.optim import SGD, Optimizer
 
 from .running import wire
 from .stage3_paramserver import broadcast_parameters, gradients, trainable, unflatten
-from .stage4_ring import average_on_ring, ring_all_reduce
+from .stage4_ring import allgather, average_on_ring, ring_all_reduce
 
 
 def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
@@ -82,7 +82,7 @@ class TopK:
                 self.left[parameter] = gradient.clone()
         flat.zero_()
         # All ranks add in one order, so that replicas stay equal.
-        for value, place in passed_around([values, places], group):
+        for value, place in zip(gathered(values, group), gathered(places, group), strict=True):
             flat.index_add_(0, place, value, alpha=1 / world_size)
         return future_of(flat)
 
@@ -139,15 +139,12 @@ class LowRank:
         return torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
-def passed_around(tensors: list[Tensor], group: wire.Group = None) -> list[list[Tensor]]:
-    """All ranks' `tensors` in rank order, by K-1 steps of the ring's allgather."""
-    rank, world_size, left, right = wire.neighbours(group)
-    everything = [tensors] * world_size
-    for step in range(world_size - 1):
-        incoming = [torch.empty_like(tensor) for tensor in tensors]
-        for outgoing, place in zip(tensors, incoming, strict=True):
-            wire.exchange(outgoing, right, place, left, group)
-        tensors = everything[rank - step - 1] = incoming
+def gathered(tensor: Tensor, group: wire.Group) -> list[Tensor]:
+    """What all ranks have as `tensor`, in one order on all of them, by the ring's allgather."""
+    rank, world_size, *_ = wire.neighbours(group)
+    everything = [torch.empty_like(tensor) for _ in range(world_size)]
+    everything[(rank + 1) % world_size] = tensor  # The ring takes it as rank r's chunk r+1.
+    allgather(everything, group)
     return everything
 
 

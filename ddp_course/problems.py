@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 NAMES = ("digits", "bytes", "synthetic")
+Batch = tuple[torch.Tensor, torch.Tensor]  # These are inputs and targets.
 
 
 def make(name: str, **options: Any) -> "Problem":
@@ -104,7 +105,7 @@ class Problem:
         rank: int = 0,
         world_size: int = 1,
         start: int = 0,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Batch]:
         """Yield (inputs, targets) of `rank`'s share of the global batches `start` to `steps - 1`.
 
         Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end
@@ -124,7 +125,7 @@ class Problem:
                 indices = shard(len(self.targets), rank, world_size, epoch, seed)
             yield self.pick(indices[position * size : (position + 1) * size])
 
-    def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pick(self, chosen: torch.Tensor) -> Batch:
         """The (inputs, targets) of the samples with these indices."""
         return self.inputs[chosen], self.targets[chosen]
 
@@ -198,7 +199,7 @@ class Bytes(Problem):
         self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"
     ):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
-        windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
+        windows = text.unfold(0, context + 1, context + 1)
         held_out = len(windows) // 10
         tested = windows[-held_out:][:: max(1, held_out // 128)][:128].long().to(device)
         # The target of each byte is the byte after it.
@@ -208,11 +209,10 @@ class Bytes(Problem):
         self.context = context
         self.dropout = dropout
 
-    def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pick(self, chosen: torch.Tensor) -> Batch:
         """Inputs and targets, both (N, context) of int64, on the device."""
-        return self.inputs[chosen].long().to(self.device), self.targets[chosen].long().to(
-            self.device
-        )
+        inputs, targets = super().pick(chosen)
+        return inputs.to(self.device, torch.long), targets.to(self.device, torch.long)
 
     def new_model(self) -> nn.Module:
         """A `ByteGPT` of about `parameters` parameters."""
@@ -224,20 +224,16 @@ class Bytes(Problem):
         """
         return {"bits_per_byte": self.loss(model) / math.log(2)}
 
-    def sample(
-        self, model: nn.Module, prompt: str = "def ", length: int = 100, seed: int = 0
-    ) -> str:
+    def sample(self, model: nn.Module, prompt: str = "def ", length: int = 100) -> str:
         """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes
         replaced.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         text = list(prompt.encode())
         for _ in range(length):
             window = torch.tensor([text[-self.context :]], device=self.device)
-            logits = outputs(model, window)[0, :, -1]
-            text.append(
-                int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator))
-            )
+            chances = outputs(model, window)[0, :, -1].double().softmax(0).cpu()
+            text.append(int(torch.multinomial(chances, 1, generator=generator)))
         return bytes(text).decode(errors="replace")
 
 
@@ -252,22 +248,19 @@ class Synthetic(Problem):
     global_batch = 24
     steps = 10
 
-    def __init__(
-        self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"
-    ):
+    def __init__(self, parameters=2**20, width=256, dtype=torch.float32, device="cpu"):
         if not 1 <= parameters <= 10**10:
             raise ValueError(
                 f"a stack of {parameters:,} parameters is out of range; choose {width**2:,}, which"
                 " are one layer, to 10,000,000,000"
             )
         generator = torch.Generator().manual_seed(0)
-        data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(
-            device, dtype
-        )
-        labels = torch.randint(width, (samples + 256,), generator=generator).to(device)
-        super().__init__(
-            (data[:samples], labels[:samples]), (data[samples:], labels[samples:]), dtype, device
-        )
+        sizes = (4096, 256)  # These are to train on, and held out.
+        data = torch.randn(sum(sizes), width, generator=generator, dtype=torch.float64)
+        labels = torch.randint(width, (sum(sizes),), generator=generator)
+        inputs, test_inputs = data.to(device, dtype).split(sizes)
+        targets, test_targets = labels.to(device).split(sizes)
+        super().__init__((inputs, targets), (test_inputs, test_targets), dtype, device)
         self.layers = max(1, round(parameters / width**2))
         self.width = width
 
@@ -372,16 +365,12 @@ def gpt_shape(parameters: int) -> tuple[int, int]:
         raise ValueError(
             f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000"
         )
-    shapes = [
-        (layers, width)
-        for layers in range(1, 25)
-        for width in range(32, 1025, 32)
-        if width <= 64 * layers
-    ]
-    return min(
-        shapes,
-        key=lambda shape: (abs(12 * shape[0] * shape[1] ** 2 + 600 * shape[1] - parameters), shape),
-    )
+    shapes = []
+    for layers in range(1, 25):
+        for width in range(32, min(64 * layers, 1024) + 1, 32):
+            size = 12 * layers * width**2 + 600 * width
+            shapes.append((abs(size - parameters), layers, width))
+    return min(shapes)[1:]
 
 
 @cache
@@ -391,18 +380,8 @@ def standard_library_text() -> bytes:
     """
     folder = Path(os.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])
-    skipped = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "__pycache__",
-    }
-    texts = [
-        file.read_bytes() for file in files if not skipped & set(file.relative_to(folder).parts)
-    ]
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    texts = [file.read_bytes() for file in files if file.parent.name not in skipped]
     random.Random(0).shuffle(texts)
     return b"".join(texts)[:4_000_000]
 

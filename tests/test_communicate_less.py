@@ -26,9 +26,7 @@ MOMENTUM = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def small_problem():
-    return problems.make(
-        "synthetic", parameters=3 * 32**2, width=32, samples=512, dtype=torch.float64
-    )
+    return problems.make("synthetic", parameters=3 * 32**2, width=32, dtype=torch.float64)
 
 
 def flat(model):

@@ -97,8 +97,8 @@ def main(args: argparse.Namespace) -> None:
     print the table.
     """
     writable_folder(args.out)
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    options = {name: value for name, value in given.items() if name not in ("main", "out")}
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    del options["out"]
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)

@@ -48,15 +48,14 @@ class Report(NamedTuple):
     weights: torch.Tensor | None
 
 
-def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
-    """Run the script on `world_size` ranks and say what is wrong with it, mistake by mistake, and
-    what was not seen.
+def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
+    """Run the script on two ranks and say what is wrong with it, mistake by mistake, and what was
+    not seen.
     """
     with tempfile.TemporaryDirectory() as folder:
         places = {FOLDER: folder}
         arguments = [places.get(argument, argument) for argument in arguments]
-        options: Any = {"world_size": world_size, "device": "cpu"}
-        ranks: list[Report] = launch(run_watched, source, arguments, **options)
+        ranks: list[Report] = launch(run_watched, source, arguments, world_size=2, device="cpu")
     writers = [number for number, rank in enumerate(ranks) if rank.saves]
     weights = [rank.weights for rank in ranks]
     epochs = [rank.epochs for rank in ranks]

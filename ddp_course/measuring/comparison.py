@@ -36,10 +36,8 @@ def run(
     steps: int | None = None,
     stages: str | Iterable[str] = DEFAULT_STAGES,
     device: str | Device = "auto",
-    dtype: str = "float32",
     link: Link | str | None = "auto",
     device_speed: str = "auto",
-    latency: str = "0ms",
     link_mode: str = "auto",
     progress: bool = False,
     **options: Any,
@@ -48,26 +46,26 @@ def run(
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
-    `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is a bandwidth that fits the
-    device, and None on GPUs, which have links of their own. `options`: `global_batch` (samples),
-    `lr`, `seed`, `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough
-    that the default model fills several), `parameters` (of bytes and synthetic), `timeout` (seconds
-    per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of torchrun
-    all call this, without emulation and without a bar, and train each stage. Raises ValueError for
-    a setting that cannot work.
+    `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
+    None on GPUs, which have links of their own. `options`: `global_batch` (samples), `lr`, `seed`,
+    `dtype` (a name), `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small
+    enough that the default model fills several), `parameters` (of bytes and synthetic), `timeout`
+    (seconds per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of
+    torchrun all call this, without emulation and without a bar, and train each stage. Raises
+    ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     wanted = [ladder.find(str(key).strip()) for key in keys]
-    job = make_job(problem, world_size, steps, dtype=dtype, progress=progress, **options)
+    job = make_job(problem, world_size, steps, progress=progress, **options)
     real_device = device if isinstance(device, str) else "cpu"
     backend, devices = placement(real_device, world_size)
     with say_while("preparing, some seconds", progress):
-        device, link = device_and_link(job, device, device_speed, link, latency, link_mode)
+        device, link = device_and_link(job, device, device_speed, link, link_mode)
     return Comparison(
         problem=problem,
         world_size=world_size,
         steps=job.steps,
-        dtype=dtype,
+        dtype=job.dtype,
         global_batch=job.global_batch,
         parameters=job.parameter_count,
         gradient_bytes=job.gradient_bytes,

@@ -21,7 +21,7 @@ SHARE = 0.085
 
 
 def device_and_link(
-    job: Job, device: Device | str, speed: str, link: Link | str | None, latency: str, mode: str
+    job: Job, device: Device | str, speed: str, link: Link | str | None, mode: str
 ) -> tuple[Device | str, Link | None]:
     """The (device, link) that a comparison runs on, from what was asked for; see `comparison.run`.
     Raises EmulationError where a speed is asked for of GPUs, which have one of their own.
@@ -33,15 +33,14 @@ def device_and_link(
                 "GPUs have a speed of their own: leave --device-speed out, or choose --device cpu"
             )
         device = Device(speed)
-    chosen = link if isinstance(link, Link) else None
     if isinstance(link, str) and link not in ("auto", "none"):
-        chosen = Link(link, latency, mode=mode)
+        link = Link(link, mode=mode)
     if speed == "auto" and not real and not isinstance(device, Device):
-        device = default_device(job, chosen.bandwidth if chosen else None)
+        device = default_device(job, link.bandwidth if isinstance(link, Link) else None)
     if link == "auto" and not real:
         wanted = f"{default_bandwidth(job, device)}bit" if isinstance(device, Device) else "200Mbit"
-        chosen = Link(wanted, latency, mode=mode)
-    return device, chosen
+        link = Link(wanted, mode=mode)
+    return device, link if isinstance(link, Link) else None
 
 
 def on_gpus(device: str) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ..ladder import Stage
+from ..problems import Batch
 from ..running.devices import Device
 from ..running.links import Link
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
@@ -135,7 +136,7 @@ STEPS = {
 def events_of(
     model: nn.Module,
     blocks: Sequence[tuple[nn.Module, list[nn.Parameter]]],
-    batch: tuple[torch.Tensor, torch.Tensor],
+    batch: Batch,
     device: Device,
 ) -> list[Event]:
     """When each block, a module with its parameters, begins its passes and has its gradients, by

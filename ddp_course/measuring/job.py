@@ -82,9 +82,7 @@ class Job:
         """A new model with the job's weights."""
         return self.problem.model(self.seed)
 
-    def batches(
-        self, rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[problems.Batch]:
         """The (inputs, targets) of all steps: one of `world_size` equal shares of each global
         batch.
         """

@@ -169,9 +169,7 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
         busy = any(span.start < gap.end and gap.start < span.end for span in elsewhere)
         if before.end < after.start and busy:
             waits.append(gap)
-    if waits:
-        first = sorted([*first, *waits], key=lambda span: span.start)
-    return [first, *others]
+    return [sorted([*first, *waits], key=lambda span: span.start), *others]
 
 
 def exposed(spans: Iterable[Span]) -> float:
@@ -224,13 +222,11 @@ def _without_overlap(spans):
 
 def hidden_share(spans: list[Span]) -> float:
     """Share (0 to 1) of the communication time during which the backward pass was computing."""
+    passes = [span for span in spans if span.name == "backward"]
     communication = [span for span in spans if span.name == "communication"]
     total = sum(span.seconds for span in communication)
-    computing_until = max(
-        (span.end for span in spans if span.name == "backward"), default=0.0
-    ) - exposed(spans)
-    computing_from = min((span.start for span in spans if span.name == "backward"), default=0.0)
-    hidden = sum(
-        max(0.0, min(s.end, computing_until) - max(s.start, computing_from)) for s in communication
-    )
-    return hidden / total if total else 0.0
+    if not passes or not total:
+        return 0.0
+    begin = min(span.start for span in passes)
+    end = max(span.end for span in passes) - exposed(spans)
+    return sum(max(0.0, min(s.end, end) - max(s.start, begin)) for s in communication) / total

@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..ladder import STAGES
 from ..measuring.results import Comparison, StageResult
@@ -50,7 +50,7 @@ class Picture(Figure):
     is at the right edge.
     """
 
-    def __init__(self, width=7.2, height=3.6, message="", description="", kind=""):
+    def __init__(self, width, height, message, description, kind):
         super().__init__(figsize=(width, height), layout="constrained")
         self.message = message
         self.description = description
@@ -292,15 +292,8 @@ def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> No
     axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
     axes.set_title(f"One step of every stage, a lane per rank ({kind})")
-    handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
-    axes.legend(
-        handles,
-        list(SPAN_COLOURS),
-        loc="upper center",
-        bbox_to_anchor=(0.4, -0.13),
-        ncols=5,
-        handlelength=1.2,
-    )
+    lanes = [lane for stage in stages for lane in stage.timeline]
+    name_spans(axes, lanes, loc="upper center", bbox_to_anchor=(0.4, -0.13))
 
 
 def name_rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -354,7 +347,7 @@ def timeline_figure(
             draw_lane(axes, row, spans)
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set(xlim=(0, None), xlabel="time (ms)")
-        name_spans(picture, lanes)
+        name_spans(picture, lanes, loc="outside lower center")
     return picture
 
 
@@ -370,12 +363,12 @@ def start_of(lane: list[list]) -> float:
     return min((start for _, start, _, _ in lane), default=0.0)
 
 
-def name_spans(picture: Picture, lanes: Sequence[Any]) -> None:
-    """A legend below the figure for the spans of these lanes."""
+def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
+    """A legend of a figure or of its axes for the spans of these lanes."""
     drawn = {span[0] for lane in lanes for span in lane}
     names = [name for name in SPAN_COLOURS if name in drawn]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
-    picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
+    drawing.legend(handles, names, ncols=5, handlelength=1.2, **place)
 
 
 def curves(
@@ -402,24 +395,14 @@ def curves(
     kind = with_lines(kind, theory)
     bands = bands or {}
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
-        for label, (xs, ys, *colour) in (theory or {}).items():
-            [line] = axes.plot(
-                xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label
-            )
-            if not points and len(set(ys)) == 1:
-                # A flat line carries its name, as a legend would cover it.
-                edge = axes.get_yaxis_transform()
-                above = "offset points"
-                axes.annotate(label, (1, ys[0]), (0, 3), edge, above, ha="right", fontsize=9)
-                line.set_label("_" + label)
-        for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
-            width_pt = 1.8
+        for label, values in (theory or {}).items():
+            line = draw_line(axes, "-" if points else "--", label, *values)
+            if not points and len(set(line.get_ydata())) == 1:
+                name_at_its_end(axes, line)
+        for position, (label, values) in enumerate(series.items()):
+            line = draw_line(axes, "o" if points else "-", label, *values)
             if nested:
-                width_pt += 3.6 * (len(series) - 1 - position)
-            look: Any = {"linewidth": width_pt}
-            if colour:
-                look["color"] = colour[0]
-            [line] = axes.plot(xs, ys, "o" if points else "-", label=label, **look)
+                line.set_linewidth(1.8 + 3.6 * (len(series) - 1 - position))
             if label in bands:
                 axes.fill_between(*bands[label], color=line.get_color(), alpha=0.18, linewidth=0)
         scale(axes, log, ticks)
@@ -427,6 +410,20 @@ def curves(
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
     return picture
+
+
+def draw_line(axes: Axes, look: str, label: str, xs: Any, ys: Any, colour: Any = None) -> Any:
+    """Draw one entry of `series` or `theory`, in the next colour of the style if it has none."""
+    [line] = axes.plot(xs, ys, look, color=colour, label=label)
+    return line
+
+
+def name_at_its_end(axes: Axes, line: Any) -> None:
+    """Write the name of a flat line above its right end: a legend would cover the line."""
+    end = (1, line.get_ydata()[0])
+    beside = axes.get_yaxis_transform()
+    axes.annotate(line.get_label(), end, (0, 3), beside, "offset points", ha="right", fontsize=9)
+    line.set_label(f"_{line.get_label()}")
 
 
 def with_lines(kind: str, theory: Any) -> str:
@@ -505,15 +502,13 @@ def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
 
 
 def logarithmic(axes: Axes, axis: str) -> None:
-    """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1000) instead of powers."""
+    """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1,000), not powers."""
     getattr(axes, f"set_{axis}scale")("log")
     ticks = getattr(axes, f"{axis}axis")
     low, high = ticks.get_data_interval()
     wide = high / max(low, 1e-300) > 300
     ticks.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-    ticks.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10000 else f"{value:g}")
-    )
+    ticks.set_major_formatter("{x:,.9g}")
     ticks.set_minor_formatter(NullFormatter())
 
 

@@ -66,8 +66,8 @@ def _start(line, folder):
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
+        "TMPDIR": folder,
     }
-    environ["TMPDIR"] = folder
     return subprocess.Popen(
         [sys.executable, *PROGRAMS[program], *arguments],
         stdout=subprocess.PIPE,

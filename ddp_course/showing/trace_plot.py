@@ -42,7 +42,7 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         middle = 1000 * starts[0]
         axes[0].set(xlim=(0, 1000 * recorded.seconds), ylim=(2.2, -0.6))
         axes[1].set(xlim=(middle - BEFORE_MS, middle + AFTER_MS), xlabel="time (ms)")
-        name_spans(picture, [lane])
+        name_spans(picture, [lane], loc="outside lower center")
     return picture
 
 

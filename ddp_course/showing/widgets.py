@@ -115,14 +115,8 @@ def ring_stepper(world_size: int = 4) -> Any:
     in it.
     """
     ranks = choice("ranks K", world_size, range(2, 9))
-    step = ipywidgets.IntSlider(
-        max=2 * (world_size - 1), description="step", layout=_LAYOUT, style=_WIDE
-    )
-
-    def limit(change):
-        step.max = 2 * (change["new"] - 1)
-
-    ranks.observe(limit, "value")
+    step = ipywidgets.IntSlider(description="step", layout=_LAYOUT, style=_WIDE)
+    ipywidgets.dlink((ranks, "value"), (step, "max"), lambda ranks: 2 * (ranks - 1))
     stepper = Explorer(
         sketches.ring_step, f"{__name__}:ring_stepper", world_size, world_size=ranks, step=step
     )
@@ -245,34 +239,24 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     costs = theory.Costs.of_link(
         8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s
     )
-    impossible: set[str | None] = {None}
-    left_out = ""
+    heights = {}
+    colours = {}
+    best = 1.0
+    end = "none is faster than one"
+    for stage in ladder.STAGES.values():
+        if stage.step is None or (stage.step == "pipelined" and world_size > 5):
+            continue
+        label = re.sub("(?<=-)| ", "\n", stage.name)
+        heights[label] = one_s / ideals.STEPS[stage.step](stage, job, device, costs)
+        colours[label] = stage.colour
+        if heights[label] > best:
+            best = heights[label]
+            end = f"{stage.name} is {best:.1f} times as fast as one"
     if world_size > 5:
-        impossible.add("pipelined")
-        left_out = "; five layers are no pipeline"
-    stages = [stage for stage in ladder.STAGES.values() if stage.step not in impossible]
-    faster = {
-        stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages
-    }
-    best = max(faster, key=lambda stage: faster[stage])
-    names = {stage: re.sub("(?<=-)| ", "\n", stage.name) for stage in stages}
-    winner = (
-        f"{best.name} is {faster[best]:.1f} times as fast as one"
-        if best.key != "1"
-        else "none is faster than one"
-    )
-    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {winner}{left_out}"
-    colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
-    heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
-    return plots.bars(
-        heights,
-        "times as fast as one device",
-        title,
-        colours,
-        width=11,
-        form="{:.2g}",
-        kind="derived",
-    )
+        end += "; five layers are no pipeline"
+    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {end}"
+    look: Any = {"width": 11, "form": "{:.2g}", "kind": "derived"}
+    return plots.bars(heights, "times as fast as one device", title, colours, **look)
 
 
 def bucket_explorer(
@@ -318,7 +302,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
     with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
         plots.draw_lane(above, 0, spans)
-        plots.name_spans(picture, [spans])
+        plots.name_spans(picture, [spans], loc="outside lower center")
         above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")

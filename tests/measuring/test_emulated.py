@@ -64,7 +64,7 @@ def test_what_is_chosen():
     job = job_of()
 
     def chosen(device="auto", speed="auto", link="auto"):
-        return emulated.device_and_link(job, device, speed, link, "0ms", "virtual")
+        return emulated.device_and_link(job, device, speed, link, "virtual")
 
     device, link = chosen()
     assert isinstance(device, Device) and isinstance(link, Link)
@@ -77,16 +77,16 @@ def test_what_is_chosen():
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
-    device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "0ms", "auto")
+    device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "auto")
     assert isinstance(device, Device) and link.mode == "virtual"
 
 
 def test_gpus_are_not_slowed(monkeypatch):
     monkeypatch.setattr(emulated, "on_gpus", lambda device: device != "cpu")
     job = job_of()
-    assert emulated.device_and_link(job, "auto", "auto", "auto", "0ms", "virtual") == ("auto", None)
+    assert emulated.device_and_link(job, "auto", "auto", "auto", "virtual") == ("auto", None)
     with pytest.raises(EmulationError, match="GPUs have a speed of their own"):
-        emulated.device_and_link(job, "cuda", "2GFLOP/s", "auto", "0ms", "virtual")
+        emulated.device_and_link(job, "cuda", "2GFLOP/s", "auto", "virtual")
     assert isinstance(
-        emulated.device_and_link(job, "cpu", "2GFLOP/s", "auto", "0ms", "virtual")[0], Device
+        emulated.device_and_link(job, "cpu", "2GFLOP/s", "auto", "virtual")[0], Device
     )

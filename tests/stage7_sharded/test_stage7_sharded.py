@@ -231,12 +231,14 @@ def peak_of_a_step(layers):
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
-    def make_training(count):
-        problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)
-        model = fully(problem.model())
-        return problem, model, torch.optim.Adam(model.parameters())
+    problem = problems.make("synthetic", width=512)  # Its data are there before and after.
 
-    def step(problem, model, optimizer):
+    def make_training(count):
+        problem.layers = count
+        model = fully(problem.model())
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model, optimizer):
         world_size = dist.get_world_size()
         steps_of(model, problem.batches(world_size, 1, 0, dist.get_rank(), world_size), optimizer)
         optimizer.zero_grad()
