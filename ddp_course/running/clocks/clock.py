@@ -156,6 +156,19 @@ def advance(seconds: float) -> None:
         clock.advance(clock.moment + round(seconds * 1e12))
 
 
+def take_turn() -> None:
+    """Have this thread wait for its turn, if it has a clock."""
+    clock = own()
+    if clock is not None:
+        clock.take_turn()
+
+
+def ask(answer: bool) -> bool:
+    """Return the answer to a question; a "no" takes some time, if this thread has a clock."""
+    clock = own()
+    return answer if clock is None else clock.ask(answer)
+
+
 def new_clock(parent: Clock, needed: bool) -> Clock:
     """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed`
     ones may all wait. Raises RuntimeError if the rank has as many threads as it may have.
