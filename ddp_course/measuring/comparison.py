@@ -40,7 +40,7 @@ def run(
     link: Link | str | None = "auto",
     device_speed: str = "auto",
     latency: str = "0ms",
-    link_mode: str = "auto",
+    link_mode: str = "virtual",
     progress: bool = False,
     **options: Any,
 ) -> Comparison:

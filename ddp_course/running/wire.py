@@ -326,16 +326,6 @@ def others(rank: int, group: Group = None) -> list[int]:
 
 
 @cache  # Each new group would keep its threads and sockets until the job ends.
-def group_among(
-    everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]
-) -> dist.ProcessGroup:
-    """Return this rank's group when `everyone` is divided into these `lines` of ranks; all ranks
-    call this.
-    """
-    return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
-
-
-@cache
 def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group of these `members` of `group`, which all of them make together when they
     first ask for it.

@@ -77,7 +77,7 @@ def test_what_is_chosen():
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
-    device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "0ms", "auto")
+    device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "0ms", "virtual")
     assert isinstance(device, Device) and link.mode == "virtual"
 
 

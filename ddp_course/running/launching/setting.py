@@ -25,12 +25,8 @@ def start_method() -> str:
     """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
     new, by "spawn". Raises ValueError if DDP_COURSE_START names another way.
     """
-    asked = os.environ.get("DDP_COURSE_START")
-    if asked not in (None, "", "fork", "spawn"):
-        raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
-    if asked:
-        return asked
-    return "spawn" if sys.platform == "darwin" else "fork"
+    usual = "spawn" if sys.platform == "darwin" else "fork"
+    return chosen("DDP_COURSE_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
@@ -39,9 +35,16 @@ def network() -> str:
 
     Raises ValueError if DDP_COURSE_NETWORK is anything else.
     """
-    asked = os.environ.get("DDP_COURSE_NETWORK") or "auto"
-    if asked not in ("auto", "private", "open"):
-        raise ValueError(f'DDP_COURSE_NETWORK is "{asked}"; choose auto, private or open')
+    return chosen("DDP_COURSE_NETWORK", "auto", ["auto", "private", "open"])
+
+
+def chosen(variable: str, usual: str, choices: list[str]) -> str:
+    """Return what an environment variable asks for, or what is usual; raises ValueError for
+    anything but the `choices`.
+    """
+    asked = os.environ.get(variable) or usual
+    if asked not in choices:
+        raise ValueError(f'{variable} is "{asked}"; choose {" or ".join(choices)}')
     return asked
 
 
