@@ -47,12 +47,13 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
         closed = prepare_network(setting, link)
         table = prepare_clocks(setting, link)
         meeting, listener = prepare_store(setting, link, closed, table)
+        # this is repeated: Linux forgets it when a process changes its credentials
+        linux.die_with_parent()
+        ranks = start_ranks(setting, meeting, files, listener, launch)
     except Exception as error:
         send(launch.fileno(), Refused(error))
         os._exit(1)
-    # this is repeated: Linux forgets it when a process changes its credentials
-    linux.die_with_parent()
-    wait_for(start_ranks(setting, meeting, files, listener, launch), launch)
+    wait_for(ranks, launch)
     os._exit(0)
 
 
@@ -141,10 +142,8 @@ def start_ranks(
                 pid = os.fork()
             else:
                 pid = start_anew(setting, number, meeting, (files, own), listener)
-        except BlockingIOError as error:
-            refusal = LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}")
-            send(launch.fileno(), Refused(refusal))
-            raise refusal from error
+        except BlockingIOError:
+            raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
             launch.close()
             be_rank(setting, number, meeting, (files, own), listener)
@@ -183,12 +182,12 @@ def be_rank(
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
     """
-    from .rank import main  # This loads torch, which an agent that forks no rank must not do.
+    from .rank import Rank  # This loads torch, which an agent that forks no rank must not do.
 
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        main(setting, number, meeting, files, listener)
+        Rank(setting, number, meeting, files, listener).run()
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()
@@ -197,14 +196,6 @@ def be_rank(
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def be_new_rank(
-    setting: Setting, number: int, meeting: Meeting, files: Files, port: int | None
-) -> None:
-    """Run one rank in a process that was started for it. This never returns."""
-    listener = None if port is None else socket.socket(fileno=port)
-    be_rank(setting, number, meeting, files, listener)
 
 
 def wait_for(ranks: dict[int, int], launch: socket.socket) -> None:
