@@ -1,6 +1,7 @@
 """The clock of one thread: it moves on, takes turns, and stops while the thread waits."""
 
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,14 +40,14 @@ class Local(threading.local):
 local = Local()
 
 
+@dataclass(eq=False)
 class Clock:
     """The clock of the thread at place `slot` of the table; `moment` is in picoseconds."""
 
-    def __init__(self, table: Table, slot: int, moment: int):
-        self.table = table
-        self.slot = slot
-        self.moment = moment
-        self.deadlock: DeadlockError | None = None
+    table: Table
+    slot: int
+    moment: int
+    deadlock: DeadlockError | None = None
 
     def advance(self, moment: int) -> None:
         """Set the clock to `moment`, unless it is later already."""

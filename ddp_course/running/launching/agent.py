@@ -22,7 +22,6 @@ from .environment import SCRIPT, preloading_environment
 from .protocol import (
     LOOPBACK,
     AgentStarted,
-    EmulatedLink,
     LaunchFiles,
     Meeting,
     RankExited,
@@ -57,7 +56,7 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
     os._exit(0)
 
 
-def prepare_network(setting: Setting, link: EmulatedLink | None) -> bool:
+def prepare_network(setting: Setting, link: Any) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
     return whether no other user can reach that network.
 
@@ -71,7 +70,7 @@ def prepare_network(setting: Setting, link: EmulatedLink | None) -> bool:
     return closed
 
 
-def prepare_clocks(setting: Setting, link: EmulatedLink | None) -> Any:
+def prepare_clocks(setting: Setting, link: Any) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
     if link is not None:
         return getattr(link.network, "table", None)
@@ -100,7 +99,7 @@ def enter_own_network(wish: str) -> bool:
 
 
 def prepare_store(
-    setting: Setting, link: EmulatedLink | None, closed: bool, table: Any
+    setting: Setting, link: Any, closed: bool, table: Any
 ) -> tuple[Meeting, socket.socket | None]:
     """Return where the ranks meet, and the socket on which rank 0 serves their store: it is bound
     here, so that two launches never clash. Where other users could reach it there is none, and the
@@ -187,7 +186,7 @@ def be_rank(
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        Rank(setting, number, meeting, files, listener).run()
+        Rank(setting, number, meeting, *files, listener).run()
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()

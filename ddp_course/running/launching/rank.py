@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,24 +48,18 @@ NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unr
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
 
+@dataclass
 class Rank:
     """One rank of a launch: it calls the caller's function, once or several times, in a process of
     its own.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        number: int,
-        meeting: Meeting,
-        files: tuple[LaunchFiles, RankFiles],
-        listener: socket.socket | None,
-    ):
-        self.setting = setting
-        self.number = number
-        self.meeting = meeting
-        self.shared, self.own = files
-        self.listener = listener
+    setting: Setting
+    number: int
+    meeting: Meeting
+    shared: LaunchFiles
+    own: RankFiles
+    listener: socket.socket | None
 
     def run(self) -> None:
         """Move to this rank's place in the emulated network, call the function, and answer, until
