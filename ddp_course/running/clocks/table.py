@@ -124,7 +124,7 @@ class Table:
             setattr(self, name, view)
             self.arrays[name] = np.asarray(view)
             at = end
-        self.lines = np.frombuffer(memory, np.uint8, offset=at).reshape(self.ranks, LINE)
+        self.lines = np.frombuffer(memory, f"S{LINE}", offset=at)
         first = self.arrays["words"].ctypes.data
         self.addresses = [ctypes.c_void_p(first + 8 * slot) for slot in range(slots)]
 

@@ -16,7 +16,7 @@ from ddp_course import Link, launch
 from ddp_course.errors import RankError
 from ddp_course.running.clocks import stalls
 from ddp_course.running.clocks.clock import Clock
-from ddp_course.running.clocks.table import BLOCKED, FREE, LINE, STATE, Table
+from ddp_course.running.clocks.table import BLOCKED, FREE, STATE, Table
 
 LARGE = 2**20
 
@@ -139,8 +139,7 @@ def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_late
     late = Clock(table, table.own_threads()[0], 0)
     table.threads[STATE, late.slot] = BLOCKED
     table.threads[STATE, table.threads_per_rank] = FREE  # rank 1 has raised the error, and ended
-    line = b"rank 1 waits for another thread"
-    table.lines[1] = list(line.ljust(LINE, b"\0"))
+    table.lines[1] = b"rank 1 waits for another thread"
     message = str(stalls.deadlock(late, "for another thread"))
     assert "rank 0 waits for another thread" in message
     assert message.endswith("; rank 1 waits for another thread")
