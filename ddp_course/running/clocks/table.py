@@ -185,11 +185,7 @@ class Lock:
         self.threads.release()
 
 
-class Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
 fuzz = random.SystemRandom()
-LOOK_AGAIN = ctypes.byref(Timespec(0, round(LOOK_AGAIN_S * 1e9)))
+LOOK_AGAIN = (ctypes.c_long * 2)(0, round(LOOK_AGAIN_S * 1e9))  # seconds and nanoseconds
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine) if sys.platform == "linux" else None
 libc = None if FUTEX is None else ctypes.CDLL(None, use_errno=True)

@@ -127,11 +127,9 @@ def start_ranks(
     This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
     stays locked for ever). Raises LaunchError if a process cannot be started.
     """
-    if setting.start == "fork":
-        for name in ("ddp_course.running.launching.rank", *setting.modules):
-            with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
-                # each launch reads these modules again, once for all its ranks
-                importlib.import_module(name)
+    if setting.start == "fork" and setting.computes:
+        with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
+            importlib.import_module("torch._dynamo")  # once for all ranks: it takes a second
     ranks = {}
     for number in range(setting.world_size):
         descriptors = socket.recv_fds(launch, 1, len(RankFiles._fields))[1]

@@ -31,7 +31,7 @@ class Setting:
     link: bytes  # a pickled `Link`, or None
     emulated: bytes  # a pickled list of devices, or None
     progress: Any
-    modules: list  # names of modules that the agent imports once for all ranks
+    computes: bool  # the ranks are known to compute
     path: list
     argv: list
     folder: str

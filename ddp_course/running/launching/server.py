@@ -41,6 +41,7 @@ COURSE = [  # Launches and comparisons need these modules, with all that they im
     "ddp_course.running.clocks.group",
     "ddp_course.running.clocks.threads",
     "ddp_course.measuring.comparison",
+    "ddp_course.collectives",
 ]
 CALLER = os.getppid()
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]

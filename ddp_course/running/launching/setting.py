@@ -11,8 +11,6 @@ from . import pickling
 from .protocol import Setting
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
-# modules of a launch that the agent imports once for all ranks
-READ_ONCE = ("ddp_course.stage", "ddp_course.collectives")
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
@@ -70,9 +68,6 @@ def describe_launch(
     say_sharing(world_size, gpus)
     if link is not None:
         link.check(world_size, backend)
-    modules = [name for name in sys.modules if name.startswith(READ_ONCE)]
-    if emulated or progress:  # such ranks compute, and each would import it, in more than a second
-        modules.append("torch._dynamo")
     return Setting(
         world_size=world_size,
         start=start_method(),
@@ -84,7 +79,7 @@ def describe_launch(
         link=pickling.dumps(link),
         emulated=pickling.dumps(emulated),
         progress=progress,
-        modules=modules,
+        computes=bool(emulated or progress),
         path=list(sys.path),
         argv=list(sys.argv),
         folder=os.getcwd(),
