@@ -174,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link-mode",
         choices=["virtual", "hosts"],
-        default="auto",
+        default="virtual",
         help="how links are emulated",
     )
 

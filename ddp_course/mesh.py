@@ -26,8 +26,9 @@ def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
     ranks = torch.arange(world_size).view(*axes.values())
     groups = {}
     for position, (axis, size) in enumerate(axes.items()):
-        lines = ranks.movedim(position, -1).reshape(-1, size)
-        groups[axis] = wire.group_among(dist.group.WORLD, tuple(map(tuple, lines.tolist())))
+        for line in ranks.movedim(position, -1).reshape(-1, size).tolist():
+            if dist.get_rank() in line:
+                groups[axis] = wire.group_of(dist.group.WORLD, tuple(line))
     return groups
 
 

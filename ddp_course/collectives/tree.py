@@ -12,24 +12,26 @@ from .flat import copied_back, flattened
 def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum up a binomial tree to rank 0, and copy the result down the same tree.
 
-    In round d = 1, 2, 4, … every rank r that is an odd multiple of d sends its sum so far to rank r
-    - d.
+    A rank r that is an odd multiple of d = 1, 2, 4, … has rank r - d above it, and below it those
+    of the ranks r + 1, r + 2, r + 4, … r + d/2 that exist.
     """
     flat = flattened(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
+    own = rank & -rank  # the lowest bit; 0 for rank 0, which has nobody above it
+    above = wire.global_rank(rank - own, group)
+    below = []
+    distance = 1
+    while distance < (own or world_size) and rank + distance < world_size:
+        below.append(wire.global_rank(rank + distance, group))
+        distance *= 2
     incoming = torch.empty_like(flat)
-    distances = [2**i for i in range(max(1, world_size - 1).bit_length())]
-    for distance in distances:
-        if rank % (2 * distance) == distance:
-            wire.send(flat, wire.global_rank(rank - distance, group), group)
-            break
-        if rank % (2 * distance) == 0 and rank + distance < world_size:
-            wire.recv(incoming, wire.global_rank(rank + distance, group), group)
-            flat += incoming
-    for distance in reversed(distances):
-        if rank % (2 * distance) == 0 and rank + distance < world_size:
-            wire.send(flat, wire.global_rank(rank + distance, group), group)
-        elif rank % (2 * distance) == distance:
-            wire.recv(flat, wire.global_rank(rank - distance, group), group)
+    for peer in below:
+        wire.recv(incoming, peer, group)
+        flat += incoming
+    if own:
+        wire.send(flat, above, group)
+        wire.recv(flat, above, group)
+    for peer in reversed(below):
+        wire.send(flat, peer, group)
     return copied_back(flat, tensor)

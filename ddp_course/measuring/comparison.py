@@ -38,7 +38,7 @@ def run(
     device: str | Device = "auto",
     link: Link | str | None = "auto",
     device_speed: str = "auto",
-    link_mode: str = "auto",
+    link_mode: str = "virtual",
     progress: bool = False,
     **options: Any,
 ) -> Comparison:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .torch_inside import group_like, tree_leaves
+from .wire import warm_up
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # this maps a process group to its thread
 _failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process group to its error
@@ -110,12 +111,8 @@ class CommunicationThread:
         """Return the thread's own stream on a CUDA `device`, or None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
-            # NCCL wants a collective before the first message.
-            if "nccl" in dist.get_backend_config(self.group):
-                self.start(
-                    lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group),
-                    device,
-                )
+            nothing = torch.empty(0, device=device)
+            self.start(lambda group: warm_up(nothing, group), device)
         return self.streams.get(device)
 
 

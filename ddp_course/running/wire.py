@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import clocks, flight_recorder
 from .event_clock import Clock
-from .torch_inside import as_plain_tensors, default_store, group_like
+from .torch_inside import as_plain_tensors, default_store, group_like, tensors_in
 
 Group = dist.ProcessGroup | None
 SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.
@@ -143,18 +143,16 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     subclass is an ordinary one.
     """
     parameters = signature(function)
+    name = function.__name__
 
     @wraps(function)
     def announced(tensors, *args, **kwargs):
+        """Take part, and tell observers and the flight recorder."""
         group = parameters.bind(tensors, *args, **kwargs).arguments.get("group")
-        with span(function.__name__), flight_recorder.entry(function.__name__, tensors, group):
-            first = tensors
-            if not isinstance(tensors, torch.Tensor):
-                first = next(iter(tensors), None)
-            if first is not None:
-                warm_up(first, group)
-            with as_plain_tensors():
-                return function(tensors, *args, **kwargs)
+        with span(name), flight_recorder.entry(name, tensors, group), as_plain_tensors():
+            if members := tensors_in(tensors):
+                warm_up(members[0], group)
+            return function(tensors, *args, **kwargs)
 
     return announced
 
@@ -186,8 +184,8 @@ def naming_absent(group: Group = None) -> Iterator[None]:
 
 
 class Transfer:
-    """A message on its way. `wait()` returns when the tensor may be used again (sent) or read
-    (received).
+    """A message on its way, once `begin` has started it. `wait()` returns when the tensor may be
+    used again (sent) or read (received).
     """
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
@@ -197,47 +195,63 @@ class Transfer:
         self.nbytes = tensor.nbytes
         self.staged = _host_copy(kind, tensor, group)
         self.start = now()
-        self.work = self._post(group) if tensor.numel() else None
-
-    def _post(self, group):
-        post = dist.isend if self.kind == "send" else dist.irecv
-        if on_nccl(self.tensor, group):  # outside of a batch NCCL blocks until the peer is ready
-            return dist.batch_isend_irecv([dist.P2POp(post, self.tensor, self.peer, group)])[0]
-        return post(self.staged, self.peer, group, flight_recorder.tag())
+        self.works: list[Any] = []
 
     def wait(self) -> None:
         """Block until the message has left (send) or arrived (receive). An empty tensor sends
         nothing. Raises RuntimeError, with the peer's name, if the connection is lost or the time is
         up.
         """
-        if self.work is None:
+        if not self.works:
             return
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # A deadlock and NCCL's errors say more.
                 raise
             late = "timed out" in str(error).lower()
             fault = "has not come to" if late else "broke off"
             raise RuntimeError(f"rank {self.peer} {fault} this {self.kind}: {error}") from error
-        self.work = None
+        self.works = []
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
         tell(self.kind, self.kind, self.start, bytes=self.nbytes, peer=self.peer)
+
+
+def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
+    """Start messages, and return them; nothing is sent for an empty tensor.
+
+    NCCL is given all of them as one batch: two neighbours that both send first would wait for each
+    other, and a message outside of a batch blocks until the peer is ready.
+    """
+    started = [transfer for transfer in transfers if transfer.tensor.numel()]
+    posts = {"send": dist.isend, "recv": dist.irecv}
+    if any(on_nccl(transfer.tensor, group) for transfer in started):
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(posts[each.kind], each.tensor, each.peer, group) for each in started]
+        )
+        for transfer in started:
+            transfer.works = works
+        return transfers
+    for transfer in started:
+        post = posts[transfer.kind]
+        transfer.works = [post(transfer.staged, transfer.peer, group, flight_recorder.tag())]
+    return transfers
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
     """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before
     `wait()`.
     """
-    return Transfer("send", tensor, dst, group)
+    return begin([Transfer("send", tensor, dst, group)], group)[0]
 
 
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
     """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before
     `wait()`.
     """
-    return Transfer("recv", tensor, src, group)
+    return begin([Transfer("recv", tensor, src, group)], group)[0]
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
@@ -264,11 +278,9 @@ def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
     The receives are posted before the sends: gloo's sender waits until the receiver is ready, and
     with the sends first two neighbours would wait for each other's turn, at half the speed.
     """
-    if any(on_nccl(tensor, group) for tensor, _ in [*outgoing, *incoming]):
-        return _exchange_nccl(outgoing, incoming, group)
-    arriving = [irecv(tensor, src, group) for tensor, src in incoming]
-    leaving = [isend(tensor, dst, group) for tensor, dst in outgoing]
-    for transfer in arriving + leaving:
+    arriving = [Transfer("recv", tensor, src, group) for tensor, src in incoming]
+    leaving = [Transfer("send", tensor, dst, group) for tensor, dst in outgoing]
+    for transfer in begin(arriving + leaving, group):
         transfer.wait()
 
 
@@ -314,37 +326,11 @@ def others(rank: int, group: Group = None) -> list[int]:
 
 
 @cache  # Each new group would keep its threads and sockets until the job ends.
-def group_among(
-    everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]
-) -> dist.ProcessGroup:
-    """Return this rank's group when `everyone` is divided into these `lines` of ranks; all ranks
-    call this.
-    """
-    return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
-
-
-@cache
 def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group of these `members` of `group`, which all of them make together when they
     first ask for it.
     """
     return group_like(group, members)
-
-
-def _exchange_nccl(outgoing, incoming, group):
-    """Exchange over NCCL, both directions in one group call: else two neighbours that send first
-    would deadlock.
-    """
-    pairs = [(dist.irecv, *message, "recv") for message in incoming]
-    pairs += [(dist.isend, *message, "send") for message in outgoing]
-    pairs = [pair for pair in pairs if pair[1].numel()]
-    start = now()
-    operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    for _, tensor, peer, kind in pairs:
-        tell(kind, kind, start, bytes=tensor.nbytes, peer=peer)
 
 
 def _host_copy(kind, tensor, group):

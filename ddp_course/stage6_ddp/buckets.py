@@ -16,6 +16,7 @@ the tests compare with `torch.distributed._compute_bucket_assignment_by_size`.
 """
 
 import warnings
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -81,15 +82,15 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
     return sorted(buckets, key=min) if order is None else buckets
 
 
+@dataclass
 class Filling:
-    """A bucket that is still open: its members' indices, its size in bytes, and the limits of it
-    and later buckets.
+    """A bucket that is still open: the limits of it and of later buckets, its members' indices, and
+    its size in bytes.
     """
 
-    def __init__(self, limits):
-        self.members = []
-        self.size = 0
-        self.limits = limits
+    limits: list
+    members: list = field(default_factory=list)
+    size: int = 0
 
 
 class Bucket:

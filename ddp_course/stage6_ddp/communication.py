@@ -9,12 +9,11 @@ the function that it returns waits for the end, and returns the tensor with the 
     averaged = wait()         # before backward() returns
 """
 
-import torch
 import torch.distributed as dist
 
 from ..running import wire
 from ..running.communication import communication_thread
-from ..running.torch_inside import Future, default_group
+from ..running.torch_inside import Future
 
 
 class GradBucket:
@@ -64,19 +63,13 @@ class GradBucket:
 
 
 def by_backend(group=None):
-    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream.
-
-    It calls the group directly: `dist.all_reduce` would check its arguments anew for every bucket
-    of every pass.
-    """
-    options = dist.AllreduceOptions()
+    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
 
     def start(bucket):
         """Have the backend sum the bucket."""
         began = wire.now()
         flat = bucket.buffer()
-        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-        work = (group or default_group()).allreduce([numbers], options)
+        work = dist.all_reduce(flat, group=group, async_op=True)
         if wire.card.observers:
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 

@@ -110,12 +110,11 @@ class Normalise(Function):
         axes = [axis for axis in range(gradient.dim()) if axis != 1]
         sums = torch.stack([gradient.sum(axes), (gradient * normalised).sum(axes)])
         dist.all_reduce(sums, group=ctx.group)
-        of_gradient, of_product = (per_channel(total, gradient) for total in sums / count)
-        return (
-            (gradient - of_gradient - normalised * of_product) * per_channel(scale, gradient),
-            None,
-            None,
-        )
+        means = sums / count
+        mean = per_channel(means[0], gradient)
+        mean_of_product = per_channel(means[1], gradient)
+        towards = gradient - mean - normalised * mean_of_product
+        return towards * per_channel(scale, gradient), None, None
 
 
 def whole_batch_statistics(inputs, group=None):

@@ -1,49 +1,26 @@
 """What a rank is told to do, and what passes from stage to stage.
 
-    stage s  ── Activation(m, cut=s) ──>  stage s + 1
-    stage s  <── Gradient(m, cut=s) ────  stage s + 1
-
-A cut has the number of the stage before it. A gradient has the shape of the activation there.
+stage s  ── Result(m, s, s + 1), an activation ──────>  stage s + 1
+stage s  <── Result(m, s + 1, s), the gradient of it ── stage s + 1
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
-@dataclass(frozen=True)
-class Activation:
-    """What stage `cut` computes from a micro-batch, for stage `cut + 1`."""
-
-    microbatch: int
-    cut: int
-
-    @property
-    def source(self):
-        """The stage that computes it."""
-        return self.cut
-
-    @property
-    def user(self):
-        """The stage that needs it."""
-        return self.cut + 1
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of an activation, which stage `cut + 1` computes for stage `cut`."""
+class Result(NamedTuple):
+    """What stage `source` computes from a micro-batch for its neighbour, the stage `user`: for the
+    next one an activation, for the one before the gradient of an activation, which has its shape.
+    """
 
     microbatch: int
-    cut: int
+    source: int
+    user: int
 
     @property
-    def source(self):
-        """The stage that computes it."""
-        return self.cut + 1
-
-    @property
-    def user(self):
-        """The stage that needs it."""
-        return self.cut
+    def cut(self):
+        """The place between the two stages: the number of the stage before it."""
+        return min(self.source, self.user)
 
 
 @dataclass(frozen=True)
@@ -51,8 +28,8 @@ class Instruction:
     """One thing to do with a micro-batch (0 to M-1) at a stage (0 to the number of stages - 1).
 
     `letter` stands for it in a timetable, `name` in a sentence. What it `needs` and what it `gives`
-    is an activation or a gradient, or None; at the first and last stage that may be one which no
-    stage computes or needs.
+    is a `Result` or None; at the first and last stage that may be one which no stage computes or
+    needs.
     """
 
     microbatch: int
@@ -73,12 +50,12 @@ class Forward(Instruction):
     @property
     def needs(self):
         """The outputs of the stage before."""
-        return Activation(self.microbatch, self.stage - 1)
+        return Result(self.microbatch, self.stage - 1, self.stage)
 
     @property
     def gives(self):
         """The outputs, for the next stage."""
-        return Activation(self.microbatch, self.stage)
+        return Result(self.microbatch, self.stage, self.stage + 1)
 
 
 class Backward(Instruction):
@@ -90,12 +67,12 @@ class Backward(Instruction):
     @property
     def needs(self):
         """The gradient of the stage's outputs."""
-        return Gradient(self.microbatch, self.stage)
+        return Result(self.microbatch, self.stage + 1, self.stage)
 
     @property
     def gives(self):
         """The gradient of the stage's input, for the stage before."""
-        return Gradient(self.microbatch, self.stage - 1)
+        return Result(self.microbatch, self.stage, self.stage - 1)
 
 
 class BackwardInput(Backward):

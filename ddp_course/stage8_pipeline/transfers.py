@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .instructions import Activation
+from .instructions import Result
 from .timetable import given
 
 CPU = torch.device("cpu")  # by which the forms travel: NCCL would need a communicator more for them
@@ -67,7 +67,7 @@ class Transfers:
         self.post_next(rank)
         with wire.span("wait"):
             transfer.wait()
-        sent = self.leaving.pop(Activation(result.microbatch, result.cut), None)
+        sent = self.leaving.pop(Result(result.microbatch, result.user, result.source), None)
         if sent is not None:
             sent.wait()  # its gradient has arrived, so the activation has, too
         return transfer.tensor

@@ -53,7 +53,8 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "6", "stage6_ddp/communication.py", "future.wait()", "future.value()", "race",
     ),
     "the ring does not wait for its messages": (
-        "4", "running/wire.py", "        work.wait()\n    for", "        pass\n    for", "race",
+        "4", "running/wire.py", "                work.wait()\n        except",
+        "                pass\n        except", "race",
     ),
     "a pipeline does not wait for an activation": (
         "8", "stage8_pipeline/transfers.py", "            transfer.wait()\n        sent",

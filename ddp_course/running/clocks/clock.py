@@ -1,6 +1,7 @@
 """The clock of one thread: it moves on, takes turns, and stops while the thread waits."""
 
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,14 +40,14 @@ class Local(threading.local):
 local = Local()
 
 
+@dataclass(eq=False)
 class Clock:
     """The clock of the thread at place `slot` of the table; `moment` is in picoseconds."""
 
-    def __init__(self, table: Table, slot: int, moment: int):
-        self.table = table
-        self.slot = slot
-        self.moment = moment
-        self.deadlock: DeadlockError | None = None
+    table: Table
+    slot: int
+    moment: int
+    deadlock: DeadlockError | None = None
 
     def advance(self, moment: int) -> None:
         """Set the clock to `moment`, unless it is later already."""
@@ -154,6 +155,19 @@ def advance(seconds: float) -> None:
     clock = own()
     if clock is not None:
         clock.advance(clock.moment + round(seconds * 1e12))
+
+
+def take_turn() -> None:
+    """Have this thread wait for its turn, if it has a clock."""
+    clock = own()
+    if clock is not None:
+        clock.take_turn()
+
+
+def ask(answer: bool) -> bool:
+    """Return the answer to a question; a "no" takes some time, if this thread has a clock."""
+    clock = own()
+    return answer if clock is None else clock.ask(answer)
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:

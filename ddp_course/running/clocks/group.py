@@ -228,59 +228,55 @@ class Group(dist.ProcessGroup):
         steps = 2 * (self.size() - 1)
         return self.timed("all_reduce", work, nbytes_of(tensors) / self.size(), steps)
 
-    def allreduce(self, tensors: list, opts: Any = None) -> Work:
+    def allreduce(self, tensors: list, *opts: Any) -> Work:
         """Sum tensors over all members."""
-        work = self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
-        return self.all_reduced(work, tensors)
+        return self.all_reduced(self.inner.allreduce(tensors, *opts), tensors)
 
-    def allreduce_coalesced(self, tensors: list, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: list, *opts: Any) -> Work:
         """Sum several tensors over all members."""
-        work = self.inner.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
-        return self.all_reduced(work, tensors)
+        return self.all_reduced(self.inner.allreduce_coalesced(tensors, *opts), tensors)
 
     def broadcast(self, tensors: list, opts: Any) -> Work:
         """Copy one member's tensors to all."""
-        return self.timed(
-            "broadcast", self.inner.broadcast(tensors, opts), nbytes_of(tensors), self.log2
-        )
+        work = self.inner.broadcast(tensors, opts)
+        return self.timed("broadcast", work, nbytes_of(tensors), self.log2)
 
     def reduce(self, tensors: list, opts: Any) -> Work:
         """Sum tensors on one member."""
-        return self.timed("reduce", self.inner.reduce(tensors, opts), nbytes_of(tensors), self.log2)
+        work = self.inner.reduce(tensors, opts)
+        return self.timed("reduce", work, nbytes_of(tensors), self.log2)
 
-    def allgather(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+    def allgather(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Collect each member's tensors on all."""
-        work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+        work = self.inner.allgather(outputs, inputs, *opts)
         return self.timed("all_gather", work, nbytes_of(inputs))
 
     def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+        self, output: torch.Tensor, tensor: torch.Tensor, *opts: Any, **_: Any
     ) -> Work:
         """Collect each member's tensor in one of all."""
-        work = self.inner._allgather_base(output, tensor, opts or dist.AllgatherOptions())
+        work = self.inner._allgather_base(output, tensor, *opts)
         return self.timed("all_gather", work, nbytes_of(tensor))
 
     _allgather_base: Any = all_gather_single  # Older versions of torch call it so.
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list, inputs: list, opts: Any = None
-    ) -> Work:
+    def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Collect each member's tensors, in one for each."""
-        pairs = zip(outputs, inputs, strict=True)
-        options = opts or dist.AllgatherOptions()
-        work = Several([self.inner._allgather_base(*pair, options) for pair in pairs])
+        parts = [output.chunk(self.size()) for output in outputs]
+        of_members = [list(members) for members in zip(*parts, strict=True)]
+        work = self.inner.allgather_coalesced(of_members, inputs, *opts)
         return self.timed("all_gather", work, nbytes_of(inputs))
 
-    def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Sum tensors, a part on each member."""
-        work = self.inner.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+        work = self.inner.reduce_scatter(outputs, inputs, *opts)
         return self.timed("reduce_scatter", work, nbytes_of(outputs))
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+        self, output: torch.Tensor, tensor: torch.Tensor, *opts: Any, **_: Any
     ) -> Work:
         """Sum a tensor, a part on each member."""
-        work = self.inner._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions())
+        work = self.inner._reduce_scatter_base(output, tensor, *opts)
         return self.timed("reduce_scatter", work, nbytes_of(output))
 
     _reduce_scatter_base: Any = reduce_scatter_single
@@ -291,67 +287,32 @@ class Group(dist.ProcessGroup):
 
     def scatter(self, outputs: list, inputs: list, opts: Any) -> Work:
         """Give each member its part of one member's tensors."""
-        return self.timed(
-            "scatter",
-            self.inner.scatter(outputs, inputs, opts),
-            nbytes_of(outputs),
-        )
+        return self.timed("scatter", self.inner.scatter(outputs, inputs, opts), nbytes_of(outputs))
 
     def all_to_all_single(
         self,
-        output: Any,
-        tensor: Any,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
         output_splits: Any,
         input_splits: Any,
-        opts: Any = None,
+        *opts: Any,
         **_: Any,
     ) -> Work:
         """Give each member a part of each member's tensor."""
-        work = self.inner.alltoall_base(
-            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
-        )
+        work = self.inner.alltoall_base(output, tensor, output_splits, input_splits, *opts)
         return self.timed("all_to_all", work, nbytes_of(tensor) / self.size())
 
     alltoall_base: Any = all_to_all_single
 
-    def alltoall(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+    def alltoall(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Give each member one of each member's tensors."""
-        parts = list(inputs)
-        peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        sends = [self.inner.send([parts[peer].contiguous()], peer, ALL_TO_ALL) for peer in peers]
-        receives = [self.inner.recv([outputs[peer]], peer, ALL_TO_ALL) for peer in peers]
-        outputs[self.rank()].copy_(parts[self.rank()])
-        work = Several([*sends, *receives])
+        work = self.inner.alltoall(outputs, inputs, *opts)
         return self.timed("all_to_all", work, nbytes_of(inputs) / self.size())
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
-        return self.timed(
-            "barrier", self.inner.barrier(opts or dist.BarrierOptions()), 0, self.log2
-        )
+        return self.timed("barrier", self.inner.barrier(**opts), 0, self.log2)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""
         self.barrier().wait()
-
-
-ALL_TO_ALL = 1 << 30  # the tag of our own all-to-all
-
-
-class Several:
-    """The works of several messages, as one."""
-
-    def __init__(self, works: list):
-        self.works = works
-
-    def wait(self) -> bool:
-        """Wait for all."""
-        for work in self.works:
-            work.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future:
-        """Return a future without a value: the tensors hold the result."""
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result([])
-        return future

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import DeadlockError
-from .table import BLOCKED, FLOOR, LATEST, LINE, NEEDED, RUNNING, STATE, real_clock, real_sleep
+from .table import BLOCKED, FLOOR, LATEST, NEEDED, RUNNING, STATE, real_clock, real_sleep
 
 PATIENCE_S = (
     3.0  # virtual time may stand still for so long before the watchdog says who holds it up
@@ -32,17 +32,16 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     table = clock.table
     since = f"{clock.moment / 1e12:.6f} s"
     line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
-    if not table.lines[table.rank, 0] or clock.slot == table.own_threads()[0]:
-        encoded = line.encode()[: LINE - 1].ljust(LINE, b"\0")
-        table.lines[table.rank] = list(encoded)
+    if not table.lines[table.rank] or clock.slot == table.own_threads()[0]:
+        table.lines[table.rank] = line.encode()
     threads = table.arrays["threads"]
     waiting = (threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)
     ranks = sorted(set((waiting.nonzero()[0] // table.threads_per_rank).tolist()))
     end = real_clock() + GATHER_S
-    while not all(table.lines[rank, 0] for rank in ranks) and real_clock() < end:
+    while not all(table.lines[ranks]) and real_clock() < end:
         real_sleep(0.002)
     # A rank that was told of the deadlock before may have ended: it has left its line.
-    texts = [bytes(line).rstrip(b"\0").decode("utf-8", "replace") for line in table.lines]
+    texts = [line.decode("utf-8", "replace") for line in table.lines.tolist()]
     lines = [text for text in texts if text]
     lines += [f"rank {rank} has returned" for rank, text in enumerate(texts) if not text]
     return DeadlockError("deadlock: " + "; ".join(lines))

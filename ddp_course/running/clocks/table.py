@@ -88,34 +88,9 @@ class Table:
         self.byte = 8e12 / bits_per_second
         self.ranks = len(hosts)
         self.threads_per_rank = max(16, 256 // self.ranks)
-        slots = self.ranks * self.threads_per_rank
-        shapes = {
-            "head": (HEAD,),
-            "threads": (THREAD_FIELDS, slots),
-            "rows": (ROW_FIELDS, 1024 + 64 * self.ranks),
-            "links": (2, max(hosts) + 1),
-            "members": (MOST_GROUPS, self.ranks),
-            "anyone": (self.ranks,),
-            "words": (slots,),
-        }
-        numbers = sum(math.prod(shape) for shape in shapes.values())
-        total = 8 * numbers + self.ranks * LINE
         self.file = open_memory("clocks") if descriptor is None else os.fdopen(descriptor, "r+b")
-        self.file.truncate(total)
         os.set_inheritable(self.file.fileno(), True)
-        self.memory = mmap.mmap(self.file.fileno(), total)
-        self.arrays: dict[str, Any] = {}
-        at = 0
-        for name, shape in shapes.items():
-            end = at + 8 * math.prod(shape)
-            view = memoryview(self.memory)[at:end].cast("q", shape)
-            setattr(self, name, view)
-            self.arrays[name] = np.asarray(view)
-            at = end
-        lines = np.frombuffer(self.memory, dtype=np.uint8, count=self.ranks * LINE, offset=at)
-        self.lines = lines.reshape(self.ranks, LINE)
-        first = self.arrays["words"].ctypes.data
-        self.addresses = [ctypes.c_void_p(first + 8 * slot) for slot in range(slots)]
+        self.lay_out()
         self.lock = Lock(self.file)
         self.rank = 0
         self.idents: dict[int, int] = {}  # the threads of this process, by their places
@@ -123,6 +98,35 @@ class Table:
         self.dropped: list[int] = []
         if descriptor is None:
             self.clear()
+
+    def lay_out(self) -> None:
+        """Map the memory: arrays of whole numbers, one after the other, and for each rank a line of
+        text. The attributes are for single numbers, `arrays` has the same for NumPy.
+        """
+        slots = self.ranks * self.threads_per_rank
+        shapes = {
+            "head": (HEAD,),
+            "threads": (THREAD_FIELDS, slots),
+            "rows": (ROW_FIELDS, 1024 + 64 * self.ranks),
+            "links": (2, max(self.hosts) + 1),
+            "members": (MOST_GROUPS, self.ranks),
+            "anyone": (self.ranks,),
+            "words": (slots,),
+        }
+        numbers = sum(math.prod(shape) for shape in shapes.values())
+        self.file.truncate(8 * numbers + self.ranks * LINE)
+        memory = mmap.mmap(self.file.fileno(), 0)
+        self.arrays: dict[str, Any] = {}
+        at = 0
+        for name, shape in shapes.items():
+            end = at + 8 * math.prod(shape)
+            view = memoryview(memory)[at:end].cast("q", shape)
+            setattr(self, name, view)
+            self.arrays[name] = np.asarray(view)
+            at = end
+        self.lines = np.frombuffer(memory, f"S{LINE}", offset=at)
+        first = self.arrays["words"].ctypes.data
+        self.addresses = [ctypes.c_void_p(first + 8 * slot) for slot in range(slots)]
 
     def clear(self) -> None:
         """Let the main threads of all ranks run from 0 on."""
@@ -181,11 +185,7 @@ class Lock:
         self.threads.release()
 
 
-class Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
 fuzz = random.SystemRandom()
-LOOK_AGAIN = ctypes.byref(Timespec(0, round(LOOK_AGAIN_S * 1e9)))
+LOOK_AGAIN = (ctypes.c_long * 2)(0, round(LOOK_AGAIN_S * 1e9))  # seconds and nanoseconds
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine) if sys.platform == "linux" else None
 libc = None if FUTEX is None else ctypes.CDLL(None, use_errno=True)

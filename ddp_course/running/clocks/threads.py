@@ -18,6 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import arbiter, clock
@@ -175,20 +177,22 @@ def give_clock(thread: threading.Thread, parent: Clock) -> None:
     thread.ending = Waiter()
     thread.ending.real.acquire()
     thread.ending.owner = thread.clock
-    run = thread.run
+    thread.run = partial(run_with_clock, thread, thread.run)
 
-    def run_with_clock():
-        own_clock = thread.clock
-        own_clock.table.idents[own_clock.slot] = threading.get_ident()
-        clock.local.clock = own_clock
-        try:
-            run()
-        finally:
-            own_clock.take_turn()
-            thread.ending.release()
-            own_clock.end()
 
-    thread.run = run_with_clock
+def run_with_clock(thread: threading.Thread, run: Callable[[], None]) -> None:
+    """Run, in a new thread, what that has to do; whoever joins it goes on at the moment of its
+    end.
+    """
+    own_clock = thread.clock
+    own_clock.table.idents[own_clock.slot] = threading.get_ident()
+    clock.local.clock = own_clock
+    try:
+        run()
+    finally:
+        own_clock.take_turn()
+        thread.ending.release()
+        own_clock.end()
 
 
 def join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -204,11 +208,10 @@ def join(thread: threading.Thread, timeout: float | None = None) -> None:
 
 def is_alive(thread: threading.Thread) -> bool:
     """Return whether a thread still runs; a "yes" takes a moment, so that a loop ends."""
-    own_clock = own()
-    if own_clock is None or not hasattr(thread, "ending"):
+    if own() is None or not hasattr(thread, "ending"):
         return plain_is_alive(thread)
-    own_clock.take_turn()
-    return not own_clock.ask(not thread.ending.locked())
+    clock.take_turn()
+    return not clock.ask(not thread.ending.locked())
 
 
 plain_is_alive = threading.Thread.is_alive
@@ -216,17 +219,13 @@ plain_is_alive = threading.Thread.is_alive
 
 def is_set(event: threading.Event) -> bool:
     """Return whether an event is set, as of now."""
-    own_clock = own()
-    if own_clock is None:
-        return plain_is_set(event)
-    own_clock.take_turn()
-    return own_clock.ask(plain_is_set(event))
+    clock.take_turn()
+    return clock.ask(plain_is_set(event))
 
 
 def done(future: concurrent.futures.Future) -> bool:
     """Return whether a future has its result, as of now."""
-    own_clock = own()
-    return plain_done(future) if own_clock is None else own_clock.ask(plain_done(future))
+    return clock.ask(plain_done(future))
 
 
 class SimpleQueue(queue._PySimpleQueue):
@@ -234,41 +233,32 @@ class SimpleQueue(queue._PySimpleQueue):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the oldest item, as `queue.SimpleQueue.get` does."""
-        own_clock = own()
         try:
             return super().get(block, timeout)
         except queue.Empty:
-            if own_clock is not None and not block:
-                own_clock.ask(False)
+            if not block:
+                clock.ask(False)
             raise
 
     def empty(self) -> bool:
         """Return whether there is no item, as of now."""
-        own_clock = own()
-        if own_clock is None:
-            return super().empty()
-        own_clock.take_turn()
-        return not own_clock.ask(not super().empty())
+        clock.take_turn()
+        return not clock.ask(not super().empty())
 
 
 def sleep(seconds: float) -> None:
     """Let time pass, as `time.sleep` does. Raises ValueError for a negative time."""
-    own_clock = own()
-    if own_clock is None:
+    if own() is None:
         real_sleep(seconds)
-        return
-    if seconds < 0:
+    elif seconds < 0:
         raise ValueError("sleep length must be non-negative")
-    own_clock.advance(own_clock.moment + round(seconds * 1e12))
+    else:
+        clock.advance(seconds)
 
 
 def nanoseconds() -> int:
     """Return this thread's time in nanoseconds."""
-    own_clock = own()
-    return plain_nanoseconds() if own_clock is None else own_clock.moment // 1000
-
-
-plain_nanoseconds = time.perf_counter_ns
+    return clock.moment() // 1000
 
 
 def patch() -> None:

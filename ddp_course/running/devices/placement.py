@@ -26,8 +26,6 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     without GPUs they use gloo on the CPU. Raises ValueError for a device that this machine does not
     have.
     """
-    if world_size < 1:
-        raise ValueError(f"world size is {world_size}; it must be 1 or more")
     gpus = usable_gpus() if device != "cpu" else 0
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):

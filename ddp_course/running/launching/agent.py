@@ -22,7 +22,6 @@ from .environment import SCRIPT, preloading_environment
 from .protocol import (
     LOOPBACK,
     AgentStarted,
-    EmulatedLink,
     LaunchFiles,
     Meeting,
     RankExited,
@@ -47,38 +46,31 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
         closed = prepare_network(setting, link)
         table = prepare_clocks(setting, link)
         meeting, listener = prepare_store(setting, link, closed, table)
+        # this is repeated: Linux forgets it when a process changes its credentials
+        linux.die_with_parent()
+        ranks = start_ranks(setting, meeting, files, listener, launch)
     except Exception as error:
         send(launch.fileno(), Refused(error))
         os._exit(1)
-    # this is repeated: Linux forgets it when a process changes its credentials
-    linux.die_with_parent()
-    wait_for(start_ranks(setting, meeting, files, listener, launch), launch)
+    wait_for(ranks, launch)
     os._exit(0)
 
 
-def prepare_network(setting: Setting, link: EmulatedLink | None) -> bool:
+def prepare_network(setting: Setting, link: Any) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
     return whether no other user can reach that network.
 
-    All this precedes any thread or socket, as it may enter new namespaces. Raises LaunchError where
-    the machine's loopback is down.
+    All this precedes any thread or socket, as it may enter new namespaces.
     """
     closed = link is not None and link.mode == "hosts"  # virtual hosts are a network of their own
     if not closed:
         closed = enter_own_network(setting.network)
     if link is not None:
         link.prepare(setting.world_size)
-        return closed
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if probe.connect_ex((LOOPBACK, 9)):  # this sends nothing, and only looks for a route
-            raise LaunchError(
-                "ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set"
-                " lo up"
-            )
     return closed
 
 
-def prepare_clocks(setting: Setting, link: EmulatedLink | None) -> Any:
+def prepare_clocks(setting: Setting, link: Any) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
     if link is not None:
         return getattr(link.network, "table", None)
@@ -107,7 +99,7 @@ def enter_own_network(wish: str) -> bool:
 
 
 def prepare_store(
-    setting: Setting, link: EmulatedLink | None, closed: bool, table: Any
+    setting: Setting, link: Any, closed: bool, table: Any
 ) -> tuple[Meeting, socket.socket | None]:
     """Return where the ranks meet, and the socket on which rank 0 serves their store: it is bound
     here, so that two launches never clash. Where other users could reach it there is none, and the
@@ -135,11 +127,9 @@ def start_ranks(
     This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
     stays locked for ever). Raises LaunchError if a process cannot be started.
     """
-    if setting.start == "fork":
-        for name in ("ddp_course.running.launching.rank", *setting.modules):
-            with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
-                # each launch reads these modules again, once for all its ranks
-                importlib.import_module(name)
+    if setting.start == "fork" and setting.computes:
+        with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
+            importlib.import_module("torch._dynamo")  # once for all ranks: it takes a second
     ranks = {}
     for number in range(setting.world_size):
         descriptors = socket.recv_fds(launch, 1, len(RankFiles._fields))[1]
@@ -149,10 +139,8 @@ def start_ranks(
                 pid = os.fork()
             else:
                 pid = start_anew(setting, number, meeting, (files, own), listener)
-        except BlockingIOError as error:
-            refusal = LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}")
-            send(launch.fileno(), Refused(refusal))
-            raise refusal from error
+        except BlockingIOError:
+            raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
             launch.close()
             be_rank(setting, number, meeting, (files, own), listener)
@@ -191,12 +179,12 @@ def be_rank(
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
     """
-    from .rank import main  # This loads torch, which an agent that forks no rank must not do.
+    from .rank import Rank  # This loads torch, which an agent that forks no rank must not do.
 
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        main(setting, number, meeting, files, listener)
+        Rank(setting, number, meeting, *files, listener).run()
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()
@@ -205,14 +193,6 @@ def be_rank(
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def be_new_rank(
-    setting: Setting, number: int, meeting: Meeting, files: Files, port: int | None
-) -> None:
-    """Run one rank in a process that was started for it. This never returns."""
-    listener = None if port is None else socket.socket(fileno=port)
-    be_rank(setting, number, meeting, files, listener)
 
 
 def wait_for(ranks: dict[int, int], launch: socket.socket) -> None:

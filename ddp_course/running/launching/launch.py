@@ -49,8 +49,6 @@ def launch(
             check_arguments(fn, args, kwargs)
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
         payload = pack_call(fn, args, kwargs)
-        if link is not None:
-            link.check(count)
         return run_ranks(payload, count, device, timeout, link, progress)
     except EXPECTED as error:
         raise plain(error) from None

@@ -12,7 +12,7 @@ while every launch reads the other modules anew.
 import os
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,7 +31,7 @@ class Setting:
     link: bytes  # a pickled `Link`, or None
     emulated: bytes  # a pickled list of devices, or None
     progress: Any
-    modules: list  # names of modules that the agent imports once for all ranks
+    computes: bool  # the ranks are known to compute
     path: list
     argv: list
     folder: str
@@ -133,30 +133,6 @@ class Call:
 @dataclass(frozen=True)
 class Leave:
     """The order to a rank to end, once all have answered."""
-
-
-class Network(Protocol):
-    """What a link builds in the agent, before the ranks start; ranks that are not forked get it
-    pickled.
-    """
-
-    master_address: str  # where ranks reach what listens in the agent's network
-
-    def enter(self, rank: int) -> None:
-        """Move this process, which is `rank` and has no socket yet, to its place."""
-
-
-class EmulatedLink(Protocol):
-    """What `launch` needs of a link."""
-
-    mode: str  # "hosts" is a network apart from the machine's, for torch's own messages too
-    network: Network
-
-    def check(self, world_size: int, backend: str = "gloo") -> None:
-        """Raise an error, in the caller, if a launch can never have this link."""
-
-    def prepare(self, world_size: int) -> None:
-        """Build `network`, in the agent, which has no thread and no socket yet."""
 
 
 def send(descriptor: int, message: Any) -> None:

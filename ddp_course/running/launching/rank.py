@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,54 +48,130 @@ NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unr
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
 
-def main(
-    setting: Setting,
-    rank: int,
-    meeting: Meeting,
-    files: tuple[LaunchFiles, RankFiles],
-    listener: socket.socket | None = None,
-) -> None:
-    """Run one rank: move to its place in the emulated network, and call the caller's function, once
-    or several times.
-
-    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
-    other ranks would fail too, with a broken connection, and hide the cause.
+@dataclass
+class Rank:
+    """One rank of a launch: it calls the caller's function, once or several times, in a process of
+    its own.
     """
-    if meeting.link is not None:
-        # this comes before any socket, as it may move this process into a network namespace
-        meeting.link.network.enter(rank)
-    if meeting.clocks is not None:
-        clocks.enter(meeting.clocks, rank)
-    shared, own = files
-    send(own.report, Started(rank, os.getpid()))
-    faulthandler.register(signal.SIGUSR1, file=own.stacks, all_threads=True)
-    # A segmentation fault writes a stack as well.
-    faulthandler.enable(file=own.stacks, all_threads=False)
-    counts = setting.progress and rank == 0
-    steps = Steps(own.report if counts else None)
 
-    def first_call():  # an error before the function is called is reported as the function's error
-        join_group(setting, rank, meeting, listener)
-        flight_recorder.attach(shared.recorder, rank, setting.world_size)
-        redirect_output(own.out, own.err)
-        return call()
+    setting: Setting
+    number: int
+    meeting: Meeting
+    shared: LaunchFiles
+    own: RankFiles
+    listener: socket.socket | None
 
-    def call():
-        with mmap.mmap(shared.call, 0, access=mmap.ACCESS_READ) as packed:
+    def run(self) -> None:
+        """Move to this rank's place in the emulated network, call the function, and answer, until
+        the caller wants no more.
+
+        A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
+        other ranks would fail too, with a broken connection, and hide the cause.
+        """
+        if self.meeting.link is not None:
+            # this comes before any socket, as it may move this process into a network namespace
+            self.meeting.link.network.enter(self.number)
+        if self.meeting.clocks is not None:
+            clocks.enter(self.meeting.clocks, self.number)
+        send(self.own.report, Started(self.number, os.getpid()))
+        faulthandler.register(signal.SIGUSR1, file=self.own.stacks, all_threads=True)
+        # A segmentation fault writes a stack as well.
+        faulthandler.enable(file=self.own.stacks, all_threads=False)
+        counts = self.setting.progress and self.number == 0
+        self.steps = Steps(self.own.report if counts else None)
+        self.answer(self.first_call)
+        orders = Connection(self.own.orders, writable=False)
+        while orders.poll(self.setting.idle) and isinstance(next_order(orders), Call):
+            self.answer(self.call)
+        if dist.is_initialized() and "nccl" in dist.get_backend_config():
+            # gloo's threads are not torn down, they end with this process
+            dist.destroy_process_group()
+
+    def first_call(self) -> tuple[Any, float | None]:
+        """Join the other ranks, and call the function: an error before the call is reported as one
+        of the function.
+        """
+        self.join_group()
+        flight_recorder.attach(self.shared.recorder, self.number, self.setting.world_size)
+        redirect_output(self.own.out, self.own.err)
+        return self.call()
+
+    def call(self) -> tuple[Any, float | None]:
+        """Call the function that the caller has packed, with the sources of all cells; return its
+        result, and the sum over a model that was trained without any message.
+        """
+        with mmap.mmap(self.shared.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
-        linecache.cache.update(
-            {name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()}
-        )
-        with clocks.calling(), emulation_of(setting.emulated, rank, meeting.link):
+        for name, text in cells.items():
+            linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        device = emulation_of(self.setting.emulated, self.number, self.meeting.link)
+        with clocks.calling(), device:
             result = function(*args, **kwargs)
-        return result, steps.unconnected_model()
+        return result, self.steps.unconnected_model()
 
-    write_answer(first_call, own)
-    orders = Connection(own.orders, writable=False)
-    while orders.poll(setting.idle) and isinstance(next_order(orders), Call):
-        write_answer(call, own)
-    if dist.is_initialized() and "nccl" in dist.get_backend_config():
-        dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
+    def answer(self, function: Callable[[], Any]) -> None:
+        """Write what `function` returned or raised to a file, and report that."""
+        try:
+            value = function()
+            kind = "result"
+        except BaseException as error:
+            kind = "failed"
+            value = describe(error)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the function may have closed or replaced the stream
+                stream.flush()
+        try:
+            pack(kind, value, self.own.answer)
+        except BaseException as error:  # A result's own __reduce__ may raise anything.
+            refusal = TypeError(
+                f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
+                f" ({str(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
+                " of them"
+            )
+            pack("failed", describe(refusal), self.own.answer)
+        send(self.own.report, Answered())
+
+    def join_group(self) -> None:
+        """Choose this rank's device, set the variables that torchrun would set, and bring the
+        process group up.
+        """
+        choose_device(self.setting, self.number)
+        world_size = self.setting.world_size
+        place = {
+            "RANK": self.number,
+            "WORLD_SIZE": world_size,
+            "LOCAL_RANK": self.number,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": self.meeting.address,
+            "MASTER_PORT": self.meeting.port,
+        }
+        os.environ.update({name: str(value) for name, value in place.items()})
+        # the launch's own timeout comes first
+        patience = timedelta(seconds=self.setting.timeout + 60)
+        dist.init_process_group(
+            self.setting.backend,
+            store=self.store(patience),
+            rank=self.number,
+            world_size=world_size,
+            timeout=patience,
+        )
+        if self.meeting.store_file is not None:
+            refuse_strangers()
+            after_each_group(refuse_strangers)
+
+    def store(self, patience: timedelta) -> dist.Store:
+        """Serve the key-value store by which ranks find each other, or connect to it."""
+        if self.meeting.store_file is not None:
+            path = f"/proc/self/fd/{self.meeting.store_file}"
+            store = dist.FileStore(path, self.setting.world_size)
+            store.set_timeout(patience)
+            return store
+        if self.number == 0 and self.listener is not None:
+            return serve_store_on(self.listener, patience)
+        if self.listener is not None:
+            # otherwise connections to an ended rank 0 would wait, not be refused
+            self.listener.close()
+        return dist.TCPStore(self.meeting.address, self.meeting.port, timeout=patience)
 
 
 def next_order(orders: Connection) -> Any:
@@ -103,72 +180,6 @@ def next_order(orders: Connection) -> Any:
         return orders.recv()
     except (EOFError, OSError):
         return None
-
-
-def write_answer(function: Callable[[], Any], files: RankFiles) -> None:
-    """Write what `function` returned or raised to a file, and report that; a child that it forked
-    ends here.
-    """
-    process = os.getpid()
-    try:
-        value = function()
-        kind = "result"
-    except BaseException as error:
-        if os.getpid() != process and not isinstance(error, SystemExit):
-            traceback.print_exc()
-        kind = "failed"
-        value = describe(error)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the function may have closed or replaced the stream
-            stream.flush()
-    if os.getpid() != process:
-        os._exit(0)
-    try:
-        pack(kind, value, files.answer)
-    except BaseException as error:  # A result's own __reduce__ may raise anything.
-        refusal = TypeError(
-            f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
-            f" ({words_of(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
-            " of them"
-        )
-        pack("failed", describe(refusal), files.answer)
-    send(files.report, Answered())
-
-
-def join_group(
-    setting: Setting, rank: int, meeting: Meeting, listener: socket.socket | None
-) -> None:
-    """Choose this rank's device, set the variables that torchrun would set, and bring the process
-    group up.
-    """
-    choose_device(setting, rank)
-    world_size = setting.world_size
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": meeting.port,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
-    patience = timedelta(seconds=setting.timeout + 60)  # the launch's own timeout comes first
-    store: dist.Store
-    if meeting.store_file is not None:
-        store = dist.FileStore(f"/proc/self/fd/{meeting.store_file}", world_size)
-        store.set_timeout(patience)
-    elif rank == 0 and listener is not None:
-        store = serve_store_on(listener, patience)
-    else:
-        if listener is not None:
-            listener.close()  # otherwise connections to an ended rank 0 would wait, not be refused
-        store = dist.TCPStore(meeting.address, meeting.port, timeout=patience)
-    dist.init_process_group(
-        setting.backend, store=store, rank=rank, world_size=world_size, timeout=patience
-    )
-    if meeting.store_file is not None:
-        refuse_strangers()
-        after_each_group(refuse_strangers)
 
 
 def refuse_strangers() -> None:
@@ -248,7 +259,7 @@ def describe(error: BaseException) -> dict:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
-    message = words_of(error)
+    message = str(error)
     if "initialize the default process group twice" in message:
         message = (
             "launch has brought the process group up already: leave out dist.init_process_group"
@@ -269,14 +280,6 @@ def describe(error: BaseException) -> dict:
         "time": now,
         "consequence": is_broken_connection(error, message),
     }
-
-
-def words_of(error: BaseException) -> str:
-    """Return the message of an exception, even if its class cannot say it."""
-    try:
-        return str(error)
-    except BaseException as second:
-        return f"(its message cannot be shown: __str__ raised {type(second).__name__})"
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:

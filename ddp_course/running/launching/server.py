@@ -41,6 +41,7 @@ COURSE = [  # Launches and comparisons need these modules, with all that they im
     "ddp_course.running.clocks.group",
     "ddp_course.running.clocks.threads",
     "ddp_course.measuring.comparison",
+    "ddp_course.collectives",
 ]
 CALLER = os.getppid()
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
@@ -219,4 +220,5 @@ if __name__ == "__main__":
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
     setting, number, meeting, files, port = pickle.load(sys.stdin.buffer)
     take_over(setting)
-    importlib.import_module(AGENT).be_new_rank(setting, number, meeting, files, port)
+    listener = None if port is None else socket.socket(fileno=port)
+    importlib.import_module(AGENT).be_rank(setting, number, meeting, files, listener)

@@ -11,8 +11,6 @@ from . import pickling
 from .protocol import Setting
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
-# modules of a launch that the agent imports once for all ranks
-READ_ONCE = ("ddp_course.stage", "ddp_course.collectives")
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
@@ -25,12 +23,8 @@ def start_method() -> str:
     """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
     new, by "spawn". Raises ValueError if DDP_COURSE_START names another way.
     """
-    asked = os.environ.get("DDP_COURSE_START")
-    if asked not in (None, "", "fork", "spawn"):
-        raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
-    if asked:
-        return asked
-    return "spawn" if sys.platform == "darwin" else "fork"
+    usual = "spawn" if sys.platform == "darwin" else "fork"
+    return chosen("DDP_COURSE_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
@@ -39,9 +33,16 @@ def network() -> str:
 
     Raises ValueError if DDP_COURSE_NETWORK is anything else.
     """
-    asked = os.environ.get("DDP_COURSE_NETWORK") or "auto"
-    if asked not in ("auto", "private", "open"):
-        raise ValueError(f'DDP_COURSE_NETWORK is "{asked}"; choose auto, private or open')
+    return chosen("DDP_COURSE_NETWORK", "auto", ["auto", "private", "open"])
+
+
+def chosen(variable: str, usual: str, choices: list[str]) -> str:
+    """Return what an environment variable asks for, or what is usual; raises ValueError for
+    anything but the `choices`.
+    """
+    asked = os.environ.get(variable) or usual
+    if asked not in choices:
+        raise ValueError(f'{variable} is "{asked}"; choose {" or ".join(choices)}')
     return asked
 
 
@@ -67,9 +68,6 @@ def describe_launch(
     say_sharing(world_size, gpus)
     if link is not None:
         link.check(world_size, backend)
-    modules = [name for name in sys.modules if name.startswith(READ_ONCE)]
-    if emulated or progress:  # such ranks compute, and each would import it, in more than a second
-        modules.append("torch._dynamo")
     return Setting(
         world_size=world_size,
         start=start_method(),
@@ -81,7 +79,7 @@ def describe_launch(
         link=pickling.dumps(link),
         emulated=pickling.dumps(emulated),
         progress=progress,
-        modules=modules,
+        computes=bool(emulated or progress),
         path=list(sys.path),
         argv=list(sys.argv),
         folder=os.getcwd(),

@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ...errors import RankState
-from .. import linux
+from .. import flight_recorder, linux
 
 # Its groups are file, line, function.
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -80,11 +80,7 @@ def missing_from_ours(calls: dict) -> tuple | None:
     inside = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
     missing = None
     for call in sorted(inside.values(), key=lambda call: call.begin):
-        reached = {}
-        for rank, own in calls.items():
-            numbers = [each.sequence for each in own if each.group == call.group]
-            reached[rank] = max(numbers, default=0)
-        absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
+        absent = [rank for rank in call.members if not has_reached(calls.get(rank, []), call)]
         same = (call.group, call.sequence)
         present = [
             rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same
@@ -95,6 +91,11 @@ def missing_from_ours(calls: dict) -> tuple | None:
         if absent and missing is None:
             missing = (str(call), present, absent)
     return missing
+
+
+def has_reached(own: list, call: flight_recorder.Call) -> bool:
+    """Return whether a rank with these calls of its `own` has entered `call`."""
+    return any(each.group == call.group and each.sequence >= call.sequence for each in own)
 
 
 def missing_from_torchs(entered: dict) -> tuple | None:

@@ -16,13 +16,12 @@ class Link:
     "200Mbit" and "5ms".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    inside a host nothing takes time. `mode` is "virtual", which "auto" is too: time is virtual
-    (docs/VIRTUAL_TIME.md), or "hosts": real sockets on virtual hosts, in real time. Raises
-    EmulationError for values that cannot be read, or are not possible here; the message says which
-    are.
+    inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
+    or "hosts": real sockets on virtual hosts, in real time. Raises EmulationError for values that
+    cannot be read, or are not possible here; the message says which are.
     """
 
-    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
+    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
         self.bandwidth = parse_bandwidth(bandwidth)
         self.latency = units.seconds(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):

@@ -1,4 +1,4 @@
-"""The two ways of emulating links, behind one interface:
+"""The two ways of emulating links, behind one interface; the agent of a launch knows no other:
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
 Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
@@ -76,17 +76,13 @@ MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualTime, VirtualHosts
 
 
 def choose(name: str, latency: float) -> Mode:
-    """Return mode `name`, or for "auto" the first that this machine allows; raises EmulationError
-    if it allows none.
-    """
-    if name != "auto" and name not in MODES:
-        raise EmulationError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
-    candidates = list(MODES.values()) if name == "auto" else [MODES[name]]
-    for mode in candidates:
-        obstacle = mode.obstacle(latency)
-        if obstacle is None:
-            return mode
-    raise EmulationError(f"{mode.title} cannot be had here: {obstacle}; {USE_VIRTUAL}")
+    """Return mode `name`; raises EmulationError if there is none, or if this machine forbids it."""
+    if name not in MODES:
+        raise EmulationError(f"unknown mode {name!r}; choose {' or '.join(MODES)}")
+    mode = MODES[name]
+    if obstacle := mode.obstacle(latency):
+        raise EmulationError(f"{mode.title} cannot be had here: {obstacle}; {USE_VIRTUAL}")
+    return mode
 
 
 def available() -> dict[str, str | None]:

@@ -56,7 +56,7 @@ def test_an_open_launch_stays_in_the_callers_network(monkeypatch):
 
 def test_a_misspelt_network_is_refused(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_NETWORK", "privat")
-    with pytest.raises(ValueError, match='"privat"; choose auto, private or open'):
+    with pytest.raises(ValueError, match='"privat"; choose auto or private or open'):
         launch(total_and_network, world_size=2)
 
 
