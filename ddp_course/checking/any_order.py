@@ -19,7 +19,7 @@ from .checks import find
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
 
-MOST_SECONDS = 60.0  # Nothing is said of what takes longer.
+SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
@@ -34,7 +34,7 @@ def confirmed(
     verdict: Verdict,
     attempt: Attempt,
     enter: Callable | None = None,
-    seconds: float = MOST_SECONDS,
+    seconds: float = SECONDS,
 ) -> Verdict:
     """The verdict on an attempt; if it was right, its task's part `every_order` is wrong where an
     order breaks it. If it hung, the verdict says why. `enter` sets a submission's limits; nothing
@@ -44,7 +44,7 @@ def confirmed(
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    outcome = judge(events_of(attempt, enter, min(seconds, MOST_SECONDS)), [], 1, "")
+    outcome = judge(events_of(attempt, enter, seconds), [], 1, "")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)

@@ -22,8 +22,8 @@ ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
 # What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
-# what waits for something else: after so many times those seconds, or on a busy machine after so
-# many times what the solution took here and now.
+# what waits for something else: in the lab after so many times those seconds, in the grader at the
+# submission's deadline, and on a busy machine after so many times what the solution took.
 PATIENCE = 4.0
 SLOWER = 10.0
 TOO_LONG = (
@@ -178,7 +178,7 @@ def explain(error: CourseError, task: Task) -> str:
         )
     unknown = ""
     if error.type_name == "NameError":
-        unknown = "; is it spelt right, and defined or imported in a cell?"
+        unknown = "; is it spelt right, and defined or imported in a cell above?"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
 
 
