@@ -161,25 +161,18 @@ def known_fault(
     all that are wrong.
 
     One number may be equal by chance, so what is wrong must be SURE numbers or of two cases. If
-    there is no such answer, SURE equal numbers in the first wrong case are enough; else "".
+    there is no such answer, "".
     """
-    first = [value for value in wrong if value.case == wrong[0].case]
     choices = [values]
-    if count_numbers(wrong) >= SURE or len({value.case for value in wrong}) > 1:
+    count = len(numbers([value.actual for value in wrong]))
+    if count >= SURE or len({value.case for value in wrong}) > 1:
         choices.append(wrong)
-    if count_numbers(first) >= SURE:
-        choices.append(first)
     for chosen in choices:
         for message, other in known:
             like = {value[:2]: value.actual for value in values_of(part, other, other)}
             if all(value[:2] in like and same(value.actual, like[value[:2]]) for value in chosen):
                 return message
     return ""
-
-
-def count_numbers(values: Sequence[Value]) -> int:
-    """How many numbers some values have in all."""
-    return sum(len(numbers(value.actual)) for value in values)
 
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
@@ -269,7 +262,7 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     if not x[place].abs() <= 1e5 * largest(expected):
         odd = (
             "; such numbers come up when bytes are read as another dtype, when nobody has filled a"
-            " buffer, or in a division by 0"
+            " buffer, or when a number is too large or divided by 0"
         )
     return (
         f"{len(places)} of {len(x)} numbers are wrong: number {place} is {x[place]:.6g};"
@@ -319,7 +312,9 @@ def relation(wrong: Sequence[Value]) -> str:
         return ""
     factor = (x / y)[y.abs().argmax()].item()
     laws = {
-        "nothing has changed: what was given must be changed itself, in place": near(x, z),
+        "nothing has changed: what was given must be changed itself, in place": (
+            isinstance(wrong[0].expected, torch.Tensor) and near(x, z)
+        ),
         "all of it is 0": not bool(x.any()),
         f"all are {factor:.6g} times what was expected": (
             len(x) > 2 and bool(y.any()) and near(x, factor * y)

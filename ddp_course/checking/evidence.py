@@ -153,7 +153,8 @@ def explain(error: CourseError, task: Task) -> str:
         return f"not solved yet ({error.message})"
     if error.type_name == DeadlockError.__name__:
         all_send = BOTH_SEND
-        if re.search("waits (to receive|for)", error.message) or not exchanges(task):
+        exchanges = "wire.exchange" in solution(task.number)
+        if re.search("waits (to receive|for)", error.message) or not exchanges:
             all_send = ""
         return (
             f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
@@ -180,11 +181,6 @@ def explain(error: CourseError, task: Task) -> str:
     if error.type_name == "NameError":
         unknown = "; is it spelt right, and defined or imported in a cell above?"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
-
-
-def exchanges(task: Task) -> bool:
-    """Whether a task's solution sends and receives at once."""
-    return "wire.exchange" in solution(task.number)
 
 
 def waits(deadlock: str) -> str:

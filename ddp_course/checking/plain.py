@@ -75,12 +75,12 @@ def unpack(content: bytes) -> Any:
 
 def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
     """Which numbers differ by more than `bound` times the largest magnitude; equal infinities do
-    not, NaN does.
+    not, nor does NaN from NaN.
     """
     if expected.dtype in (torch.bool, torch.int64):
         return actual != expected
-    gap = (actual.double() - expected.double()).abs()
-    return ~((actual == expected) | (gap <= bound * largest(expected)))
+    most = bound * largest(expected)
+    return ~actual.double().isclose(expected.double(), 0.0, most, equal_nan=True)
 
 
 def largest(expected: torch.Tensor) -> float:

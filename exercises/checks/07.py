@@ -128,6 +128,11 @@ class MomentumStep:
         self.calls = 0
 
     def __call__(self, weights, gradient):
+        require(
+            weights.shape == gradient.shape,
+            f"update() got {len(weights)} weights and {len(gradient)} gradients: it takes one chunk of"
+            " both, that of index (rank + 1) % K; are rank and K those of `group`?",
+        )
         place = weights.data_ptr()
         velocity = self.velocities.setdefault(place, torch.zeros_like(gradient))
         velocity.mul_(0.9).add_(gradient)

@@ -15,9 +15,9 @@ import torch
 from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 
 from ddp_course.checking import CORRECT, check, evidence
-from ddp_course.checking.attempt import COLLECTIVES, Attempt, refusing
-from ddp_course.checking.checks import cells_with, find, of_exercise, solution
-from ddp_course.checking.diagnosis import same, verdict
+from ddp_course.checking.attempt import COLLECTIVES, Attempt, Evidence, refusing
+from ddp_course.checking.checks import cells_with, find, known_wrong, of_exercise, solution
+from ddp_course.checking.diagnosis import Value, relation, same, verdict
 from ddp_course.checking.evidence import explain, gather, solved
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.running import wire
@@ -97,15 +97,16 @@ def test_a_deadlock_is_told_with_each_ranks_line():
     said = explain(RankError([Failure(1, "DeadlockError", text)], world_size=3), find("4.2"))
     assert said.startswith(
         "the ranks wait for each other for ever: rank 0 waits to send to rank 1 (line 8); "
-        "rank 1 has ended; rank 2 has returned; does every receive have its send"
+        "rank 1 has ended; rank 2 has returned; does every rank, in every step, send to its right"
     )
     assert not said.endswith(BOTH_SEND)
 
 
-def test_only_ranks_that_all_send_are_told_to_exchange():
+def test_only_ranks_that_all_send_and_could_exchange_are_told_to():
     text = f"deadlock: {SENDS}{SENDS.replace('rank 0', 'rank 1')}rank 2 has returned"
-    said = explain(RankError([Failure(1, "DeadlockError", text)], world_size=3), find("4.2"))
-    assert said.endswith(BOTH_SEND)
+    error = RankError([Failure(1, "DeadlockError", text)], world_size=3)
+    assert explain(error, find("4.2")).endswith(BOTH_SEND)
+    assert not explain(error, find("3.1")).endswith(BOTH_SEND)
 
 
 THREE_SECONDS = "import signal\n\nsignal.sigtimedwait([], 3)\n"
@@ -274,8 +275,8 @@ GENERAL = {  # what nobody foresaw: {edits of a solution: the relation that is t
             "wire.recv(tensor, server, group)",
             "wire.recv(tensor, server, group)\n        tensor *= 3",
         ),
-    ): "3 times",
-    ("3.3", ("tensor /= dist.get_world_size(group)", "tensor.zero_()")): "all of it is 0",
+    ): 'is "3 of rank ',
+    ("3.3", ("tensor /= dist.get_world_size(group)", "tensor.zero_()")): "'zeros'",
     ("4.2", ("target += incoming", "target += incoming\n        target.neg_()")): "was expected",
     ("4.5", ("return min(", "return 1 + min(")): "all are +1 off",
     ("1.1", ("return loss.item()", "return -loss.item()")): "all are -1 times what was expected",
@@ -286,6 +287,49 @@ GENERAL = {  # what nobody foresaw: {edits of a solution: the relation that is t
 def test_what_nobody_foresaw_is_told_by_a_relation(case):
     number, edit = case
     assert GENERAL[case] in verdict_on(number, edited(number, edit)).message
+
+
+def test_a_law_is_said_of_numbers_alone():
+    zeros = torch.zeros(3)
+    assert relation([Value("case", 0, zeros, zeros + 7)]) == "all of it is 0: "
+    assert relation([Value("case", 0, False, True), Value("other", 0, zeros, zeros + 7)]) == ""
+    assert relation([Value("case", rank, 0, 7, 0) for rank in (0, 1)]) == "all of it is 0: "
+    assert relation([Value("case", 0, "too few", ""), Value("other", 0, zeros, zeros + 7)]) == ""
+
+
+def test_parts_with_other_borders_are_no_other_order():
+    turned = [
+        Value("case", rank, torch.arange(3.0) + rank, torch.arange(3.0).flip(0) + rank)
+        for rank in (0, 1)
+    ]
+    assert relation(turned) == "these are the right numbers, in another order: "
+    parts = [
+        Value("case", 0, torch.arange(3.0, 8.0), torch.arange(4.0)),
+        Value("case", 1, torch.arange(3.0), torch.arange(4.0, 8.0)),
+    ]
+    assert relation(parts) == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "told"), [({}, True), ({"c": 8}, True), ({"c": 8, "d": 8}, False)]
+)
+def test_a_fault_is_named_that_makes_one_more_case_wrong_at_most(more, told):
+    part, other = find("4.1").parts
+    right = {"a": 1, "b": 2, "c": 3, "d": 4}
+    mine = right | {"a": 9, "b": 9}
+    evidence = [Evidence({part: cases, other: {}}) for cases in (mine, right, mine | more)]
+    first = known_wrong("4.1")[0].message
+    # Beside the task's parts the answer differs from the known one, so it is not the same.
+    evidence[0].values["beside"] = {"e": 0}
+    said = verdict(find("4.1"), evidence[0], evidence[1], lambda: [Evidence(None), evidence[2]])
+    assert (first in said.message) is told, said.message
+
+
+def test_numbers_are_told_where_a_probe_has_no_words():
+    values = {"sums": {"as a sum": {0: None}, "the numbers": {0: torch.ones(2)}}, "bytes": {}}
+    right = {"sums": {"as a sum": {0: "rank 0's"}, "the numbers": {0: torch.zeros(2)}}, "bytes": {}}
+    said = verdict(find("4.2"), Evidence(values), Evidence(right), lambda: [Evidence(None)])
+    assert said.message.startswith("the numbers: "), said.message
 
 
 def test_check_prints_one_line_or_says_what_is_wrong(capsys):
