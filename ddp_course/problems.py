@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 NAMES = ("digits", "bytes", "synthetic")
-Batch = tuple[torch.Tensor, torch.Tensor]  # These are inputs and targets.
+Batch = tuple[Tensor, Tensor]  # These are inputs and targets.
 
 
 def make(name: str, **options: Any) -> "Problem":
@@ -42,9 +42,7 @@ def make(name: str, **options: Any) -> "Problem":
     return chosen(**options)
 
 
-def shard(
-    dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0
-) -> torch.Tensor:
+def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> Tensor:
     """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on
     all ranks.
 
@@ -125,7 +123,7 @@ class Problem:
                 indices = shard(len(self.targets), rank, world_size, epoch, seed)
             yield self.pick(indices[position * size : (position + 1) * size])
 
-    def pick(self, chosen: torch.Tensor) -> Batch:
+    def pick(self, chosen: Tensor) -> Batch:
         """The (inputs, targets) of the samples with these indices."""
         return self.inputs[chosen], self.targets[chosen]
 
@@ -209,7 +207,7 @@ class Bytes(Problem):
         self.context = context
         self.dropout = dropout
 
-    def pick(self, chosen: torch.Tensor) -> Batch:
+    def pick(self, chosen: Tensor) -> Batch:
         """Inputs and targets, both (N, context) of int64, on the device."""
         inputs, targets = super().pick(chosen)
         return inputs.to(self.device, torch.long), targets.to(self.device, torch.long)
@@ -290,12 +288,12 @@ class TransformerBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(N, T, width) to (N, T, width)."""
         x = x + self.dropout(self.attend(self.before_attention(x)))
         return x + self.dropout(self.mlp(self.before_mlp(x)))
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """Every position looks at itself and the positions before it."""
         samples, length, _ = x.shape
         query, key, value = (
@@ -324,15 +322,15 @@ class ByteGPT(nn.Module):
         for quiet in (self.positions, self.head):
             nn.init.normal_(quiet.weight, std=0.02)
 
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+    def forward(self, indices: Tensor) -> Tensor:
         """Predict the byte after each position."""
         return self.predict(self.blocks(self.embed(indices)))
 
-    def embed(self, indices: torch.Tensor) -> torch.Tensor:
+    def embed(self, indices: Tensor) -> Tensor:
         """(N, T) of int64 to (N, T, width)."""
         return self.dropout(self.bytes(indices) + self.positions.weight[: indices.shape[1]])
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """(N, T, width) to logits (N, 256, T)."""
         return self.head(self.norm(x)).transpose(1, 2)
 
@@ -352,7 +350,7 @@ class Step(nn.Module):
         self.method = method
         self.used = nn.ModuleList(layers)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """What the method returns."""
         return self.method(x)
 
@@ -401,7 +399,7 @@ def _digit_images():
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
-def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
     """What `model` makes of the inputs in evaluation mode, without gradients."""
     training = model.training
     model.eval()

@@ -92,6 +92,12 @@ def main(args: argparse.Namespace) -> None:
     with say_while("JupyterLab starts, some seconds"):
         from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
 
+    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
+    LabApp.launch_instance([*lab_options(folder), *args.options])
+
+
+def lab_options(folder: Path) -> list[str]:
+    """What JupyterLab is told for the copies in `folder`, before the options of the learner."""
     fixed = [
         # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",
@@ -110,8 +116,7 @@ def main(args: argparse.Namespace) -> None:
         fixed.append(f"--ServerApp.terminado_settings=shell_command={shell}")
         if os.geteuid() == 0:
             fixed.append("--allow-root")
-    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
-    LabApp.launch_instance([*fixed, *args.options])
+    return fixed
 
 
 def prepare_environment(folder: Path) -> None:

@@ -124,6 +124,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     save = torch.save
 
     def note_samples(loader):
+        """Iterate over a DataLoader, and keep the samples of this pass."""
         samples: list[int] = []
         epochs.append((loader, samples))
         for batch in batches(loader):
@@ -131,6 +132,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
             yield batch
 
     def note_step(optimizer, *_):
+        """Keep the optimizer, and that it has trained on the latest pass over the data."""
         optimizers[:] = [optimizer]
         if epochs and epochs[-1] not in trained:
             trained.append(epochs[-1])

@@ -40,7 +40,9 @@ def device_and_link(
     if link == "auto" and not real:
         wanted = f"{default_bandwidth(job, device)}bit" if isinstance(device, Device) else "200Mbit"
         link = Link(wanted, mode=mode)
-    return device, link if isinstance(link, Link) else None
+    if isinstance(link, str):  # It is "none", or "auto" on GPUs.
+        link = None
+    return device, link
 
 
 def on_gpus(device: str) -> bool:

@@ -27,6 +27,7 @@ def watch(model: torch.nn.Module) -> list:
     later = Later(names)
 
     def check_parameter(parameter):
+        """Look at a gradient that has just been made, now or on a GPU at the end of the pass."""
         if parameter.is_cuda:
             later.note(parameter)
         else:

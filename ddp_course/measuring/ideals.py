@@ -33,6 +33,7 @@ from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timeta
 from . import theory
 from .job import Job, profile_of_step
 from .simulate import Network, simulate
+from .theory import Costs
 
 MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
 
@@ -44,7 +45,7 @@ def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> 
     """{stage's key: milliseconds that its step should take on these devices and links}, for stages
     with a formula.
     """
-    costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
+    costs = Costs.of_link(link.bandwidth, link.latency) if link else Costs(0.0, 0.0)
     return {
         stage.key: 1000 * STEPS[stage.step](stage, job, device, costs)
         for stage in stages
@@ -52,19 +53,19 @@ def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> 
     }
 
 
-def compute_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def compute_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step of one device that computes the whole batch."""
     return job.work(device).compute_s
 
 
-def averaged_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def averaged_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step in which communication follows the backward pass."""
     nbytes = job.gradient_bytes
     seconds = job.work(device, job.world_size).compute_s
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
-def copied_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step in which one process copies to and from its other devices, tensor by
     tensor.
     """
@@ -78,7 +79,7 @@ def copied_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) 
     return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
 
 
-def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
     return simulate(
@@ -86,7 +87,7 @@ def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: theory.Cos
     ).step_s
 
 
-def gathered_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose parameters are gathered block by block."""
     model = job.model()
     blocks = assign_blocks(model, default_blocks(model))
@@ -101,7 +102,7 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step of a pipeline."""
     parts = split(layers_of(job.model()), job.world_size)
     batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
@@ -114,7 +115,7 @@ def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: theory.Cost
     return max(row[-1][2] for row in rows) + job.work(device, job.world_size).update_s
 
 
-def sliced_seconds(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
     seconds = profile_of_step(job, device, sliced=True).compute_s
     return seconds + sum(
@@ -151,14 +152,17 @@ def events_of(
     with device.emulate(sleep=False) as emulation:
 
         def note(kind, number):
+            """Write down what begins or is done now."""
             events.append((emulation.busy_s, kind, number))
 
         def ready(parameter):
+            """A gradient is made: with the last one of its block the block is done."""
             number = missing.pop(parameter)
             if number not in missing.values():
                 note("done", number)
 
         def after(module, inputs, outputs):
+            """A block's backward pass begins when its output has a gradient."""
             outputs.register_hook(lambda _: note("backward", numbers[module]))
 
         numbers = {module: number for number, (module, _) in enumerate(blocks)}
@@ -173,9 +177,7 @@ def events_of(
     return events
 
 
-def passes_seconds(
-    events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs
-) -> float:
+def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs: Costs) -> float:
     """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
 
     Gathers and sums of gradients share one link: each leaves when the one before has arrived. A
@@ -188,6 +190,7 @@ def passes_seconds(
     arrival: dict[tuple[str, int], float] = {}
 
     def travel(number):
+        """When a block that is ready now has gone around the link."""
         nonlocal line_free
         around = (world_size - 1) * costs.message(sizes[number] / world_size)
         line_free = max(now, line_free) + around

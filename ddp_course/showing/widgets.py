@@ -81,8 +81,11 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
     """
 
     def decorate(figure):
+        """The function that makes explorers of `figure`."""
+
         @wraps(figure)
         def make(*arguments, **named):
+            """An explorer that begins with the arguments of this call."""
             call = inspect.signature(figure).bind(*arguments, **named)
             call.apply_defaults()
             controls = {
