@@ -1,4 +1,4 @@
-"""The two ways of emulating links, behind one interface; the agent of a launch knows no other:
+"""The two ways of emulating links, behind one interface:
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
 Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
