@@ -13,7 +13,7 @@ PyTorch's own and against a formula.
 - say what this machine will and will not show you.
 
 *25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
-run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 06 on, some cells show a single
+run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 05 on, some cells show a single
 line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
 """
 

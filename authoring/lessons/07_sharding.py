@@ -260,7 +260,8 @@ print("our three levels, the stage and torch's own: the losses of plain DDP on e
 
 # %% [markdown]
 r"""
-What the course's stage 7 adds to these 70 lines: blocks of many parameters, shared, frozen and unused parameters,
+What the course's stage 7 adds to these 70 lines: sums that travel while backward goes on, as drawn (`finish` above waits for
+each), blocks of many parameters, shared, frozen and unused parameters,
 clipping, checkpoints that fit any number of ranks, and refusals in plain words. (Its `enter` and `request` are `compute` and
 `fetch` above.)
 
