@@ -69,7 +69,6 @@ WAITING = 1.15
 VECTORS = {
     "parameters": 12 * 64**2,  # There are layers for a pipeline of eight ranks.
     "width": 64,
-    "samples": 256,
 }
 NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "exactness": (

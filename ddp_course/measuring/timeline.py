@@ -169,7 +169,9 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
         busy = any(span.start < gap.end and gap.start < span.end for span in elsewhere)
         if before.end < after.start and busy:
             waits.append(gap)
-    return [sorted([*first, *waits], key=lambda span: span.start), *others]
+    if waits:
+        first = sorted([*first, *waits], key=lambda span: span.start)
+    return [first, *others]
 
 
 def exposed(spans: Iterable[Span]) -> float:
