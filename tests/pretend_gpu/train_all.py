@@ -11,7 +11,7 @@ from ddp_course import ladder, launch, problems
 from ddp_course.running.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
 
-VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}
+VECTORS = {"parameters": 6 * 64**2, "width": 64}
 
 
 def distances(keys):
