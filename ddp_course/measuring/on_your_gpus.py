@@ -4,6 +4,7 @@ yours = on_your_gpus("3")           trains
 show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .timing import stopwatch
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
 WIDEST = 768
 LARGEST_SHARE = 256  # samples of one device
+FAST_ENOUGH = 0.75  # The sentence about a larger batch speaks of this part of K times the speed.
 MANY = 3  # Of more stages only two are named in the sentence.
 RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
 
@@ -137,6 +139,15 @@ def profile_step(size: Size, file: str) -> None:
         profiler.export_chrome_trace(file)
 
 
+def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
+    """How many times as many samples a batch needs so that `ranks` GPUs have `FAST_ENOUGH` of their
+    speed, if a step of one takes as many times as long, and messages take what they take now.
+    """
+    messages_ms = together_ms - alone_ms / ranks
+    saved_ms = alone_ms / ranks * (1 / FAST_ENOUGH - 1)  # So much may messages take now.
+    return math.ceil(messages_ms / saved_ms)
+
+
 def name_devices(names: list[str], ranks: int, workers: str = "processes") -> str:
     """The devices: "4 × NVIDIA H100", or the processor with the `workers` that share it."""
     if not names:
@@ -157,7 +168,7 @@ def message(results: Comparison, gpus: int) -> str:
         others = sorted(others, key=lambda stage: stage.step_ms)[:: len(others) - 1]
     explained = ""
     for stage in others:
-        devices, reason = devices_and_reason(stage, ranks, gpus)
+        devices, reason = devices_and_reason(stage, alone.step_ms, ranks, gpus)
         ratio = stage.step_ms / alone.step_ms
         part = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
@@ -169,11 +180,18 @@ def message(results: Comparison, gpus: int) -> str:
     return "; ".join(parts)
 
 
-def devices_and_reason(stage: StageResult, ranks: int, gpus: int) -> tuple[str, str]:
+def devices_and_reason(
+    stage: StageResult, alone_ms: float, ranks: int, gpus: int
+) -> tuple[str, str]:
     """What a stage runs on, and why it would not be faster than one device there."""
-    if gpus >= ranks:
-        return f"{ranks} GPUs", "this model is too small for them"
-    if gpus:
-        return f"{ranks} ranks", "they share what one could use alone"
-    noun = "threads" if stage.stage == "2" else "processes"
-    return f"{ranks} {noun}", "they share the cores of one processor"
+    if gpus < ranks:
+        if gpus:
+            return f"{ranks} ranks", "they share what one could use alone"
+        noun = "threads" if stage.stage == "2" else "processes"
+        return f"{ranks} {noun}", "they share the cores of one processor"
+    reason = "this model is too small for them"
+    if ladder.find(stage.stage).splits_batch:
+        times = samples_needed(alone_ms, stage.step_ms, ranks)
+        fast = f"{FAST_ENOUGH * ranks:.2g} times as fast"
+        reason += f"; with {times} times as many samples they would be {fast}"
+    return f"{ranks} GPUs", reason

@@ -141,6 +141,8 @@ def packed(state: Any) -> bytes:
         foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content)))
     except (pickle.PickleError, AttributeError, TypeError) as error:
         foreign = str(error)
+    except (RecursionError, ValueError, OverflowError) as error:
+        foreign = f"{type(error).__name__}: too deep a list, or too large a number"
     if foreign:
         raise CheckpointError(
             f"the state cannot be saved ({foreign}): a checkpoint holds tensors, numbers, text,"

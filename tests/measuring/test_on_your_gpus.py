@@ -40,7 +40,11 @@ STAGES = [
 @pytest.mark.parametrize(
     "gpus, slow",
     [
-        (4, "4 GPUs take 1.3 times the time of one: this model is too small for them"),
+        (
+            4,
+            "4 GPUs take 1.3 times the time of one: this model is too small for them; with 13 times"
+            " as many samples they would be 3 times as fast",
+        ),
         (2, "4 ranks take 1.3 times the time of one: they share what one could use alone"),
         (0, "4 processes take 1.3 times the time of one: they share the cores of one processor"),
     ],
@@ -51,6 +55,20 @@ def test_the_sentence_says_what_the_numbers_say(gpus, slow):
     assert said.startswith("One device needs 60 ms for a step of 1,000 parameters and 8 samples")
     assert f"with parameter server {slow}" in said
     assert "are 3.0 times as fast as one" in said
+
+
+@pytest.mark.parametrize("ranks, together_ms", [(2, 61.0), (4, 78.0), (8, 391.0)])
+def test_a_batch_of_the_samples_that_are_needed_makes_the_gpus_as_fast_as_is_said(
+    ranks, together_ms
+):
+    alone_ms = 60.0
+    times = on_your_gpus.samples_needed(alone_ms, together_ms, ranks)
+    messages_ms = together_ms - alone_ms / ranks
+
+    def speed_up(more):
+        return alone_ms * more / (alone_ms * more / ranks + messages_ms)
+
+    assert speed_up(times - 1) < on_your_gpus.FAST_ENOUGH * ranks <= speed_up(times)
 
 
 def test_devices_are_called_by_their_names():

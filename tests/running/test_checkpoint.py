@@ -279,3 +279,15 @@ def test_a_number_of_nine_digits_is_newer_than_one_of_eight(tmp_path):
         assert checkpoint.save(tmp_path, {"step": step}).stem == f"checkpoint-{99999998 + step}"
         assert checkpoint.load(tmp_path) == {"step": step}
     assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+def test_what_cannot_be_read_back_is_refused_before_it_is_written(tmp_path):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for state in (deep, {"number": 10**5000}):
+        with pytest.raises(CheckpointError, match="cannot be saved"):
+            checkpoint.save(tmp_path, state)
+    assert not checkpoint.checkpoints(tmp_path)
+    while deep:  # Python would take it apart recursively.
+        deep = deep.pop()

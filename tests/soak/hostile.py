@@ -733,6 +733,13 @@ def report(part):
 # Launches, and what Slurm says.
 
 
+class Speechless(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
 class Unsendable:
     """A result that cannot be packed; `error` is what that raises."""
 
@@ -799,13 +806,14 @@ LAUNCHES = {
             ValueError("x" * 100_000),
         )
     },
+    "an exception that cannot speak": (raising, [Speechless()], "Speechless"),
     **{
         f"rank 1 alone, {type(error).__name__}": (
             on_rank_1,
             [raising, error],
             f"rank 1: {type(error).__name__}",
         )
-        for error in (ValueError("x"), MemoryError())
+        for error in (ValueError("x"), MemoryError(), Speechless())
     },
     **{f"leaves with {code}": (leave, [code], "without a result") for code in (0, 1, 3, 255)},
     **{f"sys.exit({code!r})": (sys.exit, [code], "sys.exit") for code in (0, 1, "words", None)},

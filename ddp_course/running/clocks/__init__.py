@@ -51,7 +51,7 @@ def enter(table: Table, rank: int) -> None:
 @contextmanager
 def calling() -> Iterator[None]:
     """While the caller's function runs, the main thread has a clock; a rank that failed causes no
-    deadlock.
+    deadlock. A child that the function has forked has no clock, and nothing of it counts here.
     """
     try:
         yield

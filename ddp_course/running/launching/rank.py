@@ -110,22 +110,29 @@ class Rank:
         return result, self.steps.unconnected_model()
 
     def answer(self, function: Callable[[], Any]) -> None:
-        """Write what `function` returned or raised to a file, and report that."""
+        """Write what `function` returned or raised to a file, and report that; a child that it
+        forked ends here.
+        """
+        process = os.getpid()
         try:
             value = function()
             kind = "result"
         except BaseException as error:
+            if os.getpid() != process and not isinstance(error, SystemExit):
+                traceback.print_exc()
             kind = "failed"
             value = describe(error)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the function may have closed or replaced the stream
                 stream.flush()
+        if os.getpid() != process:
+            os._exit(0)
         try:
             pack(kind, value, self.own.answer)
         except BaseException as error:  # A result's own __reduce__ may raise anything.
             refusal = TypeError(
                 f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
-                f" ({str(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
+                f" ({words_of(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
                 " of them"
             )
             pack("failed", describe(refusal), self.own.answer)
@@ -259,7 +266,7 @@ def describe(error: BaseException) -> dict:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
-    message = str(error)
+    message = words_of(error)
     if "initialize the default process group twice" in message:
         message = (
             "launch has brought the process group up already: leave out dist.init_process_group"
@@ -280,6 +287,14 @@ def describe(error: BaseException) -> dict:
         "time": now,
         "consequence": is_broken_connection(error, message),
     }
+
+
+def words_of(error: BaseException) -> str:
+    """Return the message of an exception, even if its class cannot say it."""
+    try:
+        return str(error)
+    except BaseException as second:
+        return f"(its message cannot be shown: __str__ raised {type(second).__name__})"
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:

@@ -2,6 +2,7 @@
 who holds all up.
 """
 
+import os
 import queue
 import re
 import threading
@@ -155,6 +156,19 @@ def test_a_rank_that_raised_is_the_culprit_and_not_those_that_wait_for_it():
     with pytest.raises(RankError) as caught:
         launch(one_raises_and_the_other_waits, world_size=2, link=Link("100Mbit"), timeout=60)
     assert (caught.value.rank, caught.value.type_name) == (1, "KeyError")
+
+
+def a_child_fails_first():
+    child = os.fork()
+    if child == 0:
+        raise KeyError("of a child")
+    os.waitpid(child, 0)
+    both_receive_first()
+
+
+def test_a_child_that_failed_hides_no_deadlock():
+    with pytest.raises(RankError, match="rank 0 waits to receive from rank 1"):
+        launch(a_child_fails_first, world_size=2, link=Link("100Mbit"), timeout=20)
 
 
 def one_spins():

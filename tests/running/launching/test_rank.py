@@ -66,19 +66,38 @@ def closes_its_output():
     return 1
 
 
+class Speechless(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
 class Interrupting:
     def __reduce__(self):
         raise KeyboardInterrupt
+
+
+def raise_it(error):
+    raise error()
 
 
 def test_a_rank_may_close_its_output():
     assert launch(closes_its_output, world_size=2) == [1, 1]
 
 
-def test_a_result_that_interrupts_its_packing_is_told():
-    words = r"is a Interrupting, which cannot be sent to the caller \(KeyboardInt"
+@pytest.mark.parametrize(
+    "function, arguments, words",
+    [
+        (
+            raise_it,
+            [Speechless],
+            r"Speechless: \(its message cannot be shown: __str__ raised Keyb",
+        ),
+        (Interrupting, [], r"is a Interrupting, which cannot be sent to the caller \(KeyboardInt"),
+    ],
+)
+def test_the_cause_is_told_even_if_it_cannot_speak(function, arguments, words):
     with pytest.raises(RankError, match=words):
-        launch(Interrupting, world_size=2)
+        launch(function, *arguments, world_size=2)
 
 
 @pytest.mark.parametrize("words", ["Resource temporarily unavailable", "can't start new thread"])
