@@ -130,10 +130,10 @@ class Rank:
         try:
             pack(kind, value, self.own.answer)
         except BaseException as error:  # A result's own __reduce__ may raise anything.
+            reason = words_of(error) or type(error).__name__
             refusal = TypeError(
                 f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
-                f" ({words_of(error) or type(error).__name__}); return numbers, tensors, lists or dicts"
-                " of them"
+                f" ({reason}); return numbers, tensors, lists or dicts of them"
             )
             pack("failed", describe(refusal), self.own.answer)
         send(self.own.report, Answered())
