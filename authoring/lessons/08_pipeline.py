@@ -477,8 +477,9 @@ print("GPipe keeps all 12 micro-batches; 1F1B at most K, and fewer on each later
 r"""
 ## What travels
 
-Data parallel training sends gradients: as many bytes as there are parameters, whatever the batch. A pipeline sends
-activations: as many as there are samples, times the *width* of the model, but not times its depth. Here is what the
+Data parallel training sends gradients: four bytes for each parameter, whatever the batch. A pipeline sends
+activations: as many numbers as there are samples (of text: bytes), times the *width* of the model, but not times its
+depth. Here is what the
 busiest rank sends in a step of our byte model, beside the ring's share of its gradients. (From three ranks on, those in the
 middle are the busiest: they send activations forward and gradients of activations back.)
 """
@@ -544,7 +545,8 @@ r"""
 ## On your GPUs
 
 The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
-pipeline fills and empties, and for the slowest part. In the bars *compute* is all of a step but waiting for others, Python between two operations included, which the
+pipeline fills and empties, and for the slowest part. What the legend calls *communication not hidden* is
+all waiting for others. *Compute* is the rest, Python between two operations included, which the
 lanes leave white.
 """
 

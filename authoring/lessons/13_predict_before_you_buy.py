@@ -115,7 +115,7 @@ picture
 # %% [markdown]
 r"""
 Look closely: the predictor that knows nothing does as well. From 2 to 16 GPUs the times hardly grow, since backward hides
-the communication; a table without a knee cannot tell a good simulator from none. What ours says about 4,096 GPUs is derived,
+the communication; a table without a knee cannot tell a good simulator from none. What ours says about 4,096 GPUs is simulated,
 and nothing here tests it. To test a model we need tables in which something happens.
 
 ## A table in which something happens
@@ -161,7 +161,8 @@ A layer has W weights and width h; a micro-batch has n tokens, in sequences of s
 FSDP gathers 2 W bytes before each of the two passes, and scatters as many bytes of gradients after the second. While one
 layer computes, the next one's bytes travel: the longer of the two counts, and a part (0.15) of the shorter.
 
-Counted as well: 12 bytes through memory per weight and 24 per output word (logit) in each micro-batch, and 10 µs per GPU of a ring. A
+Counted as well: 12 bytes through memory per weight (in the figures below they are part of *launch*) and 24 per output
+word (logit) in each micro-batch, and 10 µs per GPU of a ring. A
 term stays only if errors grow without it (`docs/PREDICTIONS.md`).
 
 Five numbers cannot be counted. They are fitted to 102 published runs of today:
@@ -326,7 +327,7 @@ can have both rows. We name rows that disagree with their neighbours, and fit no
 
 ## The scoreboard
 
-All published tables of this course, a point per row: predicted over measured. Hollow points are rows that the fit saw.
+All published tables whose times this course predicts, a point per row: predicted over measured. Hollow points are rows that the fit saw.
 For tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out. (The
 66 rows of `nccl_all_reduce_in_one_host` are all in the fit, and none was left out.) Beside the figure stand median and
 worst error of *all* rows; the list has those of unseen rows only: the median, what nine in ten are within, and the worst.

@@ -74,7 +74,7 @@ show.source(communicate_less.TopK.__call__, click="Open after task 14.1: top-k w
 
 # %% [markdown]
 r"""
-A hook takes the place of DDP's average of a bucket (lesson 06). `passed_around` is the ring's allgather. The hooks for low
+A hook takes the place of DDP's average of a bucket (lesson 06). `gathered` is the ring's allgather. The hooks for low
 rank and half precision are in the same file. This is local SGD; one more argument makes it DiLoCo:
 """
 
@@ -249,7 +249,7 @@ server takes longer: it has one worker less, and sends the most bytes.
 ## Is the clock right?
 
 The times were derived from bytes. Now the programs themselves run on emulated devices and links, in virtual time: eight steps of
-each way (local SGD meets once), after two others. A device takes 60 ms per step. The dashes are the derived times.
+three of the ways (local SGD meets once), after two others. A device takes 60 ms per step. The dashes are the derived times.
 """
 
 

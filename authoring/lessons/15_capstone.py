@@ -142,7 +142,7 @@ fused attention; the template trains in float32, so a GPU of yours will be slowe
 
 With two GPUs or more there is a rank for each, and NCCL carries the gradients; the model of the template is too small to gain by
 that, so give it more layers. Otherwise K processes share the processor, even beside one GPU: `fully_shard` talks through NCCL where
-there is a GPU, and NCCL wants one for each rank. The figure says which it was.
+there is a GPU, and NCCL wants one for each rank. The line above the figure says which it was.
 
 First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
 ranks on one machine slow each other down. A fourth run has `fully_shard` on a single rank, where it sends nothing. (Losses are
