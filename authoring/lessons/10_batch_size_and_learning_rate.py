@@ -199,7 +199,7 @@ def curve(k, samples=5760, every=640):
 
 lines = {k: curve(k) for k in (1, 4, 16)}
 show.curves({f"batch {8 * k}": ([640 * (e + 1) // (8 * k) for e in range(9)], row) for k, row in lines.items()},
-            "updates", "held-out loss (nats)", "The larger the batch, the fewer updates to the same loss", log="x", points=False)  # fmt: skip
+            "updates", "held-out loss (nats)", "Of these batches the largest first gets low in updates", log="x", points=False)  # fmt: skip
 
 # %% against-samples folded=true
 show.curves({f"batch {8 * k}": ([640 * (e + 1) for e in range(9)], row) for k, row in lines.items()},

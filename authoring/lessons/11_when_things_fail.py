@@ -509,7 +509,7 @@ expected = 100 * (1 - every / mean / torch.expm1((every + saving) / mean))
 print(f"an interruption every {mean / 3600:.1f} hours (published): save every {young / 60:.0f} minutes (derived)")
 show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (minutes)", "time lost (%)",
             f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
-            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated")  # fmt: skip
+            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated; line derived")  # fmt: skip
 
 # %% [markdown]
 r"""
