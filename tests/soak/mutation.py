@@ -44,6 +44,7 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     "ddp_grading/comments.py": "tests/grading/test_comments.py",
     "ddp_grading/gradebooks.py": "tests/grading/test_gradebooks.py",
     "ddp_grading/people.py": "tests/grading/test_people.py",
+    "ddp_grading/tables.py": "tests/grading/test_people.py tests/grading/test_gradebooks.py",
     "ddp_grading/re*.py": "tests/grading/test_grade_reports.py tests/grading/test_gradebooks.py",
 }
 MARKS = "not slow and not weekly"

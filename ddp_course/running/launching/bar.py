@@ -39,12 +39,17 @@ class Bar:
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
-        """Print a line above the bar. A stream that is closed must not cost the results."""
+        """Print a line above the bar. A stream that is closed or lacks a character must not cost
+        the results.
+        """
         file = getattr(sys, stream)
         above = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
         # The stream may be None, or closed.
         with suppress(OSError, ValueError, AttributeError), above:
-            file.write(text)
+            try:
+                file.write(text)
+            except UnicodeEncodeError:
+                file.write(text.encode(file.encoding, "backslashreplace").decode(file.encoding))
 
     def close(self) -> None:
         if self.bar is not None:

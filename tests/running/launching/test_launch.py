@@ -258,6 +258,15 @@ def test_what_looks_like_success_and_is_none_is_told(args, size, words, capfd):
         assert out == err == ""
 
 
+class Narrow(io.StringIO):
+    """A stream that shows ASCII only, as an old terminal."""
+
+    encoding = "ascii"
+
+    def write(self, text):
+        return super().write(text.encode("ascii").decode())
+
+
 class Closed(io.StringIO):
     """A stream to which nobody listens any more."""
 
@@ -266,7 +275,13 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "stream, shown", [(Closed(), ""), (None, None), (io.StringIO(), "[rank 0] é\n")]
+    "stream, shown",
+    [
+        (Narrow(), "[rank 0] \\xe9\n"),
+        (Closed(), ""),
+        (None, None),
+        (io.StringIO(), "[rank 0] é\n"),
+    ],
 )
 def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
     monkeypatch.setattr(sys, "stdout", stream)
