@@ -14,7 +14,8 @@ PyTorch's own and against a formula.
 
 *25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
 run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 05 on, some cells show a single
-line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
+line and three dots, as the next one does: it installs the course where it is missing, the others measure or draw. Run them like
+all others; a click on the dots shows their code.
 """
 
 # %% imports
@@ -162,7 +163,7 @@ Read the panels one by one:
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
 2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for what travels: gradients, and under
    DataParallel weights, too. This is what the course fights, and from stage 2 to stage 5 there is less and less of it.
-3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula. Only stages that send through the course's own wire are counted.
+3. **Bytes** (counted): what the busiest rank sends in a step; the lines across are the formula. Only stages that send through the course's own wire are counted.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
    at the same time. An update has no products, which alone
@@ -239,7 +240,7 @@ The figures above are in virtual time, and the same on every machine. The next o
 machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
 50 ms or more for a step. Without GPUs two processes share the processor and train a small GPT. No speed-up is to be expected then, and two runs
 differ: whatever else the machine does can multiply every bar.
-Each lesson has such a cell near its end.
+Lessons 01 to 09, 12 and 15 have such a cell near their end.
 
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,
 145 ms with the server, 139 ms with the ring and 104 ms with buckets. Nothing could become faster there, but what buckets
@@ -278,7 +279,7 @@ piece. Lessons 03 and 04 turn this sentence into two formulas, and measure both.
 
 1. K ranks with a share each train the same weights as one device.
 2. What they wait for is communication: a server, a ring and buckets differ in how long.
-3. Every number says where it comes from: measured, in virtual time, counted, simulated or derived.
+3. Every figure says where its numbers come from: measured, in virtual time, counted, simulated or derived.
 
 When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 

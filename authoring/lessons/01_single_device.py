@@ -343,7 +343,7 @@ large batch on a small device. Exercise 1 makes use of it.
 ## In three lines
 
 1. A step is forward, backward (about twice the operations) and update; gradients appear during backward.
-2. Time grows with the batch, the update does not; an operation is bound by computing or by memory.
+2. Time grows with the batch, the update does not; an operation is bound by computing, by memory, or by the time to start it.
 3. The gradient's noise falls as 1/√B, measured: that is what more devices buy.
 
 **Exercise:** [1](../exercises/01_single_device.ipynb), `exercises/01_single_device.ipynb`. **Next:**

@@ -378,7 +378,8 @@ nothing to do. (The thin line in between: outputs come in, and their gradient go
 
 The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
 Without GPUs two threads share the processor. They share a row, too; forward takes longest, since it copies the model out and
-gathers the outputs, and the short first piece of backward is the loss's, up to these outputs.
+gathers the outputs, and the short first piece of backward is the loss's, up to these outputs. So copies count as compute here,
+and their bytes are not counted: torch makes them, not the course's wire.
 """
 
 # %% on-your-gpus

@@ -405,7 +405,7 @@ print("mean loss of each epoch on rank 0:", ", ".join(f"{loss:.2f}" for loss in 
 # NBVAL_CHECK_OUTPUT
 assert losses[-1] < losses[0] / 2 and accuracy > 0.85, of_ranks
 assert len({accuracy for _, accuracy in of_ranks}) == 1, of_ranks
-print("the loss has halved, and all ranks have one model that is right for more than 85 % of new digits")
+print("the loss has more than halved, and all ranks have one model that is right for more than 85 % of new digits")
 
 # %% [markdown]
 r"""

@@ -439,7 +439,8 @@ They are the same five, to the number. The upper half of the GPU's row is what i
 all-reduces, each with its number of gradients; below, a few milliseconds are enlarged. Kernels of the backward pass run beside each of the first four
 all-reduces, and none beside the last one, which begins when backward is over. So far it is as derived.
 
-One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. Lesson 11 asks whose fault
+One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time (in the gap
+before the update, which is drawn as no pass, it copies the averages out of the buckets). Lesson 11 asks whose fault
 this is. And on your GPUs? This records a step of stage 6 on all of them with `torch.profiler`, draws rank 0's and says how much
 is hidden. A trace of your own program, `show.trace("my_trace.json")` draws too.
 """

@@ -635,7 +635,7 @@ print("the loss is the same everywhere")
 
 # %% [markdown]
 r"""
-The first bucket holds at most 1 MiB, so 2 MiB make four graphs, not three. Under `fully_shard` each block is compiled
+The first bucket is closed at 1 MiB, which one block reaches, so 2 MiB make four graphs, not three. Under `fully_shard` each block is compiled
 by itself, and gather and free run between the graphs: six blocks that are alike share two graphs (the first block's input needs no
 gradient). Three things to know about DDP. Caps below 1 MiB end in an `AssertionError` about the first bucket. Write `DistributedDataParallel(torch.compile(model))`: the other way round, the compiler
 stumbles over DDP's own `forward`. And it knows torch's class only: under ours a model stays one graph, so what the compiler wins

@@ -333,7 +333,7 @@ has counted what it sent:
 traffic = {name: max(sent for _, sent in ranks) / (4 * P) for name, ranks in counted.items()}
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 assert traffic == formula, traffic
-show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
+show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times what DDP sends",
           kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
 # %% [markdown]

@@ -42,10 +42,12 @@ table: many parameters, no flops.
 # %% count-flops folded=true
 def flops_of(layers, x):
     counts = []
-    for layer in layers:
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            x = layer(x)
-        counts.append(counter.get_total_flops() / 1e6)
+    # Of attention's kernels torch counts the products of the plain one only.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for layer in layers:
+            with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+                x = layer(x)
+            counts.append(counter.get_total_flops() / 1e6)
     return counts
 
 
@@ -255,7 +257,7 @@ def run(schedule):
 # %% [markdown]
 r"""
 **Interleaved** schedules go another way: each rank gets two thinner stages, rank 0 for example stages 0 and K. The
-pipeline fills in half the time, and twice as many messages travel.
+pipeline fills in half the time, and about twice as many messages travel.
 
 ## Run
 
@@ -357,7 +359,7 @@ show.sketches.schedules({"our interleaved": rows["interleaved"], "our zero bubbl
 # %% [markdown]
 r"""
 torch's interleaved list is ours, instruction by instruction. Its zero bubble joins both ideas: thin stages halve what zero bubble's
-white parts take, for twice as many messages. (If you try `ScheduleZBVZeroBubble` in the cell above, all ranks wait for ever: its stages
+white parts take, for about twice as many messages. (If you try `ScheduleZBVZeroBubble` in the cell above, all ranks wait for ever: its stages
 lie in a V, so rank r has stages r and 2K-1-r, not r and r+K, and stages in the wrong places wait for messages that nobody sends. Placed
 right it runs, and its list runs by our `Pipeline` too.)
 
@@ -586,8 +588,8 @@ That of the slowest stage; all others idle half of the time. That is why the mod
 
 **3.** Which needs the faster links: data parallel or pipeline?
 <details><summary>Answer</summary>
-Usually data parallel: gradients of all parameters in every step. Pipelines send one activation tensor per micro-batch,
-to one neighbour. So between machines people use pipelines.
+Usually data parallel: gradients of all parameters in every step. Pipelines send one activation tensor per micro-batch
+to the next rank, and its gradient back. So between machines people use pipelines.
 </details>
 
 ## In three lines

@@ -308,7 +308,7 @@ print("the sums of activations belong inside a host")
 r"""
 How to read this: under each bar stands what a rank sends to the other host in a step, and the dash is the time that the
 cable needs for it, for all ranks of a host. Tensor parallelism between the hosts waits for the cable in every layer, twice
-per pass. (Its bar ends at the dash all the same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and only those of this rank's slices. A pipeline sends least, so on a cable as
+per pass. (Its bar ends at the dash all the same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and only those of this rank's slices and of the layers that are not split. A pipeline sends least, so on a cable as
 slow as this one it wins; its price is the bubble. That is why the largest models combine all three: **tensor parallel**
 inside a host, pipelines between hosts, data parallel around it all. On 8 ranks:
 

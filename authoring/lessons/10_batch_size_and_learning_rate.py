@@ -274,7 +274,7 @@ show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, 
 # %% check-time-to-loss
 # NBVAL_CHECK_OUTPUT
 assert reached[4][1] < 0.7 * reached[1][1] and best < 32, reached
-print("4 devices reach the loss sooner than one, and at 32 no time is won any more")
+print("4 devices reach the loss sooner than one, and 32 are not the fastest")
 
 # %% [markdown]
 r"""

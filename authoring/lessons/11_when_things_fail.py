@@ -513,7 +513,7 @@ show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (m
 
 # %% [markdown]
 r"""
-Where the line is lowest, it is flat: twice Young's interval costs little. (Of Llama 3's interruptions its text blames faulty GPUs for 30.1 %; the numbers of its table give 35.3 %.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
+Where the line is lowest, it is flat: twice Young's interval costs little. (Of Llama 3's 419 interruptions 148 were faulty GPUs, which is 35.3 %, not the 30.1 % that are printed beside them.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
 Kokolis et al., 2024).
 
 ## What torch does

@@ -2,7 +2,7 @@
 r"""
 # 12 · Many machines
 
-Inside a machine, devices talk over fast links. Between machines a device has a tenth to a hundredth of that bandwidth, and
+Inside a machine, devices talk over fast links. Between machines a device has a tenth of that bandwidth or less, and
 on many machines all devices share one network card. This lesson crosses that border: with two emulated hosts, with
 `torchrun`, and with timings that others have published, of wires inside a host and of several network cards between hosts.
 

@@ -49,7 +49,7 @@ and adds to its next gradient. That is **error feedback**: small gradients are s
 # %% predict
 guess = show.predict(
     "Each rank sends only the largest 1 % of its gradient. How far does training get with and without error feedback?",
-    ["both as far as with all of it", "with feedback nearly as far, without much less", "neither learns"],
+    ["both as far as with all of it", "with feedback nearly as far, without clearly less", "neither learns"],
 )
 guess
 
@@ -203,7 +203,8 @@ The asynchronous server sends p for every share, as in lesson 03. That is K p fo
 
 Steps are not what we pay for. Let a device compute its share of 32 samples in 20 ms and let the link carry b bytes per
 second. Then n steps are over after n times (20 ms + bytes sent / b); the server's K-1 workers make K/(K-1) times as many
-steps for as many samples. The losses are measured, the bytes counted, the time derived from them. Nothing is hidden under
+steps for as many samples. The losses are measured, the bytes counted, the time derived from them. (These are losses on
+the text that is trained on. The held-out text is easier, so its losses above are lower.) Nothing is hidden under
 backward here: with the overlap of lesson 05 a step that averages gradients would be up to 13 ms shorter. Seven of
 the eight ways are drawn: all but top 1 % without feedback. First a slow link of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
 """
@@ -244,7 +245,7 @@ print("slow link: local SGD takes less than a third of the time; fast link: it g
 # %% [markdown]
 r"""
 The bands show the best and the worst of three seeds: a difference smaller than that says nothing. On the fast link only the
-server takes longer: it has one worker less, and sends the most bytes.
+server takes longer than averaging in every step: it has one worker less, and sends the most bytes.
 
 ## Is the clock right?
 
