@@ -463,7 +463,7 @@ How many micro-batches' activations does each rank hold at once, at most? Twelve
 
 
 # %% kept folded=true
-def kept(schedule):
+def most_kept(schedule):
     pipeline = stage8_pipeline.Pipeline(torch.nn.Linear(8, 8), 12, schedule)
     pipeline.step(torch.randn(48, 8), torch.zeros(48, dtype=torch.int64))
     return pipeline.most_kept
@@ -471,7 +471,7 @@ def kept(schedule):
 
 # %% check-kept folded=true
 # NBVAL_CHECK_OUTPUT
-most = {name: launch(kept, schedules[name], world_size=K) for name in ("GPipe", "1F1B", "zero bubble")}
+most = {name: launch(most_kept, schedules[name], world_size=K) for name in ("GPipe", "1F1B", "zero bubble")}
 assert most == {"GPipe": [12] * K, "1F1B": list(range(K, 0, -1)), "zero bubble": [K] * K}, most
 print("GPipe keeps all 12 micro-batches; 1F1B at most K, and fewer on each later rank; zero bubble K")
 

@@ -89,7 +89,7 @@ def forward(recompute):
     return cross_entropy(model.head(model.norm(x)).transpose(1, 2), tokens[:, 1:])
 
 
-def kept(recompute=False, dtype=torch.float32):
+def stored(recompute=False, dtype=torch.float32):
     with torch.utils.flop_counter.FlopCounterMode(display=False) as flops:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             megabytes, loss = stored_mb(partial(forward, recompute))
@@ -100,7 +100,7 @@ def kept(recompute=False, dtype=torch.float32):
 model, tokens = problems.ByteGPT(4, 128, 64), torch.randint(256, (16, 65))
 p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
 hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
-(plain, flops), (few, more), (half, _) = [kept(**how) for how in show.progress(hows)]
+(plain, flops), (few, more), (half, _) = [stored(**how) for how in show.progress(hows)]
 
 # %% memory-figure folded=true
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,

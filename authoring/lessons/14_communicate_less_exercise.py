@@ -34,7 +34,7 @@ check("14.1", compress)
 
 
 # %% [markdown]
-# ## 14.2 Meet
+# ## 14.2 The outer step
 #
 # *10 minutes · easy*
 #
@@ -45,7 +45,7 @@ check("14.1", compress)
 #
 # With η = 1 and μ = 0 that is local SGD. `all_reduce(tensor)` sums over the ranks, in place; call it once.
 # %% answer-14-2
-def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
+def outer_step(shared, own, velocity, all_reduce, world_size, rate, momentum):
     """Return (weights, velocity) with which all ranks go on."""
     ### BEGIN SOLUTION
     change = (shared - own) / world_size
@@ -56,7 +56,7 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
 
 
 # %% check-14-2 points=2
-check("14.2", meet)
+check("14.2", outer_step)
 
 
 # %% [markdown]

@@ -56,7 +56,7 @@ def compress(gradient, left, share):
 #- places = owed.abs()
 #+ places = gradient.abs()
 # %% 14.2 right: the mean first
-def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
+def outer_step(shared, own, velocity, all_reduce, world_size, rate, momentum):
     mean = own.clone()
     all_reduce(mean)
     mean = mean / world_size
@@ -65,7 +65,7 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
 
 
 # %% 14.2 right: weights in between
-def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
+def outer_step(shared, own, velocity, all_reduce, world_size, rate, momentum):
     total = own - shared
     all_reduce(total)
     speed = velocity * momentum - total.div(world_size)

@@ -304,7 +304,7 @@ def one_at_a_time(ranks, micro_batches):
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": one_at_a_time}
 
 
-def played(random, name, stages, count, slow):
+def timeline_of(random, name, stages, count, slow):
     """The timeline of a schedule in which stage `slow` takes longer for everything."""
     times = []
     for stage in range(stages):
@@ -327,11 +327,11 @@ class WhichSchedule:
         for name in random.sample([*SCHEDULES] * 4, len(SCHEDULES) * 4):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
-            timeline = played(random, name, stages, random.randrange(stages, stages + 4), slow)
+            timeline = timeline_of(random, name, stages, random.randrange(stages, stages + 4), slow)
             cases.append((timeline,))
         # With as many micro-batches as stages the first stage does the same in 1F1B and GPipe.
         for name in ("1F1B", "GPipe"):
-            cases.append((played(random, name, 4, 4, random.randrange(4)),))
+            cases.append((timeline_of(random, name, 4, 4, random.randrange(4)),))
         return {"cases": cases}
 
     def read(returned, cases):

@@ -69,7 +69,7 @@ def overwritten(given, left, gradient, kept):
     return ""
 
 
-@task("14.2", "meet", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
+@task("14.2", "outer_step", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
 class Meet:
     """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the
     velocity comes back too.
@@ -82,13 +82,13 @@ class Meet:
         own = tensors(random, 4, 30)
         return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
 
-    def probe(meet, shared, own, velocity, settings):
+    def probe(outer_step, shared, own, velocity, settings):
         for size, group in worlds(2, 3):
             for index, (rate, momentum) in enumerate(settings):
                 about = f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
                 all_reduce, calls = noted_ring(group)
                 mine = own[dist.get_rank()].clone()
-                answer = meet(
+                answer = outer_step(
                     shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum
                 )
                 weights, new_velocity = several(
