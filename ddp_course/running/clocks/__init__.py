@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from ...errors import DeadlockError
 from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .table import FAILED, Table
+from .table import Table
 
 __all__ = [
     "DeadlockError",
@@ -57,7 +57,7 @@ def calling() -> Iterator[None]:
         yield
     except BaseException:
         if process.table is not None:
-            process.table.head[FAILED] = 1
+            process.table.head.failed = 1
         raise
     finally:
         if process.table is not None:

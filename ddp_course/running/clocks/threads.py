@@ -24,7 +24,7 @@ from typing import Any
 
 from . import arbiter, clock
 from .clock import Clock, own
-from .table import CLOCK, FOREVER, real_sleep
+from .table import FOREVER, real_sleep
 
 OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
 TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
@@ -109,10 +109,10 @@ class Lock:
                 return
             next_clock = self.waiting.popleft()
             self.owner = next_clock
-            table = next_clock.table
-            with table.lock:
-                moment = table.threads[CLOCK, next_clock.slot] if clock is None else clock.moment
-                arbiter.release(table, next_clock.slot, moment)
+            with next_clock.table.lock:
+                # A thread without a clock lets the next one go on at that one's own time.
+                moment = 0 if clock is None else clock.moment
+                arbiter.release(next_clock.table, next_clock.place, moment)
 
     def locked(self) -> bool:
         """Return whether the lock is taken."""
