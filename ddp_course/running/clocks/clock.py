@@ -9,7 +9,7 @@ from ...errors import DeadlockError
 from . import arbiter, stalls
 from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
-QUESTION = 10_000_000  # a question that is answered with "no" takes 10 microseconds
+QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
 
 process: Any = SimpleNamespace(table=None, started=0, threads=0, needed=0, daemons=set(), calls={})
 
@@ -59,14 +59,6 @@ class Clock:
         with self.table.lock:
             self.stop(moment)
         self.stand(why)
-
-    def ask(self, answer: bool) -> bool:
-        """Return the answer to a question; a "no" takes some time, so that a loop of questions
-        comes to an end.
-        """
-        if not answer:
-            self.advance(self.moment + QUESTION)
-        return answer
 
     def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
         """Stop this clock, under the lock, until another thread, the `timer` or the booking of what
@@ -152,9 +144,12 @@ def take_turn() -> None:
 
 
 def ask(answer: bool) -> bool:
-    """Return the answer to a question; a "no" takes some time, if this thread has a clock."""
-    clock = own()
-    return answer if clock is None else clock.ask(answer)
+    """Return the answer to a question; a "no" takes some time, if this thread has a clock, so that
+    a loop of questions comes to an end.
+    """
+    if not answer:
+        advance(QUESTION_S)
+    return answer
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:

@@ -29,7 +29,8 @@ FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 # The stages of a message or a collective; 0 is that of an entry that is free.
 OPEN, READY, BOOKED = range(1, 4)
-# NumPy reads these fields of all places and of all entries: the rows of `threads` and `rows`.
+# NumPy reads these fields of all places, and these of all entries, each as a row of `Table.threads`
+# or `Table.rows`; their numbers are those in `Place` and `Entry`.
 FLOOR, STATE, NEEDED, TIMER, AWAITS = range(1, 6)
 KEY, STAGE, MOMENT, KIND, SECOND, GROUP, TAG = range(7)
 MOST_GROUPS = 1024
