@@ -2,8 +2,8 @@
 resume:
 
     python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
-    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint
-    runs/first srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
+    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --checkpoint runs/first
+    srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
 The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run
 does. So a restarted run goes on from the newest checkpoint as if nothing had happened: same

@@ -5,7 +5,7 @@ Each operation begins in gloo before it is posted in the table, so that gloo nev
 that has not come.
 """
 
-# mypy: disable-error-code="override, attr-defined, method-assign, misc, call-arg"
+# mypy: disable-error-code="override, attr-defined, misc, call-arg"
 # The stubs of torch overload these methods in ways that no class can follow.
 
 from types import SimpleNamespace
@@ -171,6 +171,10 @@ FORMS = {  # These are by torch's name of the method that begins it.
     "scatter": Form("scatter", "scatter", ROUND, 0),
     "all_to_all_single": Form("all_to_all", "alltoall_base", ROUND, 1, True),
     "alltoall": Form("all_to_all", "alltoall", ROUND, 1, True),
+    # Older versions of torch call three of them so.
+    "_allgather_base": Form("all_gather", "_allgather_base", ROUND, 1),
+    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", ROUND, 0),
+    "alltoall_base": Form("all_to_all", "alltoall_base", ROUND, 1, True),
 }
 
 
@@ -290,7 +294,3 @@ def add_collective(called: str, form: Form) -> None:
 
 for called, form in FORMS.items():
     add_collective(called, form)
-# Older versions of torch call these so.
-Group._allgather_base = Group.all_gather_single
-Group._reduce_scatter_base = Group.reduce_scatter_single
-Group.alltoall_base = Group.all_to_all_single

@@ -14,9 +14,8 @@ import torch
 from ...errors import DeadlockError
 from .table import FLOOR, RUNNING, real_clock, real_sleep
 
-PATIENCE_S = (
-    3.0  # virtual time may stand still for so long before the watchdog says who holds it up
-)
+# Virtual time may stand still for so long before the watchdog says who holds it up.
+PATIENCE_S = 3.0
 LOOK_S = 0.5
 GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
