@@ -12,13 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...errors import DeadlockError
 from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
 from .table import Table
 
 __all__ = [
-    "DeadlockError",
     "Table",
     "advance",
     "join",
