@@ -1,9 +1,8 @@
 """A training script for torchrun, as short as it can be. Copy it, and put your own model and data
 in.
 
-    torchrun --nproc-per-node=2 -m ddp_course.script runs/first            with torch's DDP
-    torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours  with the one built in this
-                                                                      course
+    torchrun --nproc-per-node=2 -m ddp_course.script runs/first         with torch's DDP
+    torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours    with this course's own
 
 `ddp_course.train` is its grown-up sister: exact resume, every stage, Slurm, errors that name the
 rank.
@@ -34,9 +33,8 @@ def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> 
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(
-            device
-        )  # what is exchanged beside tensors goes by way of the current one
+        # What is exchanged beside tensors goes by way of the current device.
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     digits = problems.make("digits")
     data = TensorDataset(digits.inputs, digits.targets)

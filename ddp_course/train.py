@@ -2,8 +2,8 @@
 resume:
 
     python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
-    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint
-    runs/first srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
+    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --checkpoint runs/first
+    srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
 The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run
 does. So a restarted run goes on from the newest checkpoint as if nothing had happened: same
@@ -125,12 +125,13 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
     if dist.get_rank() == 0:
         try:
             claims.enter_context(checkpoint.writing_to(folder))
-            message[0] = checkpoint.load(folder) if checkpoint.checkpoints(folder) else None
-            if not is_state(message[0]):
-                raise CheckpointError(
-                    f'the newest checkpoint in "{folder}" is not one of this script; choose another'
-                    " folder"
-                )
+            if checkpoint.checkpoints(folder):
+                message[0] = checkpoint.load(folder)
+                if not isinstance(message[0], dict) or not STATE.issubset(message[0]):
+                    raise CheckpointError(
+                        f'the newest checkpoint in "{folder}" is not one of this script; choose'
+                        " another folder"
+                    )
         except CheckpointError as error:
             message[1] = error
     dist.broadcast_object_list(message, src=0)
@@ -140,18 +141,13 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
     return saved
 
 
-def is_state(saved: Any) -> bool:
-    """Whether a checkpoint is one of this script, or None."""
-    return saved is None or (isinstance(saved, dict) and STATE.issubset(saved))
-
-
 def job_of(options: argparse.Namespace, saved: Any) -> Job:
     """The job that the options ask for; missing options come from the checkpoint, or else from the
     problem.
     """
     global_batch = options.global_batch
     if saved and global_batch is None:
-        global_batch = saved.get("settings", {}).get("global_batch")
+        global_batch = saved["settings"].get("global_batch")
     return make_job(
         options.problem,
         dist.get_world_size(),
@@ -183,14 +179,13 @@ def check_settings(saved: Any, job: Job, folder: str) -> None:
     """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps
     may change.
 
-    A checkpoint of another program has none of the options. One beyond `--steps` is refused: steps
-    cannot be undone.
+    One beyond `--steps` is refused: steps cannot be undone.
     """
-    settings = saved.get("settings", {})
     differences = []
     for name, new in settings_of(job).items():
-        if settings.get(name) != new:
-            differences.append(f"--{name.replace('_', '-')} {settings.get(name)} (now {new})")
+        old = saved["settings"].get(name)
+        if old != new:
+            differences.append(f"--{name.replace('_', '-')} {old} (now {new})")
     if differences:
         raise CheckpointError(
             f'the checkpoint in "{folder}" was made with {", ".join(differences)}. '

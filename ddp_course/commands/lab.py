@@ -46,9 +46,8 @@ figures and the blocks of show.source are dark too. */
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
-    "@jupyter-widgets/jupyterlab-manager:plugin": {
-        "saveState": True
-    },  # Explorers return when a lesson is reopened.
+    # Explorers return when a lesson is reopened.
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
 }
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CourseError
-from ..running.clocks import DeadlockError
+from ..errors import CourseError, DeadlockError
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .in_flight import Watch, watching

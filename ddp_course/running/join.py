@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -46,7 +45,8 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         end_with_torchrun()
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
         os.environ.update(environment)
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         _, devices = placement(device, local)
         own_device = devices[int(os.environ.get("LOCAL_RANK", 0))]
@@ -55,10 +55,13 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         if local == world_size and sys.platform == "linux":
             # The machine's name may resolve to another card.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = fresh_store(timeout, local == world_size)
-        check_step(meeting["store"], meeting["rank"])
-        backend = common_backend(meeting["store"], meeting["rank"], world_size, own_device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
+        patience = timedelta(seconds=timeout)
+        store = fresh_store(rank, patience, local == world_size)
+        check_step(store, rank)
+        backend = common_backend(store, rank, world_size, own_device)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=patience
+        )
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -93,8 +96,8 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
     )
 
 
-def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
-    """Return the key-value store, rank and world size for `init_process_group`, as its keywords.
+def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store:
+    """Return a key-value store that no earlier ranks of this job have used.
 
     torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are
     gone: restarted ranks would sometimes connect to those. So rank 0 opens a new store and leaves
@@ -103,9 +106,6 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     Any process that reaches a store can write into it: on one machine, the store listens on the
     loopback.
     """
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    patience = timedelta(seconds=timeout)
     host = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
 
@@ -115,15 +115,13 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = open_store(port) if rank == 0 else dist.TCPStore(host, port, timeout=patience)
-    else:
-        old = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=patience)
-        if rank == 0:
-            store = open_store(0)
-            old.set("ddp_course/store", str(store.port))
-        else:
-            store = look_up(old, host, patience)
-    return {"store": store, "rank": rank, "world_size": world_size}
+        return open_store(port) if rank == 0 else dist.TCPStore(host, port, timeout=patience)
+    old = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=patience)
+    if rank > 0:
+        return look_up(old, host, patience)
+    store = open_store(0)
+    old.set("ddp_course/store", str(store.port))
+    return store
 
 
 def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:

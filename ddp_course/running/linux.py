@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -160,28 +160,20 @@ def users_connected() -> set[int]:
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # another thread may just have closed it
             inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
-    connections = [
-        Connection(*line.split()[1:4], *line.split()[7:10:2])
-        for name in ("tcp", "tcp6")
-        for line in read(Path("/proc/self/net", name)).splitlines()[1:]
-    ]
-    own = [each for each in connections if each.inode in inodes]
-    doors = {each.near for each in own if each.state == LISTENING}
-    users = {(each.near, each.far): int(each.user) for each in connections if each.inode != "0"}
-    accepted = [each for each in own if each.near in doors and each.state != LISTENING]
-    return {users.get((each.far, each.near), -1) for each in accepted} - {os.getuid()}
-
-
-class Connection(NamedTuple):
-    """A line of /proc/net/tcp: addresses and state in hexadecimal digits, the socket's user and
-    inode.
-    """
-
-    near: str
-    far: str
-    state: str
-    user: str
-    inode: str
+    doors = set()
+    connections = []
+    users = {}
+    for table in ("tcp", "tcp6"):
+        for line in read(Path("/proc/self/net", table)).splitlines()[1:]:
+            _, near, far, state, _, _, _, user, _, inode, *_ = line.split()
+            if inode != "0":  # a socket without one belongs to no process any more
+                users[near, far] = int(user)
+            if inode in inodes and state == LISTENING:
+                doors.add(near)
+            elif inode in inodes:
+                connections.append((near, far))
+    accepted = [(near, far) for near, far in connections if near in doors]
+    return {users.get((far, near), -1) for near, far in accepted} - {os.getuid()}
 
 
 def usable_cores() -> int:

@@ -35,9 +35,8 @@ PREFIX = 16
 FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has this many bytes
 # after a pause bytes pass at full speed for this long: the kernel's timers allow no less
 BURST_SECONDS = 0.0008
-QUEUE_SECONDS = (
-    0.2  # a port of the switch queues this many seconds of traffic before it drops packets
-)
+# a port of the switch queues this many seconds of traffic before it drops packets
+QUEUE_SECONDS = 0.2
 ATTEMPT_SECONDS = 60
 ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # commands on a host get these variables
 

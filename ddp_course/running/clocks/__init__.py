@@ -12,13 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...errors import DeadlockError
 from .clock import advance, begin, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .table import FAILED, Table
+from .table import Table
 
 __all__ = [
-    "DeadlockError",
     "Table",
     "advance",
     "join",
@@ -57,7 +55,7 @@ def calling() -> Iterator[None]:
         yield
     except BaseException:
         if process.table is not None:
-            process.table.head[FAILED] = 1
+            process.table.head.failed = 1
         raise
     finally:
         if process.table is not None:

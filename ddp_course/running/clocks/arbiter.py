@@ -5,233 +5,203 @@ There is no process of that name: whoever stops, or passes the moment for which 
 does its work. All functions are called under the table's lock.
 """
 
+from ctypes import byref, memset, sizeof
+from operator import attrgetter
+
 from .table import (
-    ARRIVES,
     AWAITS,
     BLOCKED,
     BOOKED,
-    CLOCK,
-    COUNT,
-    DEADLOCK,
-    DEPARTS,
-    FAILED,
-    FIRST,
     FLOOR,
     FOREVER,
-    GROUP,
-    GROUPS,
     KEY,
-    KIND,
-    LATEST,
     MOMENT,
-    NEEDED,
-    NUMBER,
-    PENDING,
-    READERS,
     READY,
     RUNNING,
-    SECOND,
-    SIDE,
-    SIZE,
     STAGE,
     STATE,
-    TAG,
-    THRESHOLD,
     TIMER,
+    Entry,
+    Place,
     Table,
+    where,
 )
 
-# The kinds of a row; those of one moment are booked in this order.
+# The kinds of an entry; those of one moment are booked in this order.
 MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
-ORDER = [KIND, FIRST, SECOND, GROUP, TAG, COUNT]  # what a row is sorted by
+ORDER = ("kind", "first", "second", "group", "tag", "count")  # what an entry is sorted by
 
 
 def settle(table: Table) -> None:
     """Book all that no thread can come before any more; find out whether nothing can go on."""
     head = table.head
-    threads = table.arrays["threads"]
-    floors = threads[FLOOR]  # `argmin` and one index take a third of the time of `min`
-    timers = threads[TIMER]
+    floors = table.threads[FLOOR]  # `argmin` and one index take a third of the time of `min`
+    timers = table.threads[TIMER]
     while True:
         ready = FOREVER
-        if head[PENDING]:
-            rows = (table.arrays["rows"][STAGE] == READY).nonzero()[0]
-            moments = table.arrays["rows"][MOMENT, rows]
+        if head.pending:
+            rows = (table.rows[STAGE] == READY).nonzero()[0]
+            moments = table.rows[MOMENT, rows]
             ready = int(moments.min(initial=FOREVER))
-        timer = table.threads[TIMER, int(timers.argmin())]
+        timer = table.places[int(timers.argmin())].timer
         moment = min(ready, timer)
-        floor = table.threads[FLOOR, int(floors.argmin())]
+        floor = table.places[int(floors.argmin())].floor
         if floor <= moment < FOREVER:
-            head[THRESHOLD] = moment
+            head.threshold = moment
             return
         if moment == FOREVER:
             break
-        head[LATEST] = moment
+        head.latest = moment
         if ready == moment:
-            due = rows[moments == moment].tolist()
-            for row in sorted(due, key=lambda row: [table.rows[field, row] for field in ORDER]):
-                book(table, row)
+            due = [table.entries[row] for row in rows[moments == moment].tolist()]
+            for entry in sorted(due, key=attrgetter(*ORDER)):
+                book(table, entry)
         else:
             release(table, first_due(table, moment), moment)
-    head[THRESHOLD] = FOREVER
-    states = threads[STATE]
-    waiting = (states == BLOCKED) & (threads[NEEDED] > 0)
-    if waiting.any() and not (states == RUNNING).any() and not head[FAILED]:
-        head[DEADLOCK] = 1
-        for slot in (states == BLOCKED).nonzero()[0].tolist():
-            table.wake(slot)
+    head.threshold = FOREVER
+    states = table.threads[STATE]
+    if len(table.waiting()) and not (states == RUNNING).any() and not head.failed:
+        head.deadlock = 1
+        for place in where(table.places, states == BLOCKED):
+            table.wake(place)
 
 
-def first_due(table: Table, moment: int) -> int:
+def first_due(table: Table, moment: int) -> Place:
     """Return the place of the thread that goes on at `moment`: the first by rank, then by number.
     A place is given to a new thread when its thread has ended, so places are in no order.
     """
-    due = (table.arrays["threads"][TIMER] == moment).nonzero()[0].tolist()
+    due = (table.threads[TIMER] == moment).nonzero()[0].tolist()
 
     def rank_and_number(slot: int) -> tuple[int, int]:
-        return slot // table.threads_per_rank, table.threads[NUMBER, slot]
+        return slot // table.threads_per_rank, table.places[slot].number
 
-    return min(due, key=rank_and_number)
+    return table.places[min(due, key=rank_and_number)]
 
 
-def make_ready(table: Table, row: int) -> None:
-    """All sides of a row have come: book it when it is its turn, or at once if it needs no link."""
-    table.rows[STAGE, row] = READY
-    table.head[PENDING] += 1
-    moment = table.rows[MOMENT, row]
-    if not needs_order(table, row):
-        book(table, row)
-    elif moment < table.head[THRESHOLD]:
-        table.head[THRESHOLD] = moment
+def make_ready(table: Table, entry: Entry) -> None:
+    """All sides have come: book the entry when it is its turn, or at once if it needs no link."""
+    entry.stage = READY
+    table.head.pending += 1
+    if not needs_order(table, entry):
+        book(table, entry)
+    elif entry.moment < table.head.threshold:
+        table.head.threshold = entry.moment
         settle(table)
 
 
-def needs_order(table: Table, row: int) -> bool:
-    """Return whether other bookings can matter to a row, or it to them."""
-    if table.rows[KIND, row] == NEW_GROUP:
+def needs_order(table: Table, entry: Entry) -> bool:
+    """Return whether other bookings can matter to an entry, or it to them."""
+    if entry.kind == NEW_GROUP:
         return True
-    if table.rows[KIND, row] == MESSAGE:
-        return bool(table.byte or table.latency) and not same_host(table, row)
-    return table.rows[SIZE, row] > 0 and len(hosts_of(table, row)) > 1
+    if entry.kind == MESSAGE:
+        same_host = table.hosts[entry.first] == table.hosts[entry.second]
+        return bool(table.byte or table.latency) and not same_host
+    return entry.size > 0 and len(hosts_of(table, entry)) > 1
 
 
-def same_host(table: Table, row: int) -> bool:
-    """Return whether a message stays in its host."""
-    return table.hosts[table.rows[FIRST, row]] == table.hosts[table.rows[SECOND, row]]
-
-
-def hosts_of(table: Table, row: int) -> list[int]:
+def hosts_of(table: Table, entry: Entry) -> set[int]:
     """Return the hosts of a collective's members."""
-    members = table.arrays["members"][table.rows[GROUP, row]].nonzero()[0].tolist()
-    return sorted({table.hosts[rank] for rank in members})
+    members = table.members[entry.group]
+    return {host for host, member in zip(table.hosts, members, strict=True) if member}
 
 
-def book(table: Table, row: int) -> None:
+def book(table: Table, entry: Entry) -> None:
     """Decide when a message or a collective ends, and let who waits for it go on."""
-    rows = table.rows
-    if rows[KIND, row] == MESSAGE:
-        departs, arrives = times_of_message(table, row)
+    if entry.kind == MESSAGE:
+        book_message(table, entry)
     else:
-        departs = arrives = end_of_collective(table, row)
-    rows[DEPARTS, row] = departs
-    rows[ARRIVES, row] = arrives
-    rows[STAGE, row] = BOOKED
-    table.head[PENDING] -= 1
-    for slot in (table.arrays["threads"][AWAITS] == row + 1).nonzero()[0].tolist():
-        release(table, slot, rows[table.threads[SIDE, slot], row])
+        entry.departs = entry.arrives = end_of_collective(table, entry)
+    entry.stage = BOOKED
+    table.head.pending -= 1
+    for place in where(table.places, table.threads[AWAITS] == entry.key):
+        release(table, place, entry.departs if place.sends else entry.arrives)
 
 
-def times_of_message(table: Table, row: int) -> tuple[int, int]:
-    """Book a message on the way out of its sender's host and on the way in of its receiver's; both
-    times are its end.
-    """
-    ready = table.rows[MOMENT, row]
-    if not needs_order(table, row):
-        return ready, ready
-    source = table.hosts[table.rows[FIRST, row]]
-    target = table.hosts[table.rows[SECOND, row]]
-    duration = table.bytes_take(table.rows[SIZE, row])
-    start = max(ready, table.links[0, source])
-    departs = start + duration
-    arrives = max(start + table.latency, table.links[1, target]) + duration
-    table.links[0, source] = departs
-    table.links[1, target] = arrives
-    return departs, arrives
+def book_message(table: Table, entry: Entry) -> None:
+    """Book a message on the way out of its sender's host and on the way in of its receiver's."""
+    entry.departs = entry.arrives = entry.moment
+    if not needs_order(table, entry):
+        return
+    source = table.ways[table.hosts[entry.first]]
+    target = table.ways[table.hosts[entry.second]]
+    duration = table.bytes_take(entry.size)
+    start = max(entry.moment, source.out)
+    entry.departs = source.out = start + duration
+    entry.arrives = target.into = max(start + table.latency, target.into) + duration
 
 
-def end_of_collective(table: Table, row: int) -> int:
+def end_of_collective(table: Table, entry: Entry) -> int:
     """Book a collective on all links of its members' hosts; a new group gets its number instead."""
-    rows = table.rows
-    ready = rows[MOMENT, row]
-    if rows[KIND, row] == NEW_GROUP:
-        rows[GROUP, row] = table.head[GROUPS]
-        table.head[GROUPS] += 1
-        return ready
-    hosts = hosts_of(table, row)
+    if entry.kind == NEW_GROUP:
+        entry.group = table.head.groups
+        table.head.groups += 1
+        return entry.moment
+    hosts = hosts_of(table, entry)
     if len(hosts) == 1:
-        return ready
-    if rows[TAG, row] == 0:  # this collective has no bytes
-        return ready + rows[SIZE, row]
-    links = table.arrays["links"]
-    end = max(ready, int(links[:, hosts].max())) + rows[SIZE, row]
-    links[:, hosts] = end
+        return entry.moment
+    end = entry.moment + entry.size
+    if entry.tag == 0:  # this collective has no bytes
+        return end
+    ways = [table.ways[host] for host in hosts]
+    for way in ways:
+        end = max(end, max(way.out, way.into) + entry.size)
+    for way in ways:
+        way.out = way.into = end
     return end
 
 
-def release(table: Table, slot: int, moment: int) -> None:
+def release(table: Table, place: Place, moment: int) -> None:
     """Let a blocked thread go on at `moment`, or at its own clock if that is later."""
-    threads = table.threads
-    if threads[STATE, slot] != BLOCKED:
+    if place.state != BLOCKED:
         return
-    clock = max(moment, threads[CLOCK, slot])
-    threads[CLOCK, slot] = clock
-    threads[FLOOR, slot] = clock
-    threads[TIMER, slot] = FOREVER
-    threads[AWAITS, slot] = 0
-    threads[STATE, slot] = RUNNING  # it counts as running before it wakes, so that nobody passes it
-    table.wake(slot)
+    place.clock = max(moment, place.clock)
+    place.floor = place.clock
+    place.timer = FOREVER
+    place.awaits = 0
+    place.state = RUNNING  # it counts as running before it wakes, so that nobody passes it
+    table.wake(place)
 
 
 def tell_receiver_of_any(table: Table, receiver: int, moment: int) -> None:
     """A send was posted to `receiver`: if it waits for any rank, it has a turn at that moment."""
     slot = table.anyone[receiver] - 1
-    if slot >= 0 and table.threads[STATE, slot] == BLOCKED:
-        turn = max(moment, table.threads[CLOCK, slot])
-        table.threads[TIMER, slot] = min(table.threads[TIMER, slot], turn)
-        table.head[THRESHOLD] = min(table.head[THRESHOLD], turn)
+    if slot >= 0 and table.places[slot].state == BLOCKED:
+        place = table.places[slot]
+        turn = max(moment, place.clock)
+        place.timer = min(place.timer, turn)
+        table.head.threshold = min(table.head.threshold, turn)
         settle(table)
 
 
-def find(table: Table, key: int) -> int:
-    """Return the row with this key; a new one, in state 0, if there is none yet. Raises
+def find(table: Table, key: int) -> Entry:
+    """Return the entry with this key; a new one, in stage 0, if there is none yet. Raises
     RuntimeError if the table is full.
     """
-    for row in table.dropped:
-        forget_reader(table, row)
+    for entry in table.dropped:
+        forget_reader(entry)
     table.dropped.clear()
-    keys = table.arrays["rows"][KEY]
-    row = key % len(keys)  # a key is in this row, unless another key was there when it came
-    if table.rows[KEY, row] == key:
-        return row
-    known = (keys == key).nonzero()[0]
-    if len(known):
-        return int(known[0])
-    if table.rows[KEY, row]:
-        free = (keys == 0).nonzero()[0]
-        if not len(free):
+    keys = table.rows[KEY]
+    # An entry is at this place, unless another one was there when it came.
+    entry = table.entries[key % len(keys)]
+    if entry.key == key:
+        return entry
+    known = where(table.entries, keys == key)
+    if known:
+        return known[0]
+    if entry.key:
+        free = where(table.entries, keys == 0)
+        if not free:
             raise RuntimeError(
                 f"more than {len(keys)} messages and collectives are under way:"
                 " wait for some of them"
             )
-        row = int(free[0])
-    table.arrays["rows"][:, row] = 0
-    table.rows[KEY, row] = key
-    return row
+        entry = free[0]
+    entry.key = key
+    return entry
 
 
-def forget_reader(table: Table, row: int) -> None:
-    """One side of a row has read it, or never will; the last one frees the row."""
-    table.rows[READERS, row] -= 1
-    if table.rows[READERS, row] == 0:
-        table.rows[KEY, row] = 0
-        table.rows[STAGE, row] = 0
+def forget_reader(entry: Entry) -> None:
+    """One side of an entry has read it, or never will; the last one frees it."""
+    entry.readers -= 1
+    if entry.readers == 0:
+        memset(byref(entry), 0, sizeof(entry))

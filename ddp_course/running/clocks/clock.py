@@ -7,26 +7,9 @@ from typing import Any
 
 from ...errors import DeadlockError
 from . import arbiter, stalls
-from .table import (
-    AWAITS,
-    BLOCKED,
-    CLOCK,
-    DEADLOCK,
-    FLOOR,
-    FOREVER,
-    FREE,
-    NEEDED,
-    NUMBER,
-    RUNNING,
-    SIDE,
-    STATE,
-    THRESHOLD,
-    TIMER,
-    Table,
-    real_clock,
-)
+from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
-QUESTION = 10_000_000  # a question that is answered with "no" takes 10 microseconds
+QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
 
 process: Any = SimpleNamespace(table=None, started=0, threads=0, needed=0, daemons=set(), calls={})
 
@@ -49,13 +32,16 @@ class Clock:
     moment: int
     deadlock: DeadlockError | None = None
 
+    def __post_init__(self):
+        self.place: Place = self.table.places[self.slot]
+
     def advance(self, moment: int) -> None:
         """Set the clock to `moment`, unless it is later already."""
         if moment <= self.moment:
             return
         self.moment = moment
-        self.table.threads[FLOOR, self.slot] = moment
-        if self.table.head[THRESHOLD] < moment:
+        self.place.floor = moment
+        if self.table.head.threshold < moment:
             with self.table.lock:
                 arbiter.settle(self.table)
 
@@ -74,27 +60,20 @@ class Clock:
             self.stop(moment)
         self.stand(why)
 
-    def ask(self, answer: bool) -> bool:
-        """Return the answer to a question; a "no" takes some time, so that a loop of questions
-        comes to an end.
+    def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
+        """Stop this clock, under the lock, until another thread, the `timer` or the booking of what
+        a `ticket` is for releases it.
         """
-        if not answer:
-            self.advance(self.moment + QUESTION)
-        return answer
-
-    def stop(self, timer: int = FOREVER, row: int = -1, side: int = 0) -> None:
-        """Stop this clock, under the lock, until another thread, the `timer` or the booking of a
-        `row` releases it, at the moment that the row's `side` then has.
-        """
-        threads = self.table.threads
-        slot = self.slot
-        threads[CLOCK, slot] = self.moment
-        threads[TIMER, slot] = timer
-        threads[AWAITS, slot] = row + 1
-        threads[SIDE, slot] = side
-        self.table.words[slot] = 0
-        threads[STATE, slot] = BLOCKED
-        threads[FLOOR, slot] = FOREVER
+        place = self.place
+        place.clock = self.moment
+        place.timer = timer
+        place.awaits = 0
+        if ticket is not None:
+            place.awaits = ticket.entry.key
+            place.sends = ticket.sends
+        place.woken = 0
+        place.state = BLOCKED
+        place.floor = FOREVER
         arbiter.settle(self.table)
 
     def stand(self, why: str) -> None:
@@ -102,30 +81,30 @@ class Clock:
         never can be.
         """
         table = self.table
-        slot = self.slot
-        while table.threads[STATE, slot] == BLOCKED:
-            if table.head[DEADLOCK] and table.threads[NEEDED, slot]:
+        place = self.place
+        while place.state == BLOCKED:
+            if table.head.deadlock and place.needed:
                 # On its way out a thread lets go of locks, and would wait again.
                 if self.deadlock is None:
                     self.deadlock = stalls.deadlock(self, why)
                 raise self.deadlock
-            table.sleep_until_woken(slot)
-            if table.threads[STATE, slot] == BLOCKED and not table.words[slot]:
+            table.sleep_until_woken(place)
+            if place.state == BLOCKED and not place.woken:
                 with table.lock:
                     arbiter.settle(table)
-        self.moment = table.threads[CLOCK, slot]
+        self.moment = place.clock
 
     def end(self) -> None:
         """The thread has ended, or goes on without a clock."""
         local.clock = None
         with self.table.lock:
-            threads = self.table.threads
-            threads[STATE, self.slot] = FREE
-            threads[FLOOR, self.slot] = FOREVER
-            threads[TIMER, self.slot] = FOREVER
+            place = self.place
             process.threads -= 1
-            process.needed -= threads[NEEDED, self.slot]
-            threads[NEEDED, self.slot] = 0
+            process.needed -= place.needed
+            place.state = FREE
+            place.needed = 0
+            place.floor = FOREVER
+            place.timer = FOREVER
             arbiter.settle(self.table)
 
 
@@ -165,9 +144,12 @@ def take_turn() -> None:
 
 
 def ask(answer: bool) -> bool:
-    """Return the answer to a question; a "no" takes some time, if this thread has a clock."""
-    clock = own()
-    return answer if clock is None else clock.ask(answer)
+    """Return the answer to a question; a "no" takes some time, if this thread has a clock, so that
+    a loop of questions comes to an end.
+    """
+    if not answer:
+        advance(QUESTION_S)
+    return answer
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:
@@ -177,13 +159,13 @@ def new_clock(parent: Clock, needed: bool) -> Clock:
     table = parent.table
     with table.lock:
         for slot in table.own_threads():
-            if table.threads[STATE, slot] == FREE:
+            if table.places[slot].state == FREE:
                 break
         else:
             most = table.threads_per_rank
             raise RuntimeError(f"a rank may have {most} threads where time is virtual; end some")
         process.started += 1
-        table.threads[NUMBER, slot] = process.started
+        table.places[slot].number = process.started
         return begin(table, slot, parent.moment, needed)
 
 
@@ -191,10 +173,11 @@ def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
     """Return the clock of a thread that runs at place `slot` from now on; under the lock."""
     process.threads += 1
     process.needed += int(needed)
-    table.threads[FLOOR, slot] = moment
-    table.threads[NEEDED, slot] = int(needed)
-    table.threads[STATE, slot] = RUNNING
-    return Clock(table, slot, moment)
+    clock = Clock(table, slot, moment)
+    clock.place.floor = moment
+    clock.place.needed = needed
+    clock.place.state = RUNNING
+    return clock
 
 
 def several_compute() -> bool:
@@ -204,7 +187,6 @@ def several_compute() -> bool:
     clock = own()
     if clock is None:
         return False
-    needed = clock.table.threads[NEEDED, clock.slot]
-    if not needed:
+    if not clock.place.needed:
         process.daemons.add(clock.slot)
     return process.needed + len(process.daemons) > 1

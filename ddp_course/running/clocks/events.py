@@ -2,38 +2,28 @@
 
 import hashlib
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import arbiter
 from .clock import own, process
-from .table import (
-    ARRIVES,
-    BOOKED,
-    COUNT,
-    DEPARTS,
-    FIRST,
-    FOREVER,
-    GROUP,
-    KIND,
-    MOMENT,
-    OPEN,
-    PRESENT,
-    READERS,
-    SECOND,
-    SIZE,
-    STAGE,
-    TAG,
-)
+from .table import BOOKED, FOREVER, GROUP, KIND, OPEN, SECOND, STAGE, TAG, Entry, where
 
 
 class Ticket(NamedTuple):
-    """What `wait` needs: a `row` of the table, which of its moments counts, and in words what is
-    waited for.
+    """What `wait` needs: an entry of the table, whether this side of it `sends`, and in words what
+    is waited for.
     """
 
-    row: int
-    side: int
+    entry: Entry
+    sends: bool
     why: str
+
+    @property
+    def end(self) -> int | None:
+        """The moment that is waited for; None as long as it is not known."""
+        if self.entry.stage != BOOKED:
+            return None
+        return self.entry.departs if self.sends else self.entry.arrives
 
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
@@ -45,15 +35,15 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
     number = process.calls[way] = process.calls.get(way, 0) + 1
     key = hash((sender, receiver, group, tag, number))
     with table.lock:
-        row = come(key, 2, arbiter.MESSAGE, sender, receiver, group, tag, number)
+        entry = come(key, 2, arbiter.MESSAGE, sender, receiver, group, tag, number)
         if sending:
-            table.rows[SIZE, row] = nbytes
-        if table.rows[PRESENT, row] == 2:
-            arbiter.make_ready(table, row)
+            entry.size = nbytes
+        if entry.present == 2:
+            arbiter.make_ready(table, entry)
         elif sending:
             arbiter.tell_receiver_of_any(table, receiver, clock.moment)
     verb = "to send to" if sending else "to receive from"
-    return Ticket(row, DEPARTS if sending else ARRIVES, f"{verb} rank {peer}")
+    return Ticket(entry, sending, f"{verb} rank {peer}")
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
@@ -74,9 +64,9 @@ def join_new_group(name: str, members: list[int]) -> int:
         key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
     )
     stand_until_booked(ticket)
-    number = process.table.rows[GROUP, ticket.row]  # once all have waited, the row is free
+    number = ticket.entry.group  # once all have waited, the entry is free
     wait(ticket)
-    process.table.members[number, process.table.rank] = 1
+    process.table.members[number][process.table.rank] = 1
     return number
 
 
@@ -93,28 +83,26 @@ def joined(
     """Note that this rank has come to a collective."""
     table = process.table
     with table.lock:
-        row = come(key, len(members), kind, members[0], 0, group, int(has_bytes), number)
-        table.rows[SIZE, row] = max(table.rows[SIZE, row], duration)
-        if table.rows[PRESENT, row] == len(members):
-            arbiter.make_ready(table, row)
-    return Ticket(row, ARRIVES, what)
+        entry = come(key, len(members), kind, members[0], 0, group, int(has_bytes), number)
+        entry.size = max(entry.size, duration)
+        if entry.present == len(members):
+            arbiter.make_ready(table, entry)
+    return Ticket(entry, False, what)
 
 
-def come(key: int, sides: int, *place: int) -> int:
+def come(key: int, sides: int, *place: int) -> Entry:
     """Note, under the lock, that one of the `sides` of a message or a collective has come; return
-    its row. Its `place` among those of one moment is by the properties in `arbiter.ORDER`.
+    its entry. Its `place` among those of one moment is by the fields in `arbiter.ORDER`.
     """
-    table = process.table
-    row = arbiter.find(table, key or 1)  # the key 0 would be a row that is free
-    rows = table.rows
-    if not rows[STAGE, row]:
-        rows[STAGE, row] = OPEN
-        rows[READERS, row] = sides
+    entry = arbiter.find(process.table, key or 1)  # the key 0 would be an entry that is free
+    if not entry.stage:
+        entry.stage = OPEN
+        entry.readers = sides
         for field, value in zip(arbiter.ORDER, place, strict=True):
-            rows[field, row] = value
-    rows[MOMENT, row] = max(rows[MOMENT, row], own().moment)  # type: ignore[union-attr]
-    rows[PRESENT, row] += 1
-    return row
+            setattr(entry, field, value)
+    entry.moment = max(entry.moment, own().moment)  # type: ignore[union-attr]
+    entry.present += 1
+    return entry
 
 
 def wait(ticket: Ticket) -> int:
@@ -122,38 +110,33 @@ def wait(ticket: Ticket) -> int:
     return when.
     """
     stand_until_booked(ticket)
-    table = process.table
-    clock = own()
-    moment = table.rows[ticket.side, ticket.row]
-    clock.advance(moment)
-    table.dropped.append(ticket.row)
+    moment: Any = ticket.end
+    own().advance(moment)  # type: ignore[union-attr]
+    drop(ticket)
     return moment
 
 
 def stand_until_booked(ticket: Ticket) -> None:
     """Stop this thread's clock until a ticket's moment is known."""
-    table = process.table
     clock = own()
-    if table.rows[STAGE, ticket.row] == BOOKED:
+    if ticket.end is not None:
         return
-    with table.lock:
-        booked = table.rows[STAGE, ticket.row] == BOOKED
+    with process.table.lock:
+        booked = ticket.end is not None
         if not booked:
-            clock.stop(row=ticket.row, side=ticket.side)
+            clock.stop(ticket=ticket)
     if not booked:
         clock.stand(ticket.why)
 
 
 def has_ended(ticket: Ticket) -> bool:
     """Return whether a ticket's moment has passed on this thread's clock."""
-    table = process.table
-    booked = table.rows[STAGE, ticket.row] == BOOKED
-    return booked and table.rows[ticket.side, ticket.row] <= own().moment
+    return ticket.end is not None and ticket.end <= own().moment  # type: ignore[union-attr]
 
 
 def drop(ticket: Ticket) -> None:
-    """Nobody will wait with this ticket."""
-    process.table.dropped.append(ticket.row)
+    """Nobody will wait with this ticket any more."""
+    process.table.dropped.append(ticket.entry)
 
 
 def oldest_sender(group: int, tag: int) -> int:
@@ -163,23 +146,21 @@ def oldest_sender(group: int, tag: int) -> int:
     clock.sleep_until(clock.moment, "for its turn")
     while True:
         with table.lock:
-            rows = table.arrays["rows"]
+            rows = table.rows
             way = (rows[SECOND] == table.rank) & (rows[GROUP] == group) & (rows[TAG] == tag)
-            sent = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE)
-            found = [row for row in sent.nonzero()[0].tolist() if is_next_of(row)]
-            due = [row for row in found if table.rows[MOMENT, row] <= clock.moment]
-            if due:
-                first = min(due, key=lambda row: (table.rows[MOMENT, row], table.rows[FIRST, row]))
-                return table.rows[FIRST, first]
-            timer = min((table.rows[MOMENT, row] for row in found), default=FOREVER)
+            posted = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE)
+            sends = filter(is_next, where(table.entries, posted))
+            found = [(send.moment, send.first) for send in sends]
+            moment, sender = min(found, default=(FOREVER, 0))
+            if moment <= clock.moment:
+                return sender
             table.anyone[table.rank] = clock.slot + 1
-            clock.stop(timer)
+            clock.stop(moment)
         clock.stand("to receive from any rank")
         table.anyone[table.rank] = 0
 
 
-def is_next_of(row: int) -> bool:
+def is_next(send: Entry) -> bool:
     """Return whether a posted send is the next that this rank has not begun to receive."""
-    rows = process.table.rows
-    way = (rows[FIRST, row], rows[SECOND, row], rows[GROUP, row], rows[TAG, row], False)
-    return rows[COUNT, row] == process.calls.get(way, 0) + 1
+    way = (send.first, send.second, send.group, send.tag, False)
+    return send.count == process.calls.get(way, 0) + 1

@@ -9,7 +9,7 @@ that has not come.
 # The stubs of torch overload these methods in ways that no class can follow.
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
 from . import events
-from .clock import own, process
+from .clock import ask, own, process
 
 
 class Work(dist.Work):
@@ -57,7 +57,7 @@ class Work(dist.Work):
         clock = own()
         if self.ended is None and clock is not None:
             clock.sleep_until(clock.moment, "for its turn")
-            if not clock.ask(events.has_ended(self.ticket)):
+            if not ask(events.has_ended(self.ticket)):
                 return False
             self.finish()
         return True
@@ -143,6 +143,41 @@ class Following(Future):
         self.before.bring()
 
 
+class Form(NamedTuple):
+    """How long a collective takes: it is called `name`, gloo's `method` moves the data, and each of
+    its `steps` carries argument number `sent`, or only a K-th of that if it is `shared`.
+    """
+
+    name: str
+    method: str
+    steps: str
+    sent: int
+    shared: bool = False
+
+
+ROUND = "K - 1"  # one step for each other member
+RING = "2 (K - 1)"
+TREE = "log2 K"
+FORMS = {  # These are by torch's name of the method that begins it.
+    "allreduce": Form("all_reduce", "allreduce", RING, 0, True),
+    "allreduce_coalesced": Form("all_reduce", "allreduce_coalesced", RING, 0, True),
+    "broadcast": Form("broadcast", "broadcast", TREE, 0),
+    "reduce": Form("reduce", "reduce", TREE, 0),
+    "allgather": Form("all_gather", "allgather", ROUND, 1),
+    "all_gather_single": Form("all_gather", "_allgather_base", ROUND, 1),
+    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", ROUND, 0),
+    "reduce_scatter_single": Form("reduce_scatter", "_reduce_scatter_base", ROUND, 0),
+    "gather": Form("gather", "gather", ROUND, 1),
+    "scatter": Form("scatter", "scatter", ROUND, 0),
+    "all_to_all_single": Form("all_to_all", "alltoall_base", ROUND, 1, True),
+    "alltoall": Form("all_to_all", "alltoall", ROUND, 1, True),
+    # Older versions of torch call three of them so.
+    "_allgather_base": Form("all_gather", "_allgather_base", ROUND, 1),
+    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", ROUND, 0),
+    "alltoall_base": Form("all_to_all", "alltoall_base", ROUND, 1, True),
+}
+
+
 def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
     if isinstance(tensors, torch.Tensor):
@@ -160,7 +195,6 @@ class Group(dist.ProcessGroup):
         # torch writes down here what it tells a new group of gloo after it was made.
         self.options = SimpleNamespace(_timeout=timeout, global_ranks_in_group=[], group_name="")
         self.supports_coalescing = False
-        self.log2 = (size - 1).bit_length()
         self.number = 0
 
     def _set_sequence_number_for_group(self) -> None:
@@ -195,12 +229,17 @@ class Group(dist.ProcessGroup):
 
     group_name = property(getGroupName)
 
-    def timed(self, name: str, work: Any, nbytes: float, steps: int = 0) -> Work:
-        """Join a collective of `steps`, each of which takes as long as a message of `nbytes`; by
-        default one for each other member.
+    def timed(self, name: str, work: Any, nbytes: float, steps: str) -> Work:
+        """Join a collective of so many `steps`, each of which takes as long as a message of
+        `nbytes`.
         """
         table = process.table
-        duration = (steps or self.size() - 1) * (table.latency + table.bytes_take(nbytes))
+        counts = {
+            ROUND: self.size() - 1,
+            RING: 2 * (self.size() - 1),
+            TREE: (self.size() - 1).bit_length(),
+        }
+        duration = counts[steps] * (table.latency + table.bytes_take(nbytes))
         ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
         return Work(work, ticket)
 
@@ -223,96 +262,35 @@ class Group(dist.ProcessGroup):
         sender = events.oldest_sender(self.number, tag)
         return self.recv(tensors, self.members.index(sender), tag)
 
-    def all_reduced(self, work: Any, tensors: list) -> Work:
-        """Join a ring of all members."""
-        steps = 2 * (self.size() - 1)
-        return self.timed("all_reduce", work, nbytes_of(tensors) / self.size(), steps)
-
-    def allreduce(self, tensors: list, *opts: Any) -> Work:
-        """Sum tensors over all members."""
-        return self.all_reduced(self.inner.allreduce(tensors, *opts), tensors)
-
-    def allreduce_coalesced(self, tensors: list, *opts: Any) -> Work:
-        """Sum several tensors over all members."""
-        return self.all_reduced(self.inner.allreduce_coalesced(tensors, *opts), tensors)
-
-    def broadcast(self, tensors: list, opts: Any) -> Work:
-        """Copy one member's tensors to all."""
-        work = self.inner.broadcast(tensors, opts)
-        return self.timed("broadcast", work, nbytes_of(tensors), self.log2)
-
-    def reduce(self, tensors: list, opts: Any) -> Work:
-        """Sum tensors on one member."""
-        work = self.inner.reduce(tensors, opts)
-        return self.timed("reduce", work, nbytes_of(tensors), self.log2)
-
-    def allgather(self, outputs: list, inputs: list, *opts: Any) -> Work:
-        """Collect each member's tensors on all."""
-        work = self.inner.allgather(outputs, inputs, *opts)
-        return self.timed("all_gather", work, nbytes_of(inputs))
-
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, *opts: Any, **_: Any
-    ) -> Work:
-        """Collect each member's tensor in one of all."""
-        work = self.inner._allgather_base(output, tensor, *opts)
-        return self.timed("all_gather", work, nbytes_of(tensor))
-
-    _allgather_base: Any = all_gather_single  # Older versions of torch call it so.
-
     def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Collect each member's tensors, in one for each."""
         parts = [output.chunk(self.size()) for output in outputs]
         of_members = [list(members) for members in zip(*parts, strict=True)]
         work = self.inner.allgather_coalesced(of_members, inputs, *opts)
-        return self.timed("all_gather", work, nbytes_of(inputs))
-
-    def reduce_scatter(self, outputs: list, inputs: list, *opts: Any) -> Work:
-        """Sum tensors, a part on each member."""
-        work = self.inner.reduce_scatter(outputs, inputs, *opts)
-        return self.timed("reduce_scatter", work, nbytes_of(outputs))
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, *opts: Any, **_: Any
-    ) -> Work:
-        """Sum a tensor, a part on each member."""
-        work = self.inner._reduce_scatter_base(output, tensor, *opts)
-        return self.timed("reduce_scatter", work, nbytes_of(output))
-
-    _reduce_scatter_base: Any = reduce_scatter_single
-
-    def gather(self, outputs: list, inputs: list, opts: Any) -> Work:
-        """Collect each member's tensor on one."""
-        return self.timed("gather", self.inner.gather(outputs, inputs, opts), nbytes_of(inputs))
-
-    def scatter(self, outputs: list, inputs: list, opts: Any) -> Work:
-        """Give each member its part of one member's tensors."""
-        return self.timed("scatter", self.inner.scatter(outputs, inputs, opts), nbytes_of(outputs))
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Any,
-        input_splits: Any,
-        *opts: Any,
-        **_: Any,
-    ) -> Work:
-        """Give each member a part of each member's tensor."""
-        work = self.inner.alltoall_base(output, tensor, output_splits, input_splits, *opts)
-        return self.timed("all_to_all", work, nbytes_of(tensor) / self.size())
-
-    alltoall_base: Any = all_to_all_single
-
-    def alltoall(self, outputs: list, inputs: list, *opts: Any) -> Work:
-        """Give each member one of each member's tensors."""
-        work = self.inner.alltoall(outputs, inputs, *opts)
-        return self.timed("all_to_all", work, nbytes_of(inputs) / self.size())
+        return self.timed("all_gather", work, nbytes_of(inputs), ROUND)
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
-        return self.timed("barrier", self.inner.barrier(**opts), 0, self.log2)
+        return self.timed("barrier", self.inner.barrier(**opts), 0, TREE)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""
         self.barrier().wait()
+
+
+def add_collective(called: str, form: Form) -> None:
+    """Give `Group` the method that torch calls for a collective."""
+
+    def collective(self: Group, *arguments: Any) -> Work:
+        work = getattr(self.inner, form.method)(*arguments)
+        nbytes: float = nbytes_of(arguments[form.sent])
+        if form.shared:
+            nbytes /= self.size()
+        return self.timed(form.name, work, nbytes, form.steps)
+
+    collective.__name__ = called
+    setattr(Group, called, collective)
+
+
+for called, form in FORMS.items():
+    add_collective(called, form)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from ...errors import DeadlockError
-from .table import BLOCKED, FLOOR, LATEST, NEEDED, RUNNING, STATE, real_clock, real_sleep
+from .table import FLOOR, RUNNING, real_clock, real_sleep
 
-PATIENCE_S = (
-    3.0  # virtual time may stand still for so long before the watchdog says who holds it up
-)
+# Virtual time may stand still for so long before the watchdog says who holds it up.
+PATIENCE_S = 3.0
 LOOK_S = 0.5
 GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -34,9 +33,7 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
     if not table.lines[table.rank] or clock.slot == table.own_threads()[0]:
         table.lines[table.rank] = line.encode()
-    threads = table.arrays["threads"]
-    waiting = (threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)
-    ranks = sorted(set((waiting.nonzero()[0] // table.threads_per_rank).tolist()))
+    ranks = sorted(set((table.waiting() // table.threads_per_rank).tolist()))
     end = real_clock() + GATHER_S
     while not all(table.lines[ranks]) and real_clock() < end:
         real_sleep(0.002)
@@ -70,16 +67,14 @@ def watch(table: Any) -> None:
     since = real_clock()
     while True:
         real_sleep(LOOK_S)
-        threads = table.arrays["threads"]
-        state = (table.head[LATEST], tuple(threads[FLOOR].tolist()))
+        state = (table.head.latest, tuple(table.threads[FLOOR].tolist()))
         if state != before:
             before = state
             since = real_clock()
             continue
-        others_wait = bool(((threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)).any())
-        if real_clock() - since > PATIENCE_S and others_wait:
+        if real_clock() - since > PATIENCE_S and len(table.waiting()):
             for slot in table.own_threads():
-                if table.threads[STATE, slot] == RUNNING:
+                if table.places[slot].state == RUNNING:
                     report(table, slot, said)
 
 

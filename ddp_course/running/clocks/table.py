@@ -1,11 +1,10 @@
 """The table that all ranks of a launch share: threads' clocks, links, and what is under way between
 ranks.
 
-It is a file without a name, which forked ranks and new processes inherit as an open file. All
-moments are whole picoseconds. A row of `threads` or `rows` is one property of all threads, or of
-all messages and collectives.
+It is a file without a name, which forked ranks and new processes inherit as an open file. It is
+laid out as in C, in whole numbers; all moments are picoseconds.
 
-A thread's `FLOOR` is written without the lock: no moment before it can come from that thread any
+A thread's `floor` is written without the lock: no moment before it can come from that thread any
 more. Another rank that still reads the value before (ARM may deliver late) only books later, never
 in another order; whoever waits looks again after a moment.
 """
@@ -19,6 +18,7 @@ import random
 import sys
 import threading
 import time
+from ctypes import Structure, c_char, c_int64
 from typing import Any
 
 import numpy as np
@@ -27,30 +27,12 @@ from ..files import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
-FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, SIDE, NUMBER = range(8)  # the properties of a thread
-# The states of a message or a collective; 0 is a row that is free.
+# The stages of a message or a collective; 0 is that of an entry that is free.
 OPEN, READY, BOOKED = range(1, 4)
-# The properties of a message or a collective.
-(
-    KEY,  # all its sides compute the same key
-    STAGE,
-    MOMENT,  # when the last side so far has come
-    KIND,
-    FIRST,  # the rank that sends, or the first member of a collective
-    SECOND,  # the rank that receives
-    GROUP,
-    TAG,
-    COUNT,  # its number among those on the same way, or in the same group
-    SIZE,  # the bytes of a message, or the duration of a collective
-    PRESENT,  # so many sides have come
-    DEPARTS,
-    ARRIVES,
-    READERS,  # so many sides have still to read when it ends
-) = range(14)
-THRESHOLD, DEADLOCK, FAILED, GROUPS, PENDING, LATEST = range(6)  # the numbers of the table's head
-HEAD = 8
-THREAD_FIELDS = 8
-ROW_FIELDS = 14
+# NumPy reads these fields of all places, and these of all entries, each as a row of `Table.threads`
+# or `Table.rows`; their numbers are those in `Place` and `Entry`.
+FLOOR, STATE, NEEDED, TIMER, AWAITS = range(1, 6)
+KEY, STAGE, MOMENT, KIND, SECOND, GROUP, TAG = range(7)
 MOST_GROUPS = 1024
 LINE = 240
 LOOK_AGAIN_S = 0.2  # a thread that waits looks at the table this often
@@ -61,18 +43,64 @@ real_clock = time.perf_counter
 plain_lock = threading.Lock
 
 
+def numbers(*names: str) -> list[tuple[str, Any]]:
+    """Return the fields of a structure of whole numbers."""
+    return [(name, c_int64) for name in names]
+
+
+class Head(Structure):
+    """What there is once."""
+
+    _fields_ = numbers("threshold", "deadlock", "failed", "groups", "pending", "latest")
+
+
+class Place(Structure):
+    """What all ranks know of a thread; it `awaits` the entry with that key."""
+
+    _fields_ = numbers(
+        "woken",  # the kernel lets the thread sleep until this is 1
+        "floor",
+        "state",
+        "needed",
+        "timer",
+        "awaits",
+        "clock",
+        "sends",  # of the entry that it awaits, it waits for the departure
+        "number",
+    )
+
+
+class Entry(Structure):
+    """A message or a collective between ranks."""
+
+    _fields_ = numbers(
+        "key",  # all its sides compute the same key; 0 is an entry that is free
+        "stage",
+        "moment",  # when the last side so far has come
+        "kind",
+        "second",  # the rank that receives
+        "group",
+        "tag",
+        "first",  # the rank that sends, or the first member of a collective
+        "count",  # its number among those on the same way, or in the same group
+        "size",  # the bytes of a message, or the duration of a collective
+        "present",  # so many sides have come
+        "departs",
+        "arrives",
+        "readers",  # so many sides have still to read when it ends
+    )
+
+
+class Ways(Structure):
+    """The moments from which on a host's ways out and in are free."""
+
+    _fields_ = numbers("out", "into")
+
+
 class Table:
     """The memory; `hosts` has the host of each rank. Ranks of one host reach each other without
     links.
     """
-
-    head: Any  # these are views of the memory; `__init__` sets them by their names
-    threads: Any
-    rows: Any
-    links: Any
-    members: Any
-    anyone: Any
-    words: Any
 
     def __init__(
         self,
@@ -94,51 +122,49 @@ class Table:
         self.lock = Lock(self.file)
         self.rank = 0
         self.idents: dict[int, int] = {}  # the threads of this process, by their places
-        # The table does not know yet that this process has read these rows.
-        self.dropped: list[int] = []
+        # The table does not know yet that this process has read these entries.
+        self.dropped: list[Entry] = []
         if descriptor is None:
             self.clear()
 
     def lay_out(self) -> None:
-        """Map the memory: arrays of whole numbers, one after the other, and for each rank a line of
-        text. The attributes are for single numbers, `arrays` has the same for NumPy.
+        """Map the memory. `threads` has a column for each of the `places`, `rows` for each of the
+        `entries`.
         """
-        slots = self.ranks * self.threads_per_rank
-        shapes = {
-            "head": (HEAD,),
-            "threads": (THREAD_FIELDS, slots),
-            "rows": (ROW_FIELDS, 1024 + 64 * self.ranks),
-            "links": (2, max(self.hosts) + 1),
-            "members": (MOST_GROUPS, self.ranks),
-            "anyone": (self.ranks,),
-            "words": (slots,),
-        }
-        numbers = sum(math.prod(shape) for shape in shapes.values())
-        self.file.truncate(8 * numbers + self.ranks * LINE)
-        memory = mmap.mmap(self.file.fileno(), 0)
-        self.arrays: dict[str, Any] = {}
-        at = 0
-        for name, shape in shapes.items():
-            end = at + 8 * math.prod(shape)
-            view = memoryview(memory)[at:end].cast("q", shape)
-            setattr(self, name, view)
-            self.arrays[name] = np.asarray(view)
-            at = end
-        self.lines = np.frombuffer(memory, f"S{LINE}", offset=at)
-        first = self.arrays["words"].ctypes.data
-        self.addresses = [ctypes.c_void_p(first + 8 * slot) for slot in range(slots)]
+
+        class Memory(Structure):
+            _fields_ = [
+                ("head", Head),
+                ("places", Place * (self.ranks * self.threads_per_rank)),
+                ("entries", Entry * (1024 + 64 * self.ranks)),
+                ("ways", Ways * (max(self.hosts) + 1)),
+                ("anyone", c_int64 * self.ranks),
+                ("members", c_int64 * self.ranks * MOST_GROUPS),
+                ("lines", c_char * LINE * self.ranks),
+            ]
+
+        self.file.truncate(ctypes.sizeof(Memory))
+        memory = Memory.from_buffer(mmap.mmap(self.file.fileno(), 0))
+        self.head = memory.head
+        self.places = list(memory.places)
+        self.threads = as_rows(memory.places)
+        self.entries = list(memory.entries)
+        self.rows = as_rows(memory.entries)
+        self.ways = list(memory.ways)
+        self.anyone = memory.anyone
+        self.members = memory.members
+        self.lines = np.frombuffer(memory.lines, f"S{LINE}")
 
     def clear(self) -> None:
         """Let the main threads of all ranks run from 0 on."""
-        threads = self.arrays["threads"]
-        self.head[THRESHOLD] = FOREVER
-        self.head[GROUPS] = 1
-        threads[FLOOR] = threads[TIMER] = FOREVER
-        main = slice(0, None, self.threads_per_rank)
-        threads[FLOOR, main] = 0
-        threads[STATE, main] = RUNNING
-        threads[NEEDED, main] = 1
-        self.arrays["members"][0] = 1
+        self.head.threshold = FOREVER
+        self.head.groups = 1
+        self.threads[FLOOR] = self.threads[TIMER] = FOREVER
+        for main in self.places[:: self.threads_per_rank]:
+            main.floor = 0
+            main.state = RUNNING
+            main.needed = 1
+        self.members[0][:] = [1] * self.ranks
 
     def __reduce__(self):
         return type(self), (self.hosts, self.bits_per_second, self.latency_s, self.file.fileno())
@@ -148,22 +174,36 @@ class Table:
         return round(nbytes * self.byte)
 
     def own_threads(self) -> range:
-        """Return the places of this rank's threads in the table."""
+        """Return the numbers of this rank's places."""
         first = self.rank * self.threads_per_rank
         return range(first, first + self.threads_per_rank)
 
-    def wake(self, slot: int) -> None:
-        """Wake the thread that waits in `sleep_until_woken`."""
-        self.words[slot] = 1
-        if libc is not None:
-            libc.syscall(FUTEX, self.addresses[slot], 1, 1, None, None, 0)
+    def waiting(self) -> Any:
+        """Return the numbers of the places whose threads are needed and blocked."""
+        return ((self.threads[STATE] == BLOCKED) & (self.threads[NEEDED] > 0)).nonzero()[0]
 
-    def sleep_until_woken(self, slot: int) -> None:
+    def wake(self, place: Place) -> None:
+        """Wake the thread that waits in `sleep_until_woken`."""
+        place.woken = 1
+        if libc is not None:
+            libc.syscall(FUTEX, ctypes.byref(place), 1, 1, None, None, 0)
+
+    def sleep_until_woken(self, place: Place) -> None:
         """Sleep, without the lock, until `wake` was called for this thread, or for a moment."""
         if libc is None:
             real_sleep(POLL_S)  # macOS has no wait of this kind between processes
         else:
-            libc.syscall(FUTEX, self.addresses[slot], 0, 0, LOOK_AGAIN, None, 0)
+            libc.syscall(FUTEX, ctypes.byref(place), 0, 0, LOOK_AGAIN, None, 0)
+
+
+def as_rows(structures: Any) -> Any:
+    """Return the memory of structures as an array with a row for each field."""
+    return np.frombuffer(structures, np.int64).reshape(len(structures), -1).T
+
+
+def where(items: list, mask: Any) -> list:
+    """Return those items where the array `mask` is true."""
+    return [items[number] for number in mask.nonzero()[0].tolist()]
 
 
 class Lock:

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from . import arbiter, clock
-from .clock import Clock, own
-from .table import CLOCK, FOREVER, real_sleep
+from .clock import Clock, ask, own
+from .table import FOREVER, real_sleep
 
 OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
 TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
@@ -61,7 +61,7 @@ class Lock:
         if outcome == TAKEN:
             return True
         if outcome == REFUSED:
-            return clock.ask(False)
+            return ask(False)
         try:
             clock.stand("for another thread")
         except BaseException:
@@ -109,10 +109,10 @@ class Lock:
                 return
             next_clock = self.waiting.popleft()
             self.owner = next_clock
-            table = next_clock.table
-            with table.lock:
-                moment = table.threads[CLOCK, next_clock.slot] if clock is None else clock.moment
-                arbiter.release(table, next_clock.slot, moment)
+            with next_clock.table.lock:
+                # A thread without a clock lets the next one go on at that one's own time.
+                moment = 0 if clock is None else clock.moment
+                arbiter.release(next_clock.table, next_clock.place, moment)
 
     def locked(self) -> bool:
         """Return whether the lock is taken."""
@@ -211,7 +211,7 @@ def is_alive(thread: threading.Thread) -> bool:
     if own() is None or not hasattr(thread, "ending"):
         return plain_is_alive(thread)
     clock.take_turn()
-    return not clock.ask(not thread.ending.locked())
+    return not ask(not thread.ending.locked())
 
 
 plain_is_alive = threading.Thread.is_alive
@@ -220,12 +220,12 @@ plain_is_alive = threading.Thread.is_alive
 def is_set(event: threading.Event) -> bool:
     """Return whether an event is set, as of now."""
     clock.take_turn()
-    return clock.ask(plain_is_set(event))
+    return ask(plain_is_set(event))
 
 
 def done(future: concurrent.futures.Future) -> bool:
     """Return whether a future has its result, as of now."""
-    return clock.ask(plain_done(future))
+    return ask(plain_done(future))
 
 
 class SimpleQueue(queue._PySimpleQueue):
@@ -237,13 +237,13 @@ class SimpleQueue(queue._PySimpleQueue):
             return super().get(block, timeout)
         except queue.Empty:
             if not block:
-                clock.ask(False)
+                ask(False)
             raise
 
     def empty(self) -> bool:
         """Return whether there is no item, as of now."""
         clock.take_turn()
-        return not clock.ask(not super().empty())
+        return not ask(not super().empty())
 
 
 def sleep(seconds: float) -> None:
