@@ -2,6 +2,7 @@
 is there.
 """
 
+import json
 import os
 import re
 import shutil
@@ -228,6 +229,34 @@ def test_add_an_exercise(house):
         run(house, "-c", tried.format(4))
 
 
+def test_add_a_column(house):
+    """The number of ranks that were counted, which the single device's row does not have."""
+
+    def add_field(path):
+        insert(path, "    bytes_formula: int | None", "    ranks_counted: int | None = None\n")
+        insert(path, "        loss=[statistics", "        ranks_counted=len(counted) or None,\n")
+
+    def add_title(path):
+        insert(path, '    "last\\nloss"', '    "ranks\\ncounted": ("ranks_counted", "d"),\n')
+
+    follow(
+        house,
+        " column to `compare`",
+        {
+            "ddp_course/measuring/results.py": add_field,
+            "ddp_course/commands/compare.py": add_title,
+        },
+    )
+    options = (
+        "--stages 1,4 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000"
+        " --out results"
+    )
+    table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
+    assert re.search(r"counted", table)
+    stages = json.loads((house / "results" / "compare.json").read_text())["stages"]
+    assert [stage["ranks_counted"] for stage in stages] == [None, 2]
+
+
 def test_add_an_all_reduce(house):
     """It is the fastest where messages are small: it costs one latency, not two per round."""
 
@@ -237,7 +266,7 @@ def test_add_an_all_reduce(house):
 
     def foretell(path):
         insert(path, "ALL_REDUCE: dict", FORMULA)
-        insert(path, "        hierarchical_ring,\n    )", "        topic,\n")
+        insert(path, "        hierarchical_ring,\n", "        topic,\n")
 
     def colour(path):
         insert(path, '    "hierarchical_ring": "#', '    "topic": "#000001",\n')

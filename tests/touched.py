@@ -20,6 +20,7 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_predictions": "tests/predictions",
     "ddp_course/measuring": "tests/measuring tests/commands tests/running/clocks/test_clocks.py",
     "ddp_course/errors": "tests/test_house.py tests/running/launching tests/running/test_faults.py",
+    "ddp_course/collectives": "tests/measuring/test_theory.py tests/test_contributing.py",
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
     "ddp_course/variants": "tests/commands/test_compare.py",
@@ -72,6 +73,8 @@ def touched(paths: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command = ["git", "diff", "--name-only", sys.argv[1]]
-    changed = subprocess.run(command, capture_output=True, text=True, check=True)
-    print("\n".join(touched(changed.stdout.split())))
+    changed = []
+    for command in (["diff", "--name-only", sys.argv[1]], ["ls-files", "-o", "--exclude-standard"]):
+        done = subprocess.run(["git", *command], capture_output=True, text=True, check=True)
+        changed += done.stdout.split()
+    print("\n".join(touched(changed)))

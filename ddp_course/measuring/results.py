@@ -39,7 +39,7 @@ class StageResult:
     # Of the busiest rank in a step. None where torch or threads do the sending.
     bytes_sent_max: int | None
     bytes_received_max: int | None
-    messages_max: int | None
+    messages_max: int | None  # sent and received
     loss: list[float]  # of the global batch, each step
     max_abs_diff_vs_single: float
     evaluation: dict[str, float] | None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_course import collectives
 from ddp_course.checking.attempt import groups
 from ddp_course.checking.diagnosis import kind_of
 from ddp_course.errors import Wrong
@@ -18,8 +19,7 @@ SERVER = tuple(
     for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
 )
 OTHER_ALGORITHMS = tuple(
-    f"ddp_course.collectives.{name}.{name}_all_reduce"
-    for name in ("halving_doubling", "hierarchical", "tree")
+    f"{vars(collectives)[name].__module__}.{name}" for name in collectives.__all__
 )
 RING = OTHER_ALGORITHMS + tuple(
     f"ddp_course.stage4_ring.{name}"
