@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 
 SCRIPT = str(Path(__file__).with_name("server.py"))
+# Linux starts no program with an environment variable of much more than this many bytes.
+LONGEST_VARIABLE = 100_000
 
 
 def preloading_environment() -> dict[str, str]:
     """Return the environment for a process that loads torch; its ranks get the caller's whole
     environment later.
     """
-    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
