@@ -31,8 +31,6 @@ from .protocol import (
     send,
 )
 
-Files = tuple[LaunchFiles, RankFiles]
-
 
 def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> None:
     """Carry out one launch: start its ranks, tell the caller how each rank ended, and exit."""
@@ -45,10 +43,10 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
         link = pickle.loads(setting.link)
         closed = prepare_network(setting, link)
         table = prepare_clocks(setting, link)
-        meeting, listener = prepare_store(setting, link, closed, table)
+        meeting = prepare_store(setting, link, closed, table)
         # this is repeated: Linux forgets it when a process changes its credentials
         linux.die_with_parent()
-        ranks = start_ranks(setting, meeting, files, listener, launch)
+        ranks = start_ranks(setting, meeting, files, launch)
     except Exception as error:
         send(launch.fileno(), Refused(error))
         os._exit(1)
@@ -62,9 +60,8 @@ def prepare_network(setting: Setting, link: Any) -> bool:
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
-    closed = link is not None and link.mode == "hosts"  # virtual hosts are a network of their own
-    if not closed:
-        closed = enter_own_network(setting.network)
+    virtual_hosts = link is not None and link.mode == "hosts"  # they are a network of their own
+    closed = virtual_hosts or enter_own_network(setting.network)
     if link is not None:
         link.prepare(setting.world_size)
     return closed
@@ -98,29 +95,24 @@ def enter_own_network(wish: str) -> bool:
     return True
 
 
-def prepare_store(
-    setting: Setting, link: Any, closed: bool, table: Any
-) -> tuple[Meeting, socket.socket | None]:
-    """Return where the ranks meet, and the socket on which rank 0 serves their store: it is bound
-    here, so that two launches never clash. Where other users could reach it there is none, and the
-    store is a file in memory.
+def prepare_store(setting: Setting, link: Any, closed: bool, table: Any) -> Meeting:
+    """Return where the ranks meet. The socket on which rank 0 serves their store is bound here, so
+    that two launches never clash. Where other users could reach it there is none, and the store is
+    a file in memory.
     """
     address = LOOPBACK if link is None else link.network.master_address
     if closed or setting.network == "open" or sys.platform != "linux":
         listener = socket.create_server((address, 0), backlog=1024)
-        host, port = listener.getsockname()[:2]
-        return Meeting(os.getpid(), link, table, host, port), listener
+        listener.set_inheritable(True)
+        _, port = listener.getsockname()
+        return Meeting(os.getpid(), link, table, address, port, listener.detach())
     store_file = os.memfd_create("store")
     os.set_inheritable(store_file, True)
-    return Meeting(os.getpid(), link, table, address, store_file=store_file), None
+    return Meeting(os.getpid(), link, table, address, store_file=store_file)
 
 
 def start_ranks(
-    setting: Setting,
-    meeting: Meeting,
-    files: LaunchFiles,
-    listener: socket.socket | None,
-    launch: socket.socket,
+    setting: Setting, meeting: Meeting, files: LaunchFiles, launch: socket.socket
 ) -> dict[int, int]:
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
@@ -138,12 +130,12 @@ def start_ranks(
             if setting.start == "fork":
                 pid = os.fork()
             else:
-                pid = start_anew(setting, number, meeting, (files, own), listener)
+                pid = start_anew(setting, number, meeting, files, own)
         except BlockingIOError:
             raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
             launch.close()
-            be_rank(setting, number, meeting, (files, own), listener)
+            be_rank(setting, number, meeting, files, own)
         ranks[pid] = number
         for descriptor in own:
             os.close(descriptor)  # no other rank may inherit it
@@ -151,22 +143,16 @@ def start_ranks(
 
 
 def start_anew(
-    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
 ) -> int:
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
     """
     from ..files import open_memory  # an agent that forks its ranks need not load this
 
-    launch_files, own = files
-    inherited = [launch_files.call, launch_files.recorder, *own]
-    port = None
-    if listener is not None and number == 0:
-        port = listener.fileno()
-        inherited.append(port)
-    for descriptor in inherited:
+    for descriptor in (files.call, files.recorder, *own):
         os.set_inheritable(descriptor, True)
-    content = pickle.dumps((setting, number, meeting, files, port))
+    content = pickle.dumps((setting, number, meeting, files, own))
     with open_memory("rank", content) as file:
         command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
@@ -174,7 +160,7 @@ def start_anew(
 
 
 def be_rank(
-    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
 ) -> None:
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
@@ -184,7 +170,7 @@ def be_rank(
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        Rank(setting, number, meeting, *files, listener).run()
+        Rank(setting, number, meeting, files, own).run()
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()

@@ -34,19 +34,17 @@ from .decision import (
 )
 from .inbox import Inbox, Lines, Messages
 from .protocol import (
+    LEAVE,
     AgentExited,
     AgentStarted,
     Answered,
-    Call,
     LaunchFiles,
-    Leave,
     RankExited,
     RankFiles,
     Refused,
     Setting,
     Started,
     Stepped,
-    send,
 )
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
@@ -167,11 +165,11 @@ class Ranks:
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(max(0.0, deadline - time.monotonic()))
 
-    def order(self, order: Call | Leave) -> None:
+    def order(self, order: bytes) -> None:
         """Tell all ranks that there is another call, or that they may leave."""
-        self.told_to_end = isinstance(order, Leave)
+        self.told_to_end = order == LEAVE
         for pipe in self.orders:
-            send(pipe, order)
+            os.write(pipe, order)
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
         """Return what the ranks do, by rank: states of processes, stacks, last collectives."""

@@ -19,7 +19,7 @@ from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage
 from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
-from .protocol import Call, Started
+from .protocol import CALL, Started
 from .setting import describe_launch
 from .watch import Launch, show_line
 
@@ -66,7 +66,7 @@ class KeptRanks(Launch):
                     " minutes"
                 )
             else:
-                self.ranks.order(Call())
+                self.ranks.order(CALL)
             self.watch()
             self.last_use = time.monotonic()
         finally:

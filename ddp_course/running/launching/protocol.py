@@ -3,10 +3,10 @@
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
 The caller gives the agent a `Setting`, the agent gives each rank a `Meeting`. Agent and ranks send
-messages to the caller, the caller sends orders to the ranks, one pickle at a time over
-`multiprocessing.connection`; what may be long, a call or a result, is in a file without a name that
-both sides have open. This module imports the standard library only: the server keeps it for good,
-while every launch reads the other modules anew.
+messages to the caller, one pickle at a time over `multiprocessing.connection`; the caller sends
+orders of one byte to the ranks. What may be long, a call or a result, is in a file without a name
+that both sides have open. This module imports the standard library only: the server keeps it for
+good, while every launch reads the other modules anew.
 """
 
 import os
@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
+CALL = b"c"  # the order to kept ranks to take another call
+LEAVE = b"l"  # the order to end, once all ranks have answered
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Meeting:
     """What the agent has made for the ranks: itself, the emulated link, the table of their clocks
     if time is virtual, and where they meet.
 
-    The store is at an address and a port; where other users could reach those, it is the open file
-    `store_file`.
+    The store is at an address and a port, where rank 0 serves it on the open socket `listener`;
+    where other users could reach those, it is the open file `store_file`.
     """
 
     agent: int
@@ -53,6 +55,7 @@ class Meeting:
     clocks: Any
     address: str
     port: int = 0
+    listener: int | None = None
     store_file: int | None = None
 
 
@@ -123,16 +126,6 @@ class Stepped:
 @dataclass(frozen=True)
 class Answered:
     """A rank has written its result, or its error, to the file of its answer."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """The order to a kept rank to take another call."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """The order to a rank to end, once all have answered."""
 
 
 def send(descriptor: int, message: Any) -> None:

@@ -7,6 +7,7 @@ import linecache
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..devices.device import emulation_of
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
-from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .protocol import CALL, Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
 HERE = Path(__file__).parent
@@ -59,7 +59,6 @@ class Rank:
     meeting: Meeting
     shared: LaunchFiles
     own: RankFiles
-    listener: socket.socket | None
 
     def run(self) -> None:
         """Move to this rank's place in the emulated network, call the function, and answer, until
@@ -80,12 +79,16 @@ class Rank:
         counts = self.setting.progress and self.number == 0
         self.steps = Steps(self.own.report if counts else None)
         self.answer(self.first_call)
-        orders = Connection(self.own.orders, writable=False)
-        while orders.poll(self.setting.idle) and isinstance(next_order(orders), Call):
+        while self.next_order() == CALL:
             self.answer(self.call)
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down, they end with this process
             dist.destroy_process_group()
+
+    def next_order(self) -> bytes:
+        """Return the caller's next order; nothing if none comes in time, or the caller is gone."""
+        ready, _, _ = select.select([self.own.orders], [], [], self.setting.idle)
+        return os.read(self.own.orders, 1) if ready else b""
 
     def first_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
@@ -173,20 +176,9 @@ class Rank:
             store = dist.FileStore(path, self.setting.world_size)
             store.set_timeout(patience)
             return store
-        if self.number == 0 and self.listener is not None:
-            return serve_store_on(self.listener, patience)
-        if self.listener is not None:
-            # otherwise connections to an ended rank 0 would wait, not be refused
-            self.listener.close()
+        if self.number == 0:
+            return serve_store_on(socket.socket(fileno=self.meeting.listener), patience)
         return dist.TCPStore(self.meeting.address, self.meeting.port, timeout=patience)
-
-
-def next_order(orders: Connection) -> Any:
-    """Return the caller's next order, None if the caller is gone."""
-    try:
-        return orders.recv()
-    except (EOFError, OSError):
-        return None
 
 
 def refuse_strangers() -> None:

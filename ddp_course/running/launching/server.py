@@ -218,7 +218,6 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), start == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
-    setting, number, meeting, files, port = pickle.load(sys.stdin.buffer)
+    setting, *others = pickle.load(sys.stdin.buffer)
     take_over(setting)
-    listener = None if port is None else socket.socket(fileno=port)
-    importlib.import_module(AGENT).be_rank(setting, number, meeting, files, listener)
+    importlib.import_module(AGENT).be_rank(setting, *others)

@@ -24,7 +24,7 @@ from .decision import (
     results_of,
 )
 from .local import Ranks
-from .protocol import Leave, Setting
+from .protocol import LEAVE, Setting
 
 TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
 UNCONNECTED = (
@@ -75,7 +75,7 @@ class Launch:
             self.ending = decide(self.phase, self.events, now)
             following = next_phase(self.phase, self.events, now)
             if following.stage is Stage.LEAVING and following != self.phase and not self.ending:
-                self.ranks.order(Leave())
+                self.ranks.order(LEAVE)
             self.phase = following
         if isinstance(self.ending, TimedOut):
             done = results_of(self.events)
