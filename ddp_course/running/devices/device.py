@@ -1,8 +1,7 @@
 """An accelerator by two numbers: what it computes, and what its memory carries."""
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -95,15 +94,10 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
     return devices
 
 
-@contextmanager
-def emulation_of(packed: bytes, rank: int, link: Any = None) -> Iterator[None]:
-    """Emulate the device of `rank`, if the launch has emulated devices."""
+def emulation_of(packed: bytes, rank: int, link: Any) -> AbstractContextManager:
+    """Return a context with the device of `rank`, if the launch has emulated devices."""
     devices = pickle.loads(packed)
-    if devices is None:
-        yield
-        return
-    with devices[rank].emulate(link):
-        yield
+    return devices[rank].emulate(link) if devices else nullcontext()
 
 
 def with_unit(value: float, unit: str) -> str:

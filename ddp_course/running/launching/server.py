@@ -104,25 +104,14 @@ def load(names: list) -> None:
 
 
 def read_course(read: dict) -> dict:
-    """Import the course's modules, again if a file is not as old as `read` says; return the time of
-    each file.
+    """Import the course's modules, again if a file is not as old as `read` says; return when each
+    file was changed.
     """
-    times = times_of_course()
+    files = Path(PACKAGES, "ddp_course").rglob("*.py")
+    times = {file: file.stat().st_mtime_ns for file in files}
     if read != times:
         forget_course()
         load(COURSE)
-        times = times_of_course()
-    return times
-
-
-def times_of_course() -> dict[str, int]:
-    """Return when each file of the course that is in use was changed, in nanoseconds; 0 if it is
-    gone.
-    """
-    times = {}
-    for name, module in sys.modules.items():
-        if name.startswith("ddp_course") and (file := module.__file__):
-            times[file] = os.stat(file).st_mtime_ns if os.path.exists(file) else 0
     return times
 
 
