@@ -50,8 +50,8 @@ def describe_launch(
     world_size: int,
     device: Any,
     timeout: float,
-    link: Any,
-    progress: Any,
+    link: Any = None,
+    progress: Any = False,
     argument_bytes: int = 0,
 ) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know, as plain
