@@ -24,10 +24,7 @@ class Lines:
 
     def read(self, descriptor: int) -> bool:
         """Read what has arrived; return False at the end."""
-        try:
-            piece = os.read(descriptor, READ_AT_MOST)
-        except ConnectionError:
-            piece = b""
+        piece = os.read(descriptor, READ_AT_MOST)
         self(piece)
         return bool(piece)
 
@@ -58,19 +55,16 @@ class Messages:
 
     def read(self, descriptor: int) -> bool:
         """Read one message; return False at the end, or after a message that cannot be read."""
-        connection = Connection(os.dup(descriptor))
-        try:
-            message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
-        except (EOFError, ConnectionError):
-            self.deliver(None)
-            return False
-        except Exception as error:
-            self.deliver(error)
-            return False
-        finally:
-            connection.close()
+        message: Any = None
+        with Connection(os.dup(descriptor)) as connection:
+            try:
+                message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
+            except (EOFError, ConnectionError):
+                pass
+            except Exception as error:
+                message = error
         self.deliver(message)
-        return True
+        return not (message is None or isinstance(message, Exception))
 
 
 class Inbox:

@@ -49,7 +49,7 @@ def launch(
             check_arguments(fn, args, kwargs)
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
         with pack_call(fn, args, kwargs) as call:
-            setting = describe_launch(count, device, timeout, link, progress, size_of(call))
+            setting = describe_launch(count, device, timeout, link, progress, call)
             return Launch(setting).run(call)
     except EXPECTED as error:
         raise plain(error) from None
@@ -137,8 +137,3 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
         name, reason = pickling.unsendable(fn, args, kwargs) or (repr(fn), error)
         raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
     return open_memory("call", packed)
-
-
-def size_of(file: IO[bytes]) -> int:
-    """Return the bytes of an open file."""
-    return os.fstat(file.fileno()).st_size

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import IO, Any
 
 from ...errors import Failure
@@ -180,8 +179,6 @@ class Ranks:
         statuses = {rank: stacks.status_of(pid) for rank, pid in pids.items()}
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
         calls = flight_recorder.calls(self.recorder.fileno(), self.setting.world_size)
-        for call in chain(*calls.values()):
-            call.begin -= time.monotonic()  # `last_collective` counts from now
         return statuses, dumps, calls
 
     def close(self) -> None:
@@ -210,7 +207,7 @@ class Ranks:
     def explain(self) -> str:
         """Return why the processes have ended, as far as that is known: "" or lines of text."""
         patience = DYING_SECONDS if self.cut_off else 0.0
-        server_end = self.server.how_it_ended(patience) if self.server else ""
+        server_end = self.server.how_it_ended(patience)
         return ((server_end or self.agent_end) + self.last_words).rstrip()
 
 

@@ -17,7 +17,7 @@ from ...errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage
-from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, size_of
+from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain
 from .protocol import CALL, Setting, Started
 from .setting import describe_launch
 from .watch import Launch
@@ -187,10 +187,7 @@ class RanksMagic(Magics):
         results in rank order.
         """
         if self.kept_ranks is None and not options.keep:
-            argument_bytes = size_of(call)
-            setting = describe_launch(
-                world_size, options.device, options.timeout, argument_bytes=argument_bytes
-            )
+            setting = describe_launch(world_size, options.device, options.timeout, call=call)
             return RankByRank(setting).run(call)
         if self.kept_ranks is None:
             self.kept_ranks = KeptRanks(world_size, options.device)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
@@ -52,14 +52,15 @@ def describe_launch(
     timeout: float,
     link: Any = None,
     progress: Any = False,
-    argument_bytes: int = 0,
+    call: IO[bytes] | None = None,
 ) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know, as plain
     data.
 
-    Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of
-    arguments.
+    Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
+    packed `call`.
     """
+    argument_bytes = os.fstat(call.fileno()).st_size if call else 0
     gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
     # This comes first, as a list of a billion ranks takes long.
     check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
