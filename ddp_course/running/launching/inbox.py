@@ -4,9 +4,8 @@ without threads or signal handlers on which a cell could hang.
 
 import os
 import pickle
-import selectors
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 READ_AT_MOST = 1 << 16
@@ -71,11 +70,11 @@ class Inbox:
     """The open files that the processes of a launch write to, each with its reader."""
 
     def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.readers: dict[int, Lines | Messages] = {}
 
     def add(self, descriptor: int, reader: Lines | Messages) -> None:
         """Read from an open file from now on; the inbox closes it."""
-        self.selector.register(descriptor, selectors.EVENT_READ, reader)
+        self.readers[descriptor] = reader
 
     def pipe(self, reader: Lines | Messages) -> int:
         """Open a pipe for a reader; return its writing end."""
@@ -88,21 +87,20 @@ class Inbox:
         """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing
         came.
         """
-        ready = self.selector.select(seconds)
-        for key, _ in ready:
-            if not key.data.read(key.fd):
-                self.remove(key)
+        ready: list[Any] = wait(list(self.readers), seconds)
+        for descriptor in ready:
+            if not self.readers[descriptor].read(descriptor):
+                self.remove(descriptor)
         return bool(ready)
 
-    def remove(self, key: selectors.SelectorKey) -> None:
+    def remove(self, descriptor: int) -> None:
         """Read from this file no more."""
-        self.selector.unregister(key.fd)
-        os.close(key.fd)
+        del self.readers[descriptor]
+        os.close(descriptor)
 
     def close(self) -> None:
         """Show the beginnings of lines that have no end, and close all files."""
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.data, Lines):
-                key.data(b"")
-            self.remove(key)
-        self.selector.close()
+        for descriptor, reader in list(self.readers.items()):
+            if isinstance(reader, Lines):
+                reader(b"")
+            self.remove(descriptor)

@@ -64,7 +64,6 @@ class Launch:
 
     def watch(self) -> None:
         """Read what the ranks say until the ending is decided."""
-        self.ending = decide(self.phase, self.events, time.monotonic())
         while self.ending is None:
             self.events += self.ranks.read(TICK_SECONDS)
             self.bar.wait()
