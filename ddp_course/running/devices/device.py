@@ -1,7 +1,5 @@
 """An accelerator by two numbers: what it computes, and what its memory carries."""
 
-import pickle
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -92,12 +90,6 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
             f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
         )
     return devices
-
-
-def emulation_of(packed: bytes, rank: int, link: Any) -> AbstractContextManager:
-    """Return a context with the device of `rank`, if the launch has emulated devices."""
-    devices = pickle.loads(packed)
-    return devices[rank].emulate(link) if devices else nullcontext()
 
 
 def with_unit(value: float, unit: str) -> str:

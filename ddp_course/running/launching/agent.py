@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .environment import SCRIPT, preloading_environment
+from .environment import SCRIPT, place, preloading_environment
 from .protocol import (
     LOOPBACK,
     AgentStarted,
@@ -40,10 +40,9 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
     os.dup2(files.log, 2)
     os.close(files.log)
     try:
-        link = pickle.loads(setting.link)
-        closed = prepare_network(setting, link)
-        table = prepare_clocks(setting, link)
-        meeting = prepare_store(setting, link, closed, table)
+        closed = prepare_network(setting)
+        table = prepare_clocks(setting)
+        meeting = prepare_store(setting, closed, table)
         # this is repeated: Linux forgets it when a process changes its credentials
         linux.die_with_parent()
         ranks = start_ranks(setting, meeting, files, launch)
@@ -54,12 +53,13 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
     os._exit(0)
 
 
-def prepare_network(setting: Setting, link: Any) -> bool:
+def prepare_network(setting: Setting) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
     return whether no other user can reach that network.
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
+    link = setting.link
     virtual_hosts = link is not None and link.mode == "hosts"  # they are a network of their own
     closed = virtual_hosts or enter_own_network(setting.network)
     if link is not None:
@@ -67,11 +67,11 @@ def prepare_network(setting: Setting, link: Any) -> bool:
     return closed
 
 
-def prepare_clocks(setting: Setting, link: Any) -> Any:
+def prepare_clocks(setting: Setting) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
-    if link is not None:
-        return getattr(link.network, "table", None)
-    if pickle.loads(setting.emulated) is None:
+    if setting.link is not None:
+        return getattr(setting.link.network, "table", None)
+    if setting.emulated is None:
         return None
     from ..clocks import Table  # a launch in real time does not need it
 
@@ -95,20 +95,20 @@ def enter_own_network(wish: str) -> bool:
     return True
 
 
-def prepare_store(setting: Setting, link: Any, closed: bool, table: Any) -> Meeting:
+def prepare_store(setting: Setting, closed: bool, table: Any) -> Meeting:
     """Return where the ranks meet. The socket on which rank 0 serves their store is bound here, so
     that two launches never clash. Where other users could reach it there is none, and the store is
     a file in memory.
     """
-    address = LOOPBACK if link is None else link.network.master_address
+    address = LOOPBACK if setting.link is None else setting.link.network.master_address
     if closed or setting.network == "open" or sys.platform != "linux":
         listener = socket.create_server((address, 0), backlog=1024)
         listener.set_inheritable(True)
         _, port = listener.getsockname()
-        return Meeting(os.getpid(), link, table, address, port, listener.detach())
+        return Meeting(os.getpid(), table, address, port, listener.detach())
     store_file = os.memfd_create("store")
     os.set_inheritable(store_file, True)
-    return Meeting(os.getpid(), link, table, address, store_file=store_file)
+    return Meeting(os.getpid(), table, address, store_file=store_file)
 
 
 def start_ranks(
@@ -148,11 +148,13 @@ def start_anew(
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
     """
-    from ..files import open_memory  # an agent that forks its ranks need not load this
+    # An agent that forks its ranks need not load these.
+    from ..files import open_memory
+    from .pickling import dumps
 
     for descriptor in (files.call, files.recorder, *own):
         os.set_inheritable(descriptor, True)
-    content = pickle.dumps((setting, number, meeting, files, own))
+    content = pickle.dumps(place()) + dumps((setting, number, meeting, files, own))
     with open_memory("rank", content) as file:
         command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)

@@ -30,28 +30,23 @@ class Setting:
     devices: list  # the device of each rank, such as "cpu" or "cuda:0"
     timeout: float  # in seconds
     threads: int  # of each rank
-    link: bytes  # a pickled `Link`, or None
-    emulated: bytes  # a pickled list of devices, or None
+    link: Any  # a `Link`, which the agent prepares, or None
+    emulated: list | None  # the emulated device of each rank
     progress: Any
     computes: bool  # the ranks are known to compute
-    path: list
-    argv: list
-    folder: str
-    environ: dict
     idle: float | None = None  # kept ranks wait this many seconds for another call
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the agent has made for the ranks: itself, the emulated link, the table of their clocks
-    if time is virtual, and where they meet.
+    """What the agent has made for the ranks: itself, the table of their clocks if time is virtual,
+    and where they meet.
 
     The store is at an address and a port, where rank 0 serves it on the open socket `listener`;
     where other users could reach those, it is the open file `store_file`.
     """
 
     agent: int
-    link: Any
     clocks: Any
     address: str
     port: int = 0

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from ...errors import CourseError
 from .. import clocks, flight_recorder, linux
-from ..devices.device import emulation_of
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
@@ -67,9 +66,9 @@ class Rank:
         A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
         other ranks would fail too, with a broken connection, and hide the cause.
         """
-        if self.meeting.link is not None:
+        if self.setting.link is not None:
             # this comes before any socket, as it may move this process into a network namespace
-            self.meeting.link.network.enter(self.number)
+            self.setting.link.network.enter(self.number)
         if self.meeting.clocks is not None:
             clocks.enter(self.meeting.clocks, self.number)
         send(self.own.report, Started(self.number, os.getpid()))
@@ -107,7 +106,9 @@ class Rank:
             cells, function, args, kwargs = pickle.loads(packed)
         for name, text in cells.items():
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        device = emulation_of(self.setting.emulated, self.number, self.meeting.link)
+        device: AbstractContextManager = nullcontext()
+        if self.setting.emulated is not None:
+            device = self.setting.emulated[self.number].emulate(self.setting.link)
         with clocks.calling(), device:
             result = function(*args, **kwargs)
         return result, self.steps.unconnected_model()

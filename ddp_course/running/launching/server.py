@@ -150,8 +150,8 @@ def become_agent(launch: socket.socket) -> None:
         if descriptors := socket.recv_fds(launch, 1, count)[1]:  # without files the caller is gone
             files = protocol.LaunchFiles(*descriptors)
             with open(files.setting, "rb") as file:
+                take_over(*pickle.load(file))
                 setting = pickle.load(file)
-            take_over(setting)
             importlib.import_module(AGENT).own_ranks(launch, setting, files)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -159,14 +159,14 @@ def become_agent(launch: socket.socket) -> None:
         os._exit(1)
 
 
-def take_over(setting: protocol.Setting) -> None:
-    """Take on the caller's folder, paths and environment."""
-    sys.path[:] = setting.path
-    sys.argv[:] = setting.argv
+def take_over(path: list, argv: list, folder: str, environ: dict) -> None:
+    """Take on the caller's place, as `environment.place` describes it."""
+    sys.path[:] = path
+    sys.argv[:] = argv
     os.environ.clear()
-    os.environ.update(setting.environ)
-    if os.path.isdir(setting.folder):
-        os.chdir(setting.folder)
+    os.environ.update(environ)
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
 def reap(launches: dict) -> None:
@@ -207,6 +207,5 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), start == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
-    setting, *others = pickle.load(sys.stdin.buffer)
-    take_over(setting)
-    importlib.import_module(AGENT).be_rank(setting, *others)
+    take_over(*pickle.load(sys.stdin.buffer))
+    importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

@@ -7,10 +7,8 @@ from typing import IO, Any
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
 from ..linux import free_memory, usable_cores
-from . import pickling
 from .protocol import Setting
 
-LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
@@ -77,15 +75,10 @@ def describe_launch(
         devices=devices,
         timeout=timeout,
         threads=threads_of_a_rank(world_size),
-        link=pickling.dumps(link),
-        emulated=pickling.dumps(emulated),
+        link=link,
+        emulated=emulated,
         progress=progress,
         computes=bool(emulated or progress),
-        path=list(sys.path),
-        argv=list(sys.argv),
-        folder=os.getcwd(),
-        # users may have set another card
-        environ={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},
     )
 
 
