@@ -21,7 +21,7 @@ LEAVE = b"l"  # the order to end, once all ranks have answered
 
 @dataclass(frozen=True)
 class Setting:
-    """What agent and ranks must know of a launch, as plain data."""
+    """What agent and ranks must know of a launch."""
 
     world_size: int
     start: str  # "fork" or "spawn"

@@ -1,4 +1,4 @@
-"""What follows from the request for a launch, as plain data."""
+"""What follows from the request for a launch: all that its agent and its ranks must know."""
 
 import os
 import sys
@@ -52,8 +52,7 @@ def describe_launch(
     progress: Any = False,
     call: IO[bytes] | None = None,
 ) -> Setting:
-    """Decide what follows from the request, and return all that agent and ranks must know, as plain
-    data.
+    """Decide what follows from the request, and return all that agent and ranks must know.
 
     Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
     packed `call`.
