@@ -1,8 +1,5 @@
 """An accelerator by two numbers: what it computes, and what its memory carries."""
 
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -93,17 +90,6 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
             f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
         )
     return devices
-
-
-@contextmanager
-def emulation_of(packed: bytes, rank: int, link: Any = None) -> Iterator[None]:
-    """Emulate the device of `rank`, if the launch has emulated devices."""
-    devices = pickle.loads(packed)
-    if devices is None:
-        yield
-        return
-    with devices[rank].emulate(link):
-        yield
 
 
 def with_unit(value: float, unit: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .environment import SCRIPT, preloading_environment
+from .environment import SCRIPT, place, preloading_environment
 from .protocol import (
     LOOPBACK,
     AgentStarted,
@@ -31,8 +31,6 @@ from .protocol import (
     send,
 )
 
-Files = tuple[LaunchFiles, RankFiles]
-
 
 def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> None:
     """Carry out one launch: start its ranks, tell the caller how each rank ended, and exit."""
@@ -42,13 +40,12 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
     os.dup2(files.log, 2)
     os.close(files.log)
     try:
-        link = pickle.loads(setting.link)
-        closed = prepare_network(setting, link)
-        table = prepare_clocks(setting, link)
-        meeting, listener = prepare_store(setting, link, closed, table)
+        closed = prepare_network(setting)
+        table = prepare_clocks(setting)
+        meeting = prepare_store(setting, closed, table)
         # this is repeated: Linux forgets it when a process changes its credentials
         linux.die_with_parent()
-        ranks = start_ranks(setting, meeting, files, listener, launch)
+        ranks = start_ranks(setting, meeting, files, launch)
     except Exception as error:
         send(launch.fileno(), Refused(error))
         os._exit(1)
@@ -56,25 +53,25 @@ def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> No
     os._exit(0)
 
 
-def prepare_network(setting: Setting, link: Any) -> bool:
+def prepare_network(setting: Setting) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
     return whether no other user can reach that network.
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
-    closed = link is not None and link.mode == "hosts"  # virtual hosts are a network of their own
-    if not closed:
-        closed = enter_own_network(setting.network)
+    link = setting.link
+    virtual_hosts = link is not None and link.mode == "hosts"  # they are a network of their own
+    closed = virtual_hosts or enter_own_network(setting.network)
     if link is not None:
         link.prepare(setting.world_size)
     return closed
 
 
-def prepare_clocks(setting: Setting, link: Any) -> Any:
+def prepare_clocks(setting: Setting) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
-    if link is not None:
-        return getattr(link.network, "table", None)
-    if pickle.loads(setting.emulated) is None:
+    if setting.link is not None:
+        return getattr(setting.link.network, "table", None)
+    if setting.emulated is None:
         return None
     from ..clocks import Table  # a launch in real time does not need it
 
@@ -98,29 +95,24 @@ def enter_own_network(wish: str) -> bool:
     return True
 
 
-def prepare_store(
-    setting: Setting, link: Any, closed: bool, table: Any
-) -> tuple[Meeting, socket.socket | None]:
-    """Return where the ranks meet, and the socket on which rank 0 serves their store: it is bound
-    here, so that two launches never clash. Where other users could reach it there is none, and the
-    store is a file in memory.
+def prepare_store(setting: Setting, closed: bool, table: Any) -> Meeting:
+    """Return where the ranks meet. The socket on which rank 0 serves their store is bound here, so
+    that two launches never clash. Where other users could reach it there is none, and the store is
+    a file in memory.
     """
-    address = LOOPBACK if link is None else link.network.master_address
+    address = LOOPBACK if setting.link is None else setting.link.network.master_address
     if closed or setting.network == "open" or sys.platform != "linux":
         listener = socket.create_server((address, 0), backlog=1024)
-        host, port = listener.getsockname()[:2]
-        return Meeting(os.getpid(), link, table, host, port), listener
+        listener.set_inheritable(True)
+        _, port = listener.getsockname()
+        return Meeting(os.getpid(), table, address, port, listener.detach())
     store_file = os.memfd_create("store")
     os.set_inheritable(store_file, True)
-    return Meeting(os.getpid(), link, table, address, store_file=store_file), None
+    return Meeting(os.getpid(), table, address, store_file=store_file)
 
 
 def start_ranks(
-    setting: Setting,
-    meeting: Meeting,
-    files: LaunchFiles,
-    listener: socket.socket | None,
-    launch: socket.socket,
+    setting: Setting, meeting: Meeting, files: LaunchFiles, launch: socket.socket
 ) -> dict[int, int]:
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
@@ -138,12 +130,12 @@ def start_ranks(
             if setting.start == "fork":
                 pid = os.fork()
             else:
-                pid = start_anew(setting, number, meeting, (files, own), listener)
+                pid = start_anew(setting, number, meeting, files, own)
         except BlockingIOError:
             raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
             launch.close()
-            be_rank(setting, number, meeting, (files, own), listener)
+            be_rank(setting, number, meeting, files, own)
         ranks[pid] = number
         for descriptor in own:
             os.close(descriptor)  # no other rank may inherit it
@@ -151,22 +143,18 @@ def start_ranks(
 
 
 def start_anew(
-    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
 ) -> int:
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
     """
-    from ..files import open_memory  # an agent that forks its ranks need not load this
+    # An agent that forks its ranks need not load these.
+    from ..files import open_memory
+    from .pickling import dumps
 
-    launch_files, own = files
-    inherited = [launch_files.call, launch_files.recorder, *own]
-    port = None
-    if listener is not None and number == 0:
-        port = listener.fileno()
-        inherited.append(port)
-    for descriptor in inherited:
+    for descriptor in (files.call, files.recorder, *own):
         os.set_inheritable(descriptor, True)
-    content = pickle.dumps((setting, number, meeting, files, port))
+    content = pickle.dumps(place()) + dumps((setting, number, meeting, files, own))
     with open_memory("rank", content) as file:
         command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
@@ -174,7 +162,7 @@ def start_anew(
 
 
 def be_rank(
-    setting: Setting, number: int, meeting: Meeting, files: Files, listener: socket.socket | None
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
 ) -> None:
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
@@ -184,7 +172,7 @@ def be_rank(
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        Rank(setting, number, meeting, *files, listener).run()
+        Rank(setting, number, meeting, files, own).run()
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()

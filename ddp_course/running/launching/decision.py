@@ -7,6 +7,7 @@ STARTING ── a rank runs ──▶ RUNNING ── all have answered ──▶
 
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -199,13 +200,15 @@ def failure_of(event: Raised | Ended) -> Failure:
     """Return what the caller is told of a failure."""
     if isinstance(event, Raised):
         return event.failure
-    kind, how = how_it_ended(event.code)
+    kind, how = exit_code_in_words(event.code)
     return Failure(event.rank, kind, how, event.words, event.heard)
 
 
-def how_it_ended(code: int) -> tuple[str, str]:
-    """Return an exit code in words: (kind, message)."""
+def exit_code_in_words(code: int) -> tuple[str, str]:
+    """Return how a rank, an agent or the server has ended: (kind, message)."""
     if code >= 0:
         return "exited", f"with code {code}, without a result"
-    name = signal.Signals(-code).name
+    name = f"signal {-code}"
+    with suppress(ValueError):  # Signals from 32 on have no names.
+        name = signal.Signals(-code).name
     return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

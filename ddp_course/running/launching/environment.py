@@ -1,13 +1,24 @@
 """How a process that loads torch is started: the server by the caller, a rank anew by the agent."""
 
 import os
+import sys
 from pathlib import Path
 
 SCRIPT = str(Path(__file__).with_name("server.py"))
+# Linux starts no program with an environment variable of much more than this many bytes.
+LONGEST_VARIABLE = 100_000
 
 
 def preloading_environment() -> dict[str, str]:
     """Return the environment for a process that loads torch; its ranks get the caller's whole
     environment later.
     """
-    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def place(**more: str) -> tuple:
+    """Return what the ranks of this process share with it: paths, arguments, folder and
+    environment, with `more` variables.
+    """
+    return sys.path, sys.argv, os.getcwd(), {**os.environ, **more}

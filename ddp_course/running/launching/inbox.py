@@ -4,9 +4,8 @@ without threads or signal handlers on which a cell could hang.
 
 import os
 import pickle
-import selectors
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 READ_AT_MOST = 1 << 16
@@ -24,10 +23,7 @@ class Lines:
 
     def read(self, descriptor: int) -> bool:
         """Read what has arrived; return False at the end."""
-        try:
-            piece = os.read(descriptor, READ_AT_MOST)
-        except ConnectionError:
-            piece = b""
+        piece = os.read(descriptor, READ_AT_MOST)
         self(piece)
         return bool(piece)
 
@@ -58,30 +54,27 @@ class Messages:
 
     def read(self, descriptor: int) -> bool:
         """Read one message; return False at the end, or after a message that cannot be read."""
-        connection = Connection(os.dup(descriptor))
-        try:
-            message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
-        except (EOFError, ConnectionError):
-            self.deliver(None)
-            return False
-        except Exception as error:
-            self.deliver(error)
-            return False
-        finally:
-            connection.close()
+        message: Any = None
+        with Connection(os.dup(descriptor)) as connection:
+            try:
+                message = pickle.loads(connection.recv_bytes(LONGEST_MESSAGE))
+            except (EOFError, ConnectionError):
+                pass
+            except Exception as error:
+                message = error
         self.deliver(message)
-        return True
+        return not (message is None or isinstance(message, Exception))
 
 
 class Inbox:
     """The open files that the processes of a launch write to, each with its reader."""
 
     def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.readers: dict[int, Lines | Messages] = {}
 
     def add(self, descriptor: int, reader: Lines | Messages) -> None:
         """Read from an open file from now on; the inbox closes it."""
-        self.selector.register(descriptor, selectors.EVENT_READ, reader)
+        self.readers[descriptor] = reader
 
     def pipe(self, reader: Lines | Messages) -> int:
         """Open a pipe for a reader; return its writing end."""
@@ -94,21 +87,20 @@ class Inbox:
         """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing
         came.
         """
-        ready = self.selector.select(seconds)
-        for key, _ in ready:
-            if not key.data.read(key.fd):
-                self.remove(key)
+        ready: list[Any] = wait(list(self.readers), seconds)
+        for descriptor in ready:
+            if not self.readers[descriptor].read(descriptor):
+                self.remove(descriptor)
         return bool(ready)
 
-    def remove(self, key: selectors.SelectorKey) -> None:
+    def remove(self, descriptor: int) -> None:
         """Read from this file no more."""
-        self.selector.unregister(key.fd)
-        os.close(key.fd)
+        del self.readers[descriptor]
+        os.close(descriptor)
 
     def close(self) -> None:
         """Show the beginnings of lines that have no end, and close all files."""
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.data, Lines):
-                key.data(b"")
-            self.remove(key)
-        self.selector.close()
+        for descriptor, reader in list(self.readers.items()):
+            if isinstance(reader, Lines):
+                reader(b"")
+            self.remove(descriptor)

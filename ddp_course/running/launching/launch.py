@@ -17,7 +17,7 @@ from ...errors import CourseError, LaunchError
 from ..files import open_memory
 from . import pickling
 from .setting import describe_launch
-from .watch import Launch, show_line
+from .watch import Launch
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
@@ -48,8 +48,9 @@ def launch(
         if world_size is None:
             check_arguments(fn, args, kwargs)
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
-        payload = pack_call(fn, args, kwargs)
-        return run_ranks(payload, count, device, timeout, link, progress)
+        with pack_call(fn, args, kwargs) as call:
+            setting = describe_launch(count, device, timeout, link, progress, call)
+            return Launch(setting).run(call)
     except EXPECTED as error:
         raise plain(error) from None
 
@@ -82,25 +83,6 @@ def plain(error: Any) -> BaseException:
         line += f": {error}"
     error._render_traceback_ = partial(list, [line])
     return error.with_traceback(None)
-
-
-def run_ranks(
-    payload: IO[bytes],
-    world_size: int,
-    device: Any = "cpu",
-    timeout: float = 300.0,
-    link: Any = None,
-    progress: Any = False,
-    show: Callable = show_line,
-) -> list:
-    """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets
-    each printed line.
-    """
-    with payload:
-        setting = describe_launch(
-            world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size
-        )
-        return Launch(setting, timeout, show).run(payload).outcome()
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:

@@ -15,15 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import IO, Any
 
 from ...errors import Failure
 from .. import flight_recorder
 from ..files import open_memory
-from . import stacks
+from . import pickling, stacks
 from .decision import (
     ENDING_SECONDS,
     Ended,
@@ -32,6 +30,7 @@ from .decision import (
     Raised,
     Returned,
 )
+from .environment import place
 from .inbox import Inbox, Lines, Messages
 from .protocol import (
     AgentExited,
@@ -51,6 +50,7 @@ from .protocol import (
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
+LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 DYING_SECONDS = 1.0  # a server that has closed its socket has this long to end
 STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
 
@@ -64,7 +64,7 @@ class Ranks:
 
     def __init__(self, setting: Setting, show: Callable, advance_to: Callable[[int], None]):
         self.mark = secrets.token_hex(8)
-        self.setting = replace(setting, environ={**setting.environ, MARK: self.mark})
+        self.setting = setting
         self.show = show
         self.advance_to = advance_to
         self.heard: list[Event] = []  # what has arrived since the last `read`
@@ -95,7 +95,9 @@ class Ranks:
         connection, far_end = socket.socketpair()
         with far_end:
             self.server = ask_for_agent(far_end)
-        setting = self.open_file(pickle.dumps(self.setting))
+        # Users may have set another card.
+        own_place = place(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
+        setting = self.open_file(pickle.dumps(own_place) + pickling.dumps(self.setting))
         files = [file.fileno() for file in (setting, self.log, payload, self.recorder)]
         # if the agent has died, the end of its socket is read next
         with suppress(ConnectionError):
@@ -182,8 +184,6 @@ class Ranks:
         statuses = {rank: stacks.status_of(pid) for rank, pid in pids.items()}
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
         calls = flight_recorder.calls(self.recorder.fileno(), self.setting.world_size)
-        for call in chain(*calls.values()):
-            call.begin -= time.monotonic()  # `last_collective` counts from now
         return statuses, dumps, calls
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Ranks:
     def explain(self) -> str:
         """Return why the processes have ended, as far as that is known: "" or lines of text."""
         patience = DYING_SECONDS if self.cut_off else 0.0
-        server_end = self.server.how_it_ended(patience) if self.server else ""
+        server_end = self.server.how_it_ended(patience)
         return ((server_end or self.agent_end) + self.last_words).rstrip()
 
 

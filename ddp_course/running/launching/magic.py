@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any
 from zlib import crc32
@@ -18,10 +17,10 @@ from ...errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage
-from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
-from .protocol import Call, Started
+from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain
+from .protocol import Call, Setting, Started
 from .setting import describe_launch
-from .watch import Launch, show_line
+from .watch import Launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 # Kept ranks end after this many seconds without a cell.
@@ -29,20 +28,44 @@ IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
-class KeptRanks(Launch):
+class RankByRank(Launch):
+    """A launch that shows what ranks print at the end, one rank after the other."""
+
+    def __init__(self, setting: Setting):
+        super().__init__(setting)
+        self.printed = defaultdict(list)
+
+    def print(self, rank: int, stream: str, text: str) -> None:
+        """Keep a line that a rank has printed."""
+        self.printed[rank].append((stream, text))
+
+    def show(self) -> None:
+        """Show all lines since the last time."""
+        for rank in sorted(self.printed):
+            for stream, text in self.printed[rank]:
+                super().print(rank, stream, text)
+        self.printed.clear()
+
+    def close(self) -> None:
+        """End the ranks, and show what they have printed."""
+        try:
+            super().close()
+        finally:
+            self.show()
+
+
+class KeptRanks(RankByRank):
     """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for
     half an hour.
     """
 
-    open = True
-
     def __init__(self, world_size: int, device: str):
-        setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
-        super().__init__(replace(setting, idle=IDLE_SECONDS), 0.0, show_line, keeps=True)
+        setting = describe_launch(world_size, device, LONGEST_TIMEOUT)
+        super().__init__(replace(setting, idle=IDLE_SECONDS))
         self.payload = open_memory("call")
         self.last_use = time.monotonic()
 
-    def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
+    def call(self, payload: IO[bytes], timeout: float) -> list:
         """Run a packed call on all ranks, which the first call starts; results and errors are those
         of `launch`. Raises LaunchError if the ranks have ended while no cell wanted them.
         """
@@ -52,7 +75,6 @@ class KeptRanks(Launch):
         self.phase = replace(self.phase, stage=stage, since=began, timeout=timeout)
         self.events = [event for event in self.events if isinstance(event, Started)]
         self.ending = None
-        self.show = show
         self.payload.seek(0)
         self.payload.truncate()
         self.payload.write(payload.read())
@@ -70,7 +92,9 @@ class KeptRanks(Launch):
             self.watch()
             self.last_use = time.monotonic()
         finally:
-            if not self.goes_on():
+            if self.goes_on():
+                self.show()
+            else:
                 self.close()
         return self.outcome()
 
@@ -84,11 +108,6 @@ class KeptRanks(Launch):
             case Failures(all_alive=alive):
                 return alive
         return False
-
-    def close(self) -> None:
-        """End the ranks; they are not `open` any more."""
-        self.open = False
-        super().close()
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -154,21 +173,30 @@ class RanksMagic(Magics):
         compile_cell(cell, filename)  # a syntax error is shown before anything starts
         names = used_names(cell) - NOT_SENT
         given = {name: value for name, value in self.shell.user_ns.items() if name in names}
-        call = pack_call(run_cell, (cell, filename, pull), given)
         check_request(world_size, options.device, options.timeout, None)
-        if options.keep and self.kept_ranks is None:
-            self.kept_ranks = KeptRanks(world_size, options.device)
-        try:
-            results = run_grouped(call, world_size, options, self.kept_ranks)
-        finally:
-            if self.kept_ranks is not None and not self.kept_ranks.open:
-                self.kept_ranks = None
-                print(ENDED, file=sys.stderr)
+        with pack_call(run_cell, (cell, filename, pull), given) as call:
+            results = self.launch(call, world_size, options)
         self.shell.push(results[0])
         if missing := [name for name in pull if name not in results[0]]:
             raise UsageError(
                 f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0'
             )
+
+    def launch(self, call: IO[bytes], world_size: int, options: Any) -> list:
+        """Run a packed call on new ranks, or on the kept ones, as `%%ranks` asks; return the
+        results in rank order.
+        """
+        if self.kept_ranks is None and not options.keep:
+            setting = describe_launch(world_size, options.device, options.timeout, call=call)
+            return RankByRank(setting).run(call)
+        if self.kept_ranks is None:
+            self.kept_ranks = KeptRanks(world_size, options.device)
+        try:
+            return self.kept_ranks.call(call, options.timeout)
+        finally:
+            if not self.kept_ranks.goes_on():
+                self.kept_ranks = None
+                print(ENDED, file=sys.stderr)
 
     def world_size(self, options: Any) -> int:
         """Return how many ranks are asked for; raises UsageError if another number of ranks is
@@ -182,25 +210,3 @@ class RanksMagic(Magics):
                 f"{kept} ranks are kept; end them with %ranks stop before others start"
             )
         return kept
-
-
-def run_grouped(
-    call: IO[bytes], world_size: int, options: Any, kept_ranks: KeptRanks | None
-) -> list:
-    """Run a packed call on all ranks, and show what they printed rank by rank, whatever the
-    outcome.
-    """
-    printed = defaultdict(list)
-
-    def show(bar, rank, *line):
-        printed[rank].append((bar, rank, *line))
-
-    try:
-        with call:
-            if kept_ranks is not None:
-                return kept_ranks.call(call, options.timeout, show)
-            return run_ranks(call, world_size, options.device, options.timeout, show=show)
-    finally:
-        for rank in sorted(printed):
-            for line in printed[rank]:
-                show_line(*line)

@@ -4,9 +4,9 @@
 
 The caller gives the agent a `Setting`, the agent gives each rank a `Meeting`. Agent and ranks send
 messages to the caller, the caller sends orders to the ranks, one pickle at a time over
-`multiprocessing.connection`; what may be long, a call or a result, is in a file without a name that
-both sides have open. This module imports the standard library only: the server keeps it for good,
-while every launch reads the other modules anew.
+`multiprocessing.connection`. What may be long, a call or a result, is in a file without a name that
+both sides have open. This module imports the standard library only: the server keeps it for
+good, while every launch reads the other modules anew.
 """
 
 import os
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Setting:
-    """What agent and ranks must know of a launch, as plain data."""
+    """What agent and ranks must know of a launch."""
 
     world_size: int
     start: str  # "fork" or "spawn"
@@ -28,31 +28,27 @@ class Setting:
     devices: list  # the device of each rank, such as "cpu" or "cuda:0"
     timeout: float  # in seconds
     threads: int  # of each rank
-    link: bytes  # a pickled `Link`, or None
-    emulated: bytes  # a pickled list of devices, or None
+    link: Any  # a `Link`, which the agent prepares, or None
+    emulated: list | None  # the emulated device of each rank
     progress: Any
     computes: bool  # the ranks are known to compute
-    path: list
-    argv: list
-    folder: str
-    environ: dict
     idle: float | None = None  # kept ranks wait this many seconds for another call
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the agent has made for the ranks: itself, the emulated link, the table of their clocks
-    if time is virtual, and where they meet.
+    """What the agent has made for the ranks: itself, the table of their clocks if time is virtual,
+    and where they meet.
 
-    The store is at an address and a port; where other users could reach those, it is the open file
-    `store_file`.
+    The store is at an address and a port, where rank 0 serves it on the open socket `listener`;
+    where other users could reach those, it is the open file `store_file`.
     """
 
     agent: int
-    link: Any
     clocks: Any
     address: str
     port: int = 0
+    listener: int | None = None
     store_file: int | None = None
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from ...errors import CourseError
 from .. import clocks, flight_recorder, linux
-from ..devices.device import emulation_of
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
@@ -59,7 +58,6 @@ class Rank:
     meeting: Meeting
     shared: LaunchFiles
     own: RankFiles
-    listener: socket.socket | None
 
     def run(self) -> None:
         """Move to this rank's place in the emulated network, call the function, and answer, until
@@ -68,9 +66,9 @@ class Rank:
         A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
         other ranks would fail too, with a broken connection, and hide the cause.
         """
-        if self.meeting.link is not None:
+        if self.setting.link is not None:
             # this comes before any socket, as it may move this process into a network namespace
-            self.meeting.link.network.enter(self.number)
+            self.setting.link.network.enter(self.number)
         if self.meeting.clocks is not None:
             clocks.enter(self.meeting.clocks, self.number)
         send(self.own.report, Started(self.number, os.getpid()))
@@ -80,12 +78,18 @@ class Rank:
         counts = self.setting.progress and self.number == 0
         self.steps = Steps(self.own.report if counts else None)
         self.answer(self.first_call)
-        orders = Connection(self.own.orders, writable=False)
-        while orders.poll(self.setting.idle) and isinstance(next_order(orders), Call):
+        while isinstance(self.next_order(), Call):
             self.answer(self.call)
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down, they end with this process
             dist.destroy_process_group()
+
+    def next_order(self) -> Any:
+        """Return the caller's next order; None if none comes in time, or the caller is gone."""
+        with suppress(EOFError, OSError), Connection(os.dup(self.own.orders)) as orders:
+            if orders.poll(self.setting.idle):
+                return orders.recv()
+        return None
 
     def first_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
@@ -104,7 +108,9 @@ class Rank:
             cells, function, args, kwargs = pickle.loads(packed)
         for name, text in cells.items():
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        device = emulation_of(self.setting.emulated, self.number, self.meeting.link)
+        device: AbstractContextManager = nullcontext()
+        if self.setting.emulated is not None:
+            device = self.setting.emulated[self.number].emulate(self.setting.link)
         with clocks.calling(), device:
             result = function(*args, **kwargs)
         return result, self.steps.unconnected_model()
@@ -173,20 +179,9 @@ class Rank:
             store = dist.FileStore(path, self.setting.world_size)
             store.set_timeout(patience)
             return store
-        if self.number == 0 and self.listener is not None:
-            return serve_store_on(self.listener, patience)
-        if self.listener is not None:
-            # otherwise connections to an ended rank 0 would wait, not be refused
-            self.listener.close()
+        if self.number == 0:
+            return serve_store_on(socket.socket(fileno=self.meeting.listener), patience)
         return dist.TCPStore(self.meeting.address, self.meeting.port, timeout=patience)
-
-
-def next_order(orders: Connection) -> Any:
-    """Return the caller's next order, None if the caller is gone."""
-    try:
-        return orders.recv()
-    except (EOFError, OSError):
-        return None
 
 
 def refuse_strangers() -> None:

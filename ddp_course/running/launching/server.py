@@ -104,25 +104,16 @@ def load(names: list) -> None:
 
 
 def read_course(read: dict) -> dict:
-    """Import the course's modules, again if a file is not as old as `read` says; return the time of
-    each file.
+    """Import the course's modules, again if a file is not as old as `read` says; return when each
+    file was changed.
     """
-    times = times_of_course()
+    times = {}
+    for file in Path(PACKAGES, "ddp_course").rglob("*.py"):
+        with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
+            times[file] = file.stat().st_mtime_ns
     if read != times:
         forget_course()
         load(COURSE)
-        times = times_of_course()
-    return times
-
-
-def times_of_course() -> dict[str, int]:
-    """Return when each file of the course that is in use was changed, in nanoseconds; 0 if it is
-    gone.
-    """
-    times = {}
-    for name, module in sys.modules.items():
-        if name.startswith("ddp_course") and (file := module.__file__):
-            times[file] = os.stat(file).st_mtime_ns if os.path.exists(file) else 0
     return times
 
 
@@ -161,8 +152,8 @@ def become_agent(launch: socket.socket) -> None:
         if descriptors := socket.recv_fds(launch, 1, count)[1]:  # without files the caller is gone
             files = protocol.LaunchFiles(*descriptors)
             with open(files.setting, "rb") as file:
+                take_over(*pickle.load(file))
                 setting = pickle.load(file)
-            take_over(setting)
             importlib.import_module(AGENT).own_ranks(launch, setting, files)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -170,14 +161,14 @@ def become_agent(launch: socket.socket) -> None:
         os._exit(1)
 
 
-def take_over(setting: protocol.Setting) -> None:
-    """Take on the caller's folder, paths and environment."""
-    sys.path[:] = setting.path
-    sys.argv[:] = setting.argv
+def take_over(path: list, argv: list, folder: str, environ: dict) -> None:
+    """Take on the caller's place, as `environment.place` describes it."""
+    sys.path[:] = path
+    sys.argv[:] = argv
     os.environ.clear()
-    os.environ.update(setting.environ)
-    if os.path.isdir(setting.folder):
-        os.chdir(setting.folder)
+    os.environ.update(environ)
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
 def reap(launches: dict) -> None:
@@ -218,7 +209,5 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), start == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
-    setting, number, meeting, files, port = pickle.load(sys.stdin.buffer)
-    take_over(setting)
-    listener = None if port is None else socket.socket(fileno=port)
-    importlib.import_module(AGENT).be_rank(setting, number, meeting, files, listener)
+    take_over(*pickle.load(sys.stdin.buffer))
+    importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

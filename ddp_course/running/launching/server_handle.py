@@ -12,7 +12,7 @@ from typing import IO
 from ...errors import LaunchError
 from ..files import open_memory
 from ..linux import PROCESS_LIMIT
-from .decision import how_it_ended
+from .decision import exit_code_in_words
 from .environment import SCRIPT, preloading_environment
 from .setting import start_method
 
@@ -101,7 +101,7 @@ atexit.register(use_server, None)
 
 def ending_in_words(code: int) -> str:
     """Return an exit code in words, as the end of a sentence."""
-    kind, words = how_it_ended(code)
+    kind, words = exit_code_in_words(code)
     return f"was {kind} {words}" if code < 0 else f"{kind} {words}"
 
 

@@ -1,16 +1,14 @@
-"""What follows from the request for a launch, as plain data."""
+"""What follows from the request for a launch: all that its agent and its ranks must know."""
 
 import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
 from ..linux import free_memory, usable_cores
-from . import pickling
 from .protocol import Setting
 
-LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
@@ -24,7 +22,7 @@ def start_method() -> str:
     new, by "spawn". Raises ValueError if DDP_COURSE_START names another way.
     """
     usual = "spawn" if sys.platform == "darwin" else "fork"
-    return chosen("DDP_COURSE_START", usual, ["fork", "spawn"])
+    return choice_of("DDP_COURSE_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
@@ -33,10 +31,10 @@ def network() -> str:
 
     Raises ValueError if DDP_COURSE_NETWORK is anything else.
     """
-    return chosen("DDP_COURSE_NETWORK", "auto", ["auto", "private", "open"])
+    return choice_of("DDP_COURSE_NETWORK", "auto", ["auto", "private", "open"])
 
 
-def chosen(variable: str, usual: str, choices: list[str]) -> str:
+def choice_of(variable: str, usual: str, choices: list[str]) -> str:
     """Return what an environment variable asks for, or what is usual; raises ValueError for
     anything but the `choices`.
     """
@@ -50,16 +48,16 @@ def describe_launch(
     world_size: int,
     device: Any,
     timeout: float,
-    link: Any,
-    progress: Any,
-    argument_bytes: int = 0,
+    link: Any = None,
+    progress: Any = False,
+    call: IO[bytes] | None = None,
 ) -> Setting:
-    """Decide what follows from the request, and return all that agent and ranks must know, as plain
-    data.
+    """Decide what follows from the request, and return all that agent and ranks must know.
 
-    Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of
-    arguments.
+    Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
+    packed `call`.
     """
+    argument_bytes = os.fstat(call.fileno()).st_size if call else 0
     gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
     # This comes first, as a list of a billion ranks takes long.
     check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
@@ -76,15 +74,10 @@ def describe_launch(
         devices=devices,
         timeout=timeout,
         threads=threads_of_a_rank(world_size),
-        link=pickling.dumps(link),
-        emulated=pickling.dumps(emulated),
+        link=link,
+        emulated=emulated,
         progress=progress,
         computes=bool(emulated or progress),
-        path=list(sys.path),
-        argv=list(sys.argv),
-        folder=os.getcwd(),
-        # users may have set another card
-        environ={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 import traceback
 from itertools import takewhile
 from pathlib import Path
@@ -60,12 +61,10 @@ def describe_ranks(
 
 
 def last_collective(calls: list, torch_call: str) -> str:
-    """Return the collective that a rank is in, or entered last, in words; `begin` of a call counts
-    from now.
-    """
+    """Return the collective that a rank is in, or entered last, in words."""
     call = calls[-1] if calls else None
     if call is not None and not call.end:
-        return f"{call} (inside for {-call.begin:.1f} s)"
+        return f"{call} (inside for {time.monotonic() - call.begin:.1f} s)"
     if torch_call:
         return f"torch.distributed.{torch_call} (inside)"
     return f"{call} (returned)" if call else ""

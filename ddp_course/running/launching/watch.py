@@ -3,7 +3,6 @@ an error.
 """
 
 import time
-from collections.abc import Callable
 from typing import IO
 
 from ...errors import LaunchError, LaunchTimeout, RankError
@@ -33,41 +32,38 @@ UNCONNECTED = (
 )
 
 
-def show_line(bar: Bar, rank: int, stream: str, text: str) -> None:
-    """Print one line of `rank` on the caller's own "stdout" or "stderr"."""
-    bar.print(f"[rank {rank}] {text}\n", stream)
-
-
 class Launch:
     """One launch, which is started, watched until its `ending` is decided, closed, and then asked
     for its outcome.
     """
 
-    def __init__(self, setting: Setting, timeout: float, show: Callable, keeps: bool = False):
+    def __init__(self, setting: Setting):
         self.bar = Bar(setting.progress)
-        self.show = show
         self.ranks = Ranks(setting, self.print, self.bar.advance_to)
-        self.phase = Phase(Stage.STARTING, time.monotonic(), setting.world_size, timeout, keeps)
+        keeps = setting.idle is not None
+        now = time.monotonic()
+        self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout, keeps)
         self.events: list[Event] = []
         self.ending: Ending | None = None
         self.hang: tuple[list, str] = ([], "")  # when time is up: what each rank did, and a cause
 
     def print(self, rank: int, stream: str, text: str) -> None:
-        """Show a line that a rank has printed."""
-        self.show(self.bar, rank, stream, text)
+        """Show a line that a rank has printed, on the caller's own "stdout" or "stderr"."""
+        self.bar.print(f"[rank {rank}] {text}\n", stream)
 
-    def run(self, payload: IO[bytes]) -> "Launch":
-        """Start the ranks, watch them to their end, and close everything, whatever happens."""
+    def run(self, call: IO[bytes]) -> list:
+        """Run a packed call on all ranks, and close everything, whatever happens; return the
+        results in rank order.
+        """
         try:
-            self.ranks.start(payload)
+            self.ranks.start(call)
             self.watch()
         finally:
             self.close()
-        return self
+        return self.outcome()
 
     def watch(self) -> None:
         """Read what the ranks say until the ending is decided."""
-        self.ending = decide(self.phase, self.events, time.monotonic())
         while self.ending is None:
             self.events += self.ranks.read(TICK_SECONDS)
             self.bar.wait()

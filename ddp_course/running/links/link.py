@@ -2,8 +2,6 @@
 refused.
 """
 
-from typing import Any
-
 from ...errors import EmulationError
 from .. import units
 from . import modes
@@ -22,7 +20,11 @@ class Link:
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
-        self.bandwidth = parse_bandwidth(bandwidth)
+        self.bandwidth = units.bits_per_second(bandwidth)
+        if self.bandwidth < SLOWEST:
+            raise EmulationError(
+                f'the bandwidth "{bandwidth}" is out of range; choose 1Mbit or more'
+            )
         self.latency = units.seconds(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise EmulationError(
@@ -72,13 +74,3 @@ class Link:
             "latency_s": self.latency,
             "hosts": self.hosts,
         }
-
-
-def parse_bandwidth(text: Any) -> float:
-    """Return the bits per second of, say, "200Mbit"; raises EmulationError for text that is
-    unreadable or too slow.
-    """
-    value = units.bits_per_second(text)
-    if value < SLOWEST:
-        raise EmulationError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
-    return value
