@@ -9,7 +9,7 @@ below.
 import base64
 import io
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -303,9 +303,9 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
-    """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication
-    thread below.
+def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) -> None:
+    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin`: compute above,
+    the communication thread below.
     """
     two = any(span[3] == "network" for span in spans)
     # Neighbours of one kind are drawn at once: a trace has hundreds of them.
@@ -313,7 +313,7 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
         top = row if lane == "network" else row - 0.42
         height = 0.42 if two else 0.84
         axes.broken_barh(
-            [(1000 * start, 1000 * (end - start)) for _, start, end, _ in group],
+            [(1000 * (start - begin), 1000 * (end - start)) for _, start, end, *_ in group],
             (top, height),
             facecolors=SPAN_COLOURS[name],
             edgecolor="white",
@@ -329,38 +329,24 @@ def timeline_figure(
     align: bool = False,
     kind: str = "virtual time",
 ) -> Picture:
-    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
-    the earliest start.
+    """Lanes of `Span`s or [name, start_s, end_s, lane], one per rank, times counted from the
+    earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
     """
-    lanes = [list(map(as_list, lane)) for lane in lanes]
-    origins = list(map(start_of, lanes))
+    begins = [min((start for _, start, *_ in lane), default=0.0) for lane in lanes]
     if not align:
-        origins = [min(origins, default=0.0)] * len(lanes)
+        begins = [min(begins, default=0.0)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
     description = f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
-        for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
-            spans = [[name, start - origin, end - origin, part] for name, start, end, part in lane]
-            draw_lane(axes, row, spans)
+        for row, (lane, begin) in enumerate(zip(lanes, begins, strict=True)):
+            draw_lane(axes, row, lane, begin)
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set(xlim=(0, None), xlabel="time (ms)")
         name_spans(picture, lanes, loc="outside lower center")
     return picture
-
-
-def as_list(span: Any) -> list:
-    """A `Span`, or a list that has been one, as [name, start_s, end_s, lane]."""
-    if isinstance(span, list):
-        return span
-    return [span.name, span.start, span.end, span.lane]
-
-
-def start_of(lane: list[list]) -> float:
-    """When the first span of a lane starts; 0 in an empty one."""
-    return min((start for _, start, _, _ in lane), default=0.0)
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:

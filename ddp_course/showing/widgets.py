@@ -274,7 +274,7 @@ def bucket_explorer(
     for cap in caps:
         step = simulate(profile, world_size, network, bucket_cap_mb=cap)
         hidden = 1 - min(1.0, step.exposed_s / step.communication_s) if step.communication_s else 1
-        spans = list(map(plots.as_list, step.spans))
+        spans = [[span.name, span.start, span.end, span.lane] for span in step.spans]
         rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
     return caps_explorer(rows, list(measured.items()))
 
