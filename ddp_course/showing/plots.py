@@ -238,43 +238,42 @@ def step_text(stage: StageResult, waiting: float) -> str:
 
 def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    counted = []
-    heights = []
-    theory = []
+    heights = {}
+    formulas = {}
+    colours = {}
     for stage in stages:
         if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
-            counted.append(stage)
-            heights.append(stage.bytes_sent_max / 1e6)
-            theory.append(stage.bytes_formula / 1e6)
+            label = textwrap.fill(stage.label, 10)
+            heights[label] = stage.bytes_sent_max / 1e6
+            formulas[label] = stage.bytes_formula / 1e6
+            colours[label] = stage.colour
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
-    if not counted:
-        axes.text(
-            0.5,
-            0.5,
-            "nothing to count: bytes are counted only where the course's own code sends",
-            ha="center",
-            transform=axes.transAxes,
-        )
-        return
-    places = np.arange(len(counted))
-    drawn = axes.bar(places, heights, width=0.6, color=[stage.colour for stage in counted])
-    axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
-    axes.hlines(
-        theory,
-        places - 0.4,
-        places + 0.4,
-        "black",
-        linewidth=1.8,
-        label="formula",
-    )
-    axes.set_xticks(places, [textwrap.fill(stage.label, 10) for stage in counted])
-    axes.set(
-        ylim=(0, max([*heights, *theory]) * 1.22 or 1),
-        xlim=(-0.6, len(counted) - 0.4),
-        ylabel="MB per step",
-    )
+    if heights:
+        draw_bars(axes, heights, colours, formulas, form="{:.2f}")
+        axes.set_ylabel("MB per step")
+    else:
+        words = "nothing to count: bytes are counted only where the course's own code sends"
+        axes.text(0.5, 0.5, words, ha="center", transform=axes.transAxes)
+
+
+def draw_bars(
+    axes: Axes, heights: dict, colours: dict, theory: dict, form: str, dash: str = "formula"
+) -> None:
+    """Draw the bars and dashes of `bars`, each bar with its number."""
+    places = range(len(heights))
+    shades = [colours.get(label, "#0072B2") for label in heights]
+    axes.bar(places, list(heights.values()), width=0.6, color=shades)
+    for place, (label, value) in enumerate(heights.items()):
+        top = max(value, theory.get(label, value), 0)
+        above: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+        axes.annotate(form.format(value), (place, top), (0, 5), **above)
+        if label in theory:
+            [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
+            axes.legend([line], [dash])
+    axes.set_xticks(places, list(heights))
+    highest = max([*heights.values(), *theory.values(), 0])
+    axes.set_ylim(top=highest * 1.2 if highest else 1)
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper right")
 
 
 def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> None:
@@ -452,26 +451,7 @@ def bars(
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
-        places = range(len(heights))
-        shades = [(colours or {}).get(label, "#0072B2") for label in heights]
-        axes.bar(places, list(heights.values()), width=0.6, color=shades)
-        for place, (label, value) in enumerate(heights.items()):
-            top = max(value, (theory or {}).get(label, value), 0)
-            axes.annotate(
-                form.format(value),
-                (place, top),
-                (0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-            )
-            if theory and label in theory:
-                [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
-                axes.legend([line], [dash])
-        axes.set_xticks(places, list(heights))
-        top = max([*heights.values(), *(theory or {}).values(), 0])
-        axes.set_ylim(top=top * 1.2 if top else 1)
-        axes.grid(axis="x", visible=False)
+        draw_bars(axes, heights, colours or {}, theory or {}, form, dash)
         axes.set_ylabel(ylabel)
     return picture
 
