@@ -233,10 +233,10 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     """
     from .. import ladder
     from ..measuring import ideals, theory
-    from ..measuring.job import Job
+    from ..measuring.job import make_job
     from ..running.devices import Device
 
-    job = Job("digits", world_size, 1, global_batch=192, lr=0.05)
+    job = make_job("digits", world_size)
     device = Device("1GFLOP/s")
     one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(

@@ -12,7 +12,6 @@ is an upper bound, as some ranks are done early and may begin on the next bucket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import isfinite
 from typing import Any, NamedTuple
 
 from .. import theory
@@ -74,11 +73,9 @@ def simulate(
     `network` has the links and how many ranks share a host. `algorithm` is a name of
     `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB, infinity for one message after the backward
     pass. While a collective runs, computing takes 1 + `interference` times as long (0: the
-    collective has engines of its own). Raises ValueError for sizes, times or names that cannot be.
+    collective has engines of its own). Raises ValueError for sizes or names that cannot be.
     """
     theory.check_sizes(profile.gradient_bytes, world_size)
-    if not (isfinite(interference) and interference >= 0):
-        raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
     buckets = assign_buckets(profile, bucket_cap_mb)
     full_after = {}
     for bucket in buckets:
