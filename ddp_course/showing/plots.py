@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -66,13 +65,11 @@ class Picture(Figure):
         """The alternative text: what can be seen, and the caption."""
         return ". ".join(part for part in (self.description, self.caption) if part)
 
-    def png(self, dpi: float | None = None) -> bytes:
+    def png(self, dpi: float | str = "figure") -> bytes:
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
-            self.savefig(
-                file, format="png", dpi=dpi or self.dpi, metadata={"Description": self.message}
-            )
+            self.savefig(file, format="png", dpi=dpi, metadata={"Description": self.message})
         return file.getvalue()
 
     def _ipython_display_(self):
@@ -111,7 +108,7 @@ def panels(
         picture = Picture(width, height, message.replace("\n", " "), description, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
-            first = np.ravel(axes)[0]
+            first = picture.axes[0]
             first.set_title(title, wrap=True)
             first.annotate(
                 kind,
@@ -136,18 +133,16 @@ def compare_figure(results: Comparison) -> Picture:
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
     description = f"Four panels comparing {len(stages)} stages"
-    ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, gridspec_kw=ratios) as (
-        picture,
-        axes,
-    ):
+    ratios: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, **ratios) as (picture, _):
         kind = kind_of_time(results)
         # Each panel's title says its own kind.
         picture.kind = f"losses measured; times {kind}; counted; formulas derived"
-        draw_losses(axes[0, 0], stages)
-        draw_step_times(axes[0, 1], stages, kind)
-        draw_traffic(axes[1, 0], stages)
-        draw_stage_timelines(axes[1, 1], stages, kind)
+        losses, step_times, traffic, timelines = picture.axes
+        draw_losses(losses, stages)
+        draw_step_times(step_times, stages, kind)
+        draw_traffic(traffic, stages)
+        draw_stage_timelines(timelines, stages, kind)
         emulated = results.emulated_device
         device = f"emulated devices of {emulated['text']}" if emulated else results.device
         ranks = f"{results.world_size} ranks"
@@ -460,7 +455,7 @@ def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
     with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, axes):
         for axis, image, name in zip(axes, pictures, titles, strict=True):
-            axis.imshow(np.asarray(image).reshape(image.shape[-2:]), cmap="Greys")
+            axis.imshow(image.squeeze(), cmap="Greys")
             axis.set_title(name, loc="center")
             axis.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")
