@@ -455,7 +455,7 @@ def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
     with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, axes):
         for axis, image, name in zip(axes, pictures, titles, strict=True):
-            axis.imshow(image.squeeze(), cmap="Greys")
+            axis.imshow(image.squeeze().tolist(), cmap="Greys")
             axis.set_title(name, loc="center")
             axis.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")
