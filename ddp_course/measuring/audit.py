@@ -120,8 +120,8 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     def note_step(optimizer, *_):
         """Keep the optimizer, and that it has trained on the latest pass over the data."""
         optimizers[:] = [optimizer]
-        for epoch in epochs[-1:]:
-            epoch.trained = True
+        if epochs:
+            epochs[-1].trained = True
 
     data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
     torch.save = lambda state, *_, **__: states.append(state)

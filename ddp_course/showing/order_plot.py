@@ -86,7 +86,8 @@ def lines_of(verdict: Any) -> list[str]:
 
 def bars_of(events: list) -> dict[int, list[list[Bar]]]:
     """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
-    bars: dict = {rank: [] for rank in sorted({event.rank for event in events})}
+    ranks = {event.rank for event in events}
+    bars: dict = {rank: [] for rank in sorted(ranks)}
     begun = defaultdict(list)
     for moment, rank, kind, what, _ in events:
         if kind == "post":

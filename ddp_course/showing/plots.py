@@ -329,9 +329,11 @@ def timeline_figure(
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
     """
-    begins = [min((start for _, start, *_ in lane), default=0.0) for lane in lanes]
+    begins = []
+    for lane in lanes:
+        begins.append(min((start for _, start, *_ in lane), default=0.0))
     if not align:
-        begins = [min(begins, default=0.0)] * len(lanes)
+        begins = [min(begins)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
     description = f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
