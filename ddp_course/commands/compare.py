@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..running.parent import JOB
 from ..running.units import positive_number, whole_number
 from ..running.waiting import say_while
 from ..showing.plots import compare_figure
+from ..showing.source import Shown
 from . import as_typed
 
 
@@ -125,20 +125,6 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-@dataclass(frozen=True, repr=False)
-class Table:
-    """A table as `text`; notebooks show its `html`, which fits any width."""
-
-    text: str
-    html: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> str:
-        return self.html
-
-
 KEY = """weights differ by: the largest difference of a weight from the single device's
 –: nothing is sent, or torch sends it and counts nothing"""
 COLUMNS = {  # Each title has a field of a stage's result and a format.
@@ -153,7 +139,7 @@ COLUMNS = {  # Each title has a field of a stage's result and a format.
 }
 
 
-def table(results: Comparison) -> Table:
+def table(results: Comparison) -> Shown:
     """The results as text, a line per stage."""
     rows = []
     for stage in results.stages:
@@ -166,7 +152,7 @@ def table(results: Comparison) -> Table:
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
     text = tabulate([titles, *rows], tablefmt="plain", **layout)
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    return Table(text, tabulate(unbroken, titles, "html", **layout))
+    return Shown(text, tabulate(unbroken, titles, "html", **layout))
 
 
 def save(results: Comparison, folder: str | Path) -> list[Path]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,18 +30,20 @@ from ..running.torch_inside import tree_leaves
 FOLDER = "FOLDER"  # In the arguments this word stands for a temporary folder.
 
 
-class Epoch(NamedTuple):
-    """One pass of a rank over a DataLoader that it trained on: its samples, and whether set_epoch
-    can shuffle them.
+@dataclass
+class Epoch:
+    """One pass of a rank over a DataLoader: its samples, whether set_epoch can shuffle them, and
+    whether an optimizer made a step meanwhile.
     """
 
     samples: list[int]
     shuffles: bool
+    trained: bool = False
 
 
 class Report(NamedTuple):
-    """What one rank did: its epochs, the names of the tensors in each file that it saved, its
-    weights at the end.
+    """What one rank did: the epochs that it trained on, the names of the tensors in each file that
+    it saved, its weights at the end.
     """
 
     epochs: list[Epoch]
@@ -57,53 +60,38 @@ def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
         arguments = [places.get(argument, argument) for argument in arguments]
         ranks: list[Report] = launch(run_watched, source, arguments, world_size=2, device="cpu")
     writers = [number for number, rank in enumerate(ranks) if rank.saves]
-    weights = [rank.weights for rank in ranks]
-    epochs = [rank.epochs for rank in ranks]
+    weights = [rank.weights for rank in ranks if rank.weights is not None]
+    firsts = [samples_of_first(rank.epochs) for rank in ranks]
+    first, *others = map(set, firsts)
+    # A sampler's padding repeats fewer than K samples.
     messages = {
-        "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
+        "ranks train on the same samples: no DistributedSampler": any(
+            len(first & other) >= len(ranks) for other in others
+        ),
         "a rank trains on samples twice: each worker yields all of them, share them out": any(
-            repeats(rank, len(epochs)) for rank in epochs
+            len(samples) - len(set(samples)) >= len(ranks) for samples in firsts
         ),
         "every epoch has the same order: set_epoch is not called": any(
-            first.shuffles and first.samples == second.samples
-            for rank in epochs
-            for first, second in pairwise(rank)
+            before.shuffles and before.samples == after.samples
+            for rank in ranks
+            for before, after in pairwise(rank.epochs)
         ),
         (
             "the ranks' weights differ: the model is not wrapped, or the loss does not come from"
             " its wrapper"
-        ): any(
-            left is not None and right is not None and not torch.equal(left, right)
-            for left, right in pairwise(weights)
-        ),
+        ): any(not torch.equal(left, right) for left, right in pairwise(weights)),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
             name.startswith("module.") for rank in ranks for names in rank.saves for name in names
         ),
         "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(
-            epochs
+            rank.epochs for rank in ranks
         ),
         "not seen: whether the ranks' weights stay equal, for no optimizer made a step": (
-            weights == [None] * len(ranks)
+            not weights
         ),
     }
     return [message for message, true in messages.items() if true]
-
-
-def shared_samples(epochs: list[list[Epoch]]) -> bool:
-    """Whether another rank saw K or more of rank 0's samples in the first epoch; a sampler's
-    padding repeats fewer.
-    """
-    first, *others = [samples_of_first(rank) for rank in epochs]
-    return any(len(set(first) & set(other)) >= len(epochs) for other in others)
-
-
-def repeats(epochs: list[Epoch], world_size: int) -> bool:
-    """Whether a rank saw K or more samples again in its first epoch; a sampler's padding is
-    less.
-    """
-    samples = samples_of_first(epochs)
-    return len(samples) - len(set(samples)) >= world_size
 
 
 def samples_of_first(epochs: list[Epoch]) -> list[int]:
@@ -115,9 +103,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     """Run the script as this rank's `__main__` and note what it does; the patches here end with the
     rank's process.
     """
-    # Each pair is a loader and the samples of one pass over it.
-    epochs: list[tuple[Any, list[int]]] = []
-    trained = []
+    epochs: list[Epoch] = []
     optimizers = []
     states = []
     batches = data.DataLoader.__iter__
@@ -125,17 +111,17 @@ def run_watched(source: str, arguments: list[str]) -> Report:
 
     def note_samples(loader):
         """Iterate over a DataLoader, and keep the samples of this pass."""
-        samples: list[int] = []
-        epochs.append((loader, samples))
+        epoch = Epoch([], getattr(loader.sampler, "shuffle", False))
+        epochs.append(epoch)
         for batch in batches(loader):
-            samples.extend(samples_of(batch))
+            epoch.samples.extend(samples_of(batch))
             yield batch
 
     def note_step(optimizer, *_):
         """Keep the optimizer, and that it has trained on the latest pass over the data."""
         optimizers[:] = [optimizer]
-        if epochs and epochs[-1] not in trained:
-            trained.append(epochs[-1])
+        if epochs:
+            epochs[-1].trained = True
 
     data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
     torch.save = lambda state, *_, **__: states.append(state)
@@ -148,11 +134,9 @@ def run_watched(source: str, arguments: list[str]) -> Report:
         torch.save = save  # The launch itself saves this rank's result.
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     weights = [parameter.detach().reshape(-1) for parameters in groups for parameter in parameters]
-    trained_epochs = [
-        Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained
-    ]
     whole = torch.cat(weights).double() if weights else None
-    return Report(trained_epochs, list(map(names_of, states)), whole)
+    trained = [epoch for epoch in epochs if epoch.trained]
+    return Report(trained, list(map(names_of, states)), whole)
 
 
 def run_script(source: str, arguments: list[str]) -> None:

@@ -142,7 +142,7 @@ def run_on_this_job(
     report = None
     if dist.get_rank() == 0 or not stage.one_process:
         report = train_and_measure(stage, job, settings, single)
-        report.record.count_from(began)  # Every machine has a clock of its own.
+        report.record.zero = began  # Every machine has a clock of its own.
     ranks: list[Any] = [None] * job.world_size
     dist.all_gather_object(ranks, report)
     return [report for report in ranks if report]

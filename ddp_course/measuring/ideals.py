@@ -92,14 +92,11 @@ def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
     model = job.model()
     blocks = assign_blocks(model, default_blocks(model))
     events = events_of(model, blocks, next(job.batches(0, job.world_size)), device)
-    sizes = [nbytes_of(parameters) for _, parameters in blocks]
+    sizes = []
+    for _, parameters in blocks:
+        sizes.append(sum(parameter.nbytes for parameter in parameters))
     update_s = job.work(device, job.world_size).update_s / job.world_size
     return passes_seconds(events, sizes, job.world_size, costs) + update_s
-
-
-def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """How many bytes these tensors have together."""
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:

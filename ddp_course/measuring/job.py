@@ -106,7 +106,7 @@ class Job:
         with torch.no_grad():
             for part in split(layers_of(self.model()), self.world_size)[:-1]:
                 flowing = part(flowing)
-                sizes.append(flowing.numel() * flowing.element_size())
+                sizes.append(flowing.nbytes)
         return sizes
 
     @cached_property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from ..running import clocks, wire
 from ..running.devices import Emulation, full_speed, rank_device
@@ -32,6 +31,7 @@ class Recording:
         self.began = []
         self.spans = []
         self.traffic = wire.Traffic()
+        self.zero = 0.0  # All times of this rank's clock count from this moment.
         self.on_gpu = rank_device().type == "cuda"
 
     def stamped(self, batches: Iterable) -> Iterator:
@@ -61,11 +61,3 @@ class Recording:
     def seconds(self, step: int) -> float:
         """How long a step took."""
         return self.began[step + 1] - self.began[step]
-
-    def count_from(self, moment: float) -> None:
-        """Have all times count from this moment of the rank's clock."""
-        self.began = [start - moment for start in self.began]
-        for step in self.spans:
-            step[:] = [
-                replace(span, start=span.start - moment, end=span.end - moment) for span in step
-            ]

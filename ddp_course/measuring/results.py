@@ -148,11 +148,12 @@ def seconds_of_slowest(records: list[Recording], steps: list[int]) -> dict[int, 
 
 def lanes_of(records: list[Recording], step: int) -> list[list[list]]:
     """The timeline of one step: the spans of each device, from the first rank's start."""
-    first = min(record.began[step] for record in records)
+    first = min(record.began[step] - record.zero for record in records)
     lanes = []
     for record in records:
+        begin = record.zero + first
         for spans in timeline.laid_out(record.spans[step]):
             lanes.append(
-                [[span.name, span.start - first, span.end - first, span.lane] for span in spans]
+                [[span.name, span.start - begin, span.end - begin, span.lane] for span in spans]
             )
     return lanes

@@ -9,9 +9,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -30,8 +29,7 @@ BLOCKING = ("communication", "wait")
 ON_TOP = (*BLOCKING, "update", "backward", "forward")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """`name` is forward, backward, communication, wait or update; times in seconds of
     `time.perf_counter`.
 
@@ -75,7 +73,7 @@ def recording() -> Iterator[list[Span]]:
         yield recorder.spans
     clock.finish()
     spans = [
-        replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end))
+        span._replace(start=clock.seconds(span.start), end=clock.seconds(span.end))
         for span in recorder.spans
     ]
     recorder.spans[:] = spans
@@ -216,9 +214,9 @@ def _without_overlap(spans):
             continue
         top = min(around, key=lambda span: ON_TOP.index(span.name))
         if pieces and pieces[-1].name == top.name and pieces[-1].end == start:
-            pieces[-1] = replace(pieces[-1], end=end)
+            pieces[-1] = pieces[-1]._replace(end=end)
         else:
-            pieces.append(replace(top, start=start, end=end))
+            pieces.append(top._replace(start=start, end=end))
     return pieces + [span for span in spans if span.lane == "network"]
 
 

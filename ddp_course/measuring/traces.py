@@ -65,11 +65,7 @@ def _step(events, begin, end):
     """
     events = [event for event in events if begin <= event["ts"]]
     inside = [event for event in events if event["ts"] < end]
-    processor = []
-    for event in inside:
-        name = _pass_of(event)
-        if name:
-            processor.append(_span(event, name, begin))
+    processor = [_span(event, _pass_of(event), begin) for event in inside if _pass_of(event)]
     launches = {
         event["args"]["correlation"]: (event["ts"] - begin) / 1e6
         for event in inside

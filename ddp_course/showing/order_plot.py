@@ -1,6 +1,7 @@
 """What `every_order` has found, on a timeline: a figure in a notebook, text in a terminal."""
 
 import textwrap
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from IPython import get_ipython
@@ -87,13 +88,12 @@ def bars_of(events: list) -> dict[int, list[list[Bar]]]:
     """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
     ranks = {event.rank for event in events}
     bars: dict = {rank: [] for rank in sorted(ranks)}
-    begun: dict = {}
+    begun = defaultdict(list)
     for moment, rank, kind, what, _ in events:
-        starts = begun.setdefault((rank, what), [])
         if kind == "post":
-            starts.append(1000 * moment)
+            begun[rank, what].append(1000 * moment)
         elif kind == "wait":
-            bars[rank].append(Bar(starts.pop(0), 1000 * moment, what, True))
+            bars[rank].append(Bar(begun[rank, what].pop(0), 1000 * moment, what, True))
     end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
     for (rank, what), starts in begun.items():
         bars[rank] += [Bar(start, end, what, False) for start in starts]

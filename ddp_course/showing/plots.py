@@ -9,7 +9,7 @@ below.
 import base64
 import io
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -66,13 +65,11 @@ class Picture(Figure):
         """The alternative text: what can be seen, and the caption."""
         return ". ".join(part for part in (self.description, self.caption) if part)
 
-    def png(self, dpi: float | None = None) -> bytes:
+    def png(self, dpi: float | str = "figure") -> bytes:
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
-            self.savefig(
-                file, format="png", dpi=dpi or self.dpi, metadata={"Description": self.message}
-            )
+            self.savefig(file, format="png", dpi=dpi, metadata={"Description": self.message})
         return file.getvalue()
 
     def _ipython_display_(self):
@@ -111,7 +108,7 @@ def panels(
         picture = Picture(width, height, message.replace("\n", " "), description, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
-            first = np.ravel(axes)[0]
+            first = picture.axes[0]
             first.set_title(title, wrap=True)
             first.annotate(
                 kind,
@@ -136,18 +133,16 @@ def compare_figure(results: Comparison) -> Picture:
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
     description = f"Four panels comparing {len(stages)} stages"
-    ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, gridspec_kw=ratios) as (
-        picture,
-        axes,
-    ):
+    ratios: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, **ratios) as (picture, _):
         kind = kind_of_time(results)
         # Each panel's title says its own kind.
         picture.kind = f"losses measured; times {kind}; counted; formulas derived"
-        draw_losses(axes[0, 0], stages)
-        draw_step_times(axes[0, 1], stages, kind)
-        draw_traffic(axes[1, 0], stages)
-        draw_stage_timelines(axes[1, 1], stages, kind)
+        losses, step_times, traffic, timelines = picture.axes
+        draw_losses(losses, stages)
+        draw_step_times(step_times, stages, kind)
+        draw_traffic(traffic, stages)
+        draw_stage_timelines(timelines, stages, kind)
         emulated = results.emulated_device
         device = f"emulated devices of {emulated['text']}" if emulated else results.device
         ranks = f"{results.world_size} ranks"
@@ -238,43 +233,42 @@ def step_text(stage: StageResult, waiting: float) -> str:
 
 def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    counted = []
-    heights = []
-    theory = []
+    heights = {}
+    formulas = {}
+    colours = {}
     for stage in stages:
         if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
-            counted.append(stage)
-            heights.append(stage.bytes_sent_max / 1e6)
-            theory.append(stage.bytes_formula / 1e6)
+            label = textwrap.fill(stage.label, 10)
+            heights[label] = stage.bytes_sent_max / 1e6
+            formulas[label] = stage.bytes_formula / 1e6
+            colours[label] = stage.colour
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
-    if not counted:
-        axes.text(
-            0.5,
-            0.5,
-            "nothing to count: bytes are counted only where the course's own code sends",
-            ha="center",
-            transform=axes.transAxes,
-        )
-        return
-    places = np.arange(len(counted))
-    drawn = axes.bar(places, heights, width=0.6, color=[stage.colour for stage in counted])
-    axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
-    axes.hlines(
-        theory,
-        places - 0.4,
-        places + 0.4,
-        "black",
-        linewidth=1.8,
-        label="formula",
-    )
-    axes.set_xticks(places, [textwrap.fill(stage.label, 10) for stage in counted])
-    axes.set(
-        ylim=(0, max([*heights, *theory]) * 1.22 or 1),
-        xlim=(-0.6, len(counted) - 0.4),
-        ylabel="MB per step",
-    )
+    if heights:
+        draw_bars(axes, heights, colours, formulas, form="{:.2f}")
+        axes.set_ylabel("MB per step")
+    else:
+        words = "nothing to count: bytes are counted only where the course's own code sends"
+        axes.text(0.5, 0.5, words, ha="center", transform=axes.transAxes)
+
+
+def draw_bars(
+    axes: Axes, heights: dict, colours: dict, theory: dict, form: str, dash: str = "formula"
+) -> None:
+    """Draw the bars and dashes of `bars`, each bar with its number."""
+    places = range(len(heights))
+    shades = [colours.get(label, "#0072B2") for label in heights]
+    axes.bar(places, list(heights.values()), width=0.6, color=shades)
+    for place, (label, value) in enumerate(heights.items()):
+        top = max(value, theory.get(label, value), 0)
+        above: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+        axes.annotate(form.format(value), (place, top), (0, 5), **above)
+        if label in theory:
+            [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
+            axes.legend([line], [dash])
+    axes.set_xticks(places, list(heights))
+    highest = max([*heights.values(), *theory.values(), 0])
+    axes.set_ylim(top=highest * 1.2 if highest else 1)
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper right")
 
 
 def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> None:
@@ -303,9 +297,9 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
-    """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication
-    thread below.
+def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) -> None:
+    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin`: compute above,
+    the communication thread below.
     """
     two = any(span[3] == "network" for span in spans)
     # Neighbours of one kind are drawn at once: a trace has hundreds of them.
@@ -313,7 +307,7 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
         top = row if lane == "network" else row - 0.42
         height = 0.42 if two else 0.84
         axes.broken_barh(
-            [(1000 * start, 1000 * (end - start)) for _, start, end, _ in group],
+            [(1000 * (start - begin), 1000 * (end - start)) for _, start, end, *_ in group],
             (top, height),
             facecolors=SPAN_COLOURS[name],
             edgecolor="white",
@@ -329,38 +323,26 @@ def timeline_figure(
     align: bool = False,
     kind: str = "virtual time",
 ) -> Picture:
-    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
-    the earliest start.
+    """Lanes of `Span`s or [name, start_s, end_s, lane], one per rank, times counted from the
+    earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
     """
-    lanes = [list(map(as_list, lane)) for lane in lanes]
-    origins = list(map(start_of, lanes))
+    begins = []
+    for lane in lanes:
+        begins.append(min((start for _, start, *_ in lane), default=0.0))
     if not align:
-        origins = [min(origins, default=0.0)] * len(lanes)
+        begins = [min(begins)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
     description = f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
-        for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
-            spans = [[name, start - origin, end - origin, part] for name, start, end, part in lane]
-            draw_lane(axes, row, spans)
+        for row, (lane, begin) in enumerate(zip(lanes, begins, strict=True)):
+            draw_lane(axes, row, lane, begin)
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set(xlim=(0, None), xlabel="time (ms)")
         name_spans(picture, lanes, loc="outside lower center")
     return picture
-
-
-def as_list(span: Any) -> list:
-    """A `Span`, or a list that has been one, as [name, start_s, end_s, lane]."""
-    if isinstance(span, list):
-        return span
-    return [span.name, span.start, span.end, span.lane]
-
-
-def start_of(lane: list[list]) -> float:
-    """When the first span of a lane starts; 0 in an empty one."""
-    return min((start for _, start, _, _ in lane), default=0.0)
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
@@ -466,26 +448,7 @@ def bars(
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
-        places = range(len(heights))
-        shades = [(colours or {}).get(label, "#0072B2") for label in heights]
-        axes.bar(places, list(heights.values()), width=0.6, color=shades)
-        for place, (label, value) in enumerate(heights.items()):
-            top = max(value, (theory or {}).get(label, value), 0)
-            axes.annotate(
-                form.format(value),
-                (place, top),
-                (0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-            )
-            if theory and label in theory:
-                [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
-                axes.legend([line], [dash])
-        axes.set_xticks(places, list(heights))
-        top = max([*heights.values(), *(theory or {}).values(), 0])
-        axes.set_ylim(top=top * 1.2 if top else 1)
-        axes.grid(axis="x", visible=False)
+        draw_bars(axes, heights, colours or {}, theory or {}, form, dash)
         axes.set_ylabel(ylabel)
     return picture
 
@@ -494,7 +457,7 @@ def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
     with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, axes):
         for axis, image, name in zip(axes, pictures, titles, strict=True):
-            axis.imshow(np.asarray(image).reshape(image.shape[-2:]), cmap="Greys")
+            axis.imshow(image.squeeze().tolist(), cmap="Greys")
             axis.set_title(name, loc="center")
             axis.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")

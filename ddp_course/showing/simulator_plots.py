@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter
-
 from ..measuring.simulate.step import KNEE, knee
 from .plots import Picture, panels
 
@@ -56,7 +54,7 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
             100 * KNEE, color="#777777", linewidth=1, linestyle=":", label=f"{KNEE:.0%} efficient"
         )
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(
             xlabel="devices K",
             ylabel="efficiency (%)",

@@ -125,23 +125,17 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
     height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
-    form: Any = {
-        "squeeze": False,
-        "sharex": True,
-        "height_ratios": [len(rows) + 1 for rows in timetables.values()],
-    }
+    ratios = [len(rows) + 1 for rows in timetables.values()]
+    form: Any = {"sharex": True, "height_ratios": ratios, "kind": "derived"}
     message = ". ".join(titles)
-    with panels(len(timetables), 1, 9.4, height, message, "A timetable", "derived", **form) as (
-        picture,
-        panels_,
-    ):
-        for axes, rows, title in zip(panels_[:, 0], timetables.values(), titles, strict=True):
+    with panels(len(timetables), 1, 9.4, height, message, "A timetable", **form) as (picture, _):
+        for axes, rows, title in zip(picture.axes, timetables.values(), titles, strict=True):
             for rank, row in enumerate(rows):
                 for span in row:
                     _pass(axes, rank, len(rows), span, last)
             name_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
             axes.set(xlim=(0, last), title=title)
-        panels_[-1, 0].set_xlabel("time (forward passes of a micro-batch)")
+        axes.set_xlabel("time (forward passes of a micro-batch)")
     return picture
 
 

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from html import escape
 
 from pygments import highlight
@@ -20,65 +21,48 @@ _BLOCK = (
 _THEMED = "color:var(--jp-content-font-color1, inherit);"
 
 
-class Source:
+@dataclass(frozen=True, repr=False)
+class Shown:
+    """What notebooks show as `html`, and a terminal as `text`."""
+
+    text: str
+    html: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def source(*things: Callable | str, click: str = "") -> Shown:
     """The source of functions, classes or methods, coloured; with `click`, behind a line that opens
     it.
     """
-
-    def __init__(self, *things, click=""):
-        self.text = "\n\n".join(text(thing) for thing in things).rstrip("\n")
-        self.click = click
-
-    def __repr__(self):
-        return self.text
-
-    def _repr_html_(self):
-        coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
-        block = (
-            f'<div style="{_BLOCK}color:#111;background:#FCFCFC;padding:0.4em'
-            f' 0.6em">{coloured}</div>'
-        )
-        return (
-            f"<details><summary>{escape(self.click)}</summary>{block}</details>"
-            if self.click
-            else block
-        )
+    code = "\n\n".join(map(text_of, things)).rstrip("\n")
+    coloured = highlight(code, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
+    style = f"{_BLOCK}color:#111;background:#FCFCFC;padding:0.4em 0.6em"
+    block = f'<div style="{style}">{coloured}</div>'
+    if click:
+        block = f"<details><summary>{escape(click)}</summary>{block}</details>"
+    return Shown(code, block)
 
 
-def text(thing: Callable | str) -> str:
+def diff(before: Callable | str, after: Callable | str) -> Shown:
+    """What changed from one function or text to another: lines taken away in red, new ones in
+    green.
+    """
+    compared = difflib.ndiff(text_of(before).splitlines(), text_of(after).splitlines())
+    lines = [line for line in compared if line[0] != "?"]
+    rows = [f'<div style="{_COLOURS[line[0]]}">{escape(line)}</div>' for line in lines]
+    block = f'<div style="{_BLOCK}{_THEMED}">{"".join(rows)}</div>'
+    return Shown("\n".join(lines), block)
+
+
+def text_of(thing: Callable | str) -> str:
     """The source of a function or class as text, without the indentation it has in its file; a text
     as it is.
     """
-    return (
-        thing
-        if isinstance(thing, str)
-        else textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
-    )
-
-
-class Diff:
-    """What changed from one function or text to another: lines taken away in red, new ones in
-    green.
-
-    `changed` counts the lines that were added or taken away.
-    """
-
-    def __init__(self, before, after):
-        before = text(before).splitlines()
-        after = text(after).splitlines()
-        self.lines = [line for line in difflib.ndiff(before, after) if line[0] != "?"]
-        self.changed = sum(line[0] in "+-" for line in self.lines)
-
-    def __repr__(self):
-        return "\n".join(self.lines)
-
-    def _repr_html_(self):
-        rows = (
-            f'<div style="{_COLOURS[line[0]]}">{escape(line) or " "}</div>' for line in self.lines
-        )
-        return f'<div style="{_BLOCK}{_THEMED}">{"".join(rows)}</div>'
-
-
-# Notebooks call the classes by these names.
-source = Source
-diff = Diff
+    if isinstance(thing, str):
+        return thing
+    return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))

@@ -7,7 +7,7 @@ from ..measuring.on_your_gpus import find_size, profile_step
 from ..measuring.timeline import hidden_share
 from ..running.devices.placement import usable_gpus
 from ..running.launching.launch import launch
-from .plots import Picture, as_list, draw_lane, name_rows, name_spans, panels
+from .plots import Picture, draw_lane, name_rows, name_spans, panels
 
 BEFORE_MS = 4.0  # The lower panel shows so much of the step before the first all-reduce begins,
 AFTER_MS = 3.0  # and so much after that.
@@ -32,8 +32,7 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
     with panels(2, 1, 8.4, 4.4, message, description, "measured", message) as (picture, axes):
         for axis in axes:
             for row, spans in enumerate((recorded.processor, recorded.gpu)):
-                lane = list(map(as_list, spans))
-                draw_lane(axis, row, lane)
+                draw_lane(axis, row, spans)
             name_rows(axis, ["processor", "GPU"])
         for number, (span, count) in enumerate(recorded.reduced):
             height = 1.62 + 0.25 * (number % 3)
@@ -42,7 +41,7 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
         middle = 1000 * starts[0]
         axes[0].set(xlim=(0, 1000 * recorded.seconds), ylim=(2.2, -0.6))
         axes[1].set(xlim=(middle - BEFORE_MS, middle + AFTER_MS), xlabel="time (ms)")
-        name_spans(picture, [lane], loc="outside lower center")
+        name_spans(picture, [recorded.gpu], loc="outside lower center")
     return picture
 
 

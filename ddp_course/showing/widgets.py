@@ -233,10 +233,10 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     """
     from .. import ladder
     from ..measuring import ideals, theory
-    from ..measuring.job import Job
+    from ..measuring.job import make_job
     from ..running.devices import Device
 
-    job = Job("digits", world_size, 1, global_batch=192, lr=0.05)
+    job = make_job("digits", world_size)
     device = Device("1GFLOP/s")
     one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(
@@ -274,7 +274,7 @@ def bucket_explorer(
     for cap in caps:
         step = simulate(profile, world_size, network, bucket_cap_mb=cap)
         hidden = 1 - min(1.0, step.exposed_s / step.communication_s) if step.communication_s else 1
-        spans = list(map(plots.as_list, step.spans))
+        spans = [[span.name, span.start, span.end, span.lane] for span in step.spans]
         rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
     return caps_explorer(rows, list(measured.items()))
 

@@ -7,7 +7,7 @@ Read in this order:
 """
 
 from . import resnets
-from .model import Layer, Profile, assign_buckets
+from .model import Layer, Profile
 from .step import Network, Step, simulate
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Network",
     "Profile",
     "Step",
-    "assign_buckets",
     "resnets",
     "simulate",
 ]

@@ -40,17 +40,16 @@ class Profile(NamedTuple):
         return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
 
 
-def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[int]]:
-    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their
-    indices.
+def full_buckets(profile: Profile, bucket_cap_mb: float) -> dict[int, int]:
+    """{index of the layer whose gradient fills a bucket of stage 5: the bucket's bytes}, in the
+    order sent.
     """
     places = {
         torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"): index
         for index, layer in enumerate(profile.layers)
         if layer.gradient_bytes
     }
-    buckets = stage5_bucketed.assign_buckets(list(places), bucket_cap_mb)
-    indices = []
-    for bucket in buckets:
-        indices.append([places[gradient] for gradient in bucket])
-    return indices
+    buckets = {}
+    for bucket in stage5_bucketed.assign_buckets(list(places), bucket_cap_mb):
+        buckets[places[bucket[-1]]] = sum(gradient.nbytes for gradient in bucket)
+    return buckets

@@ -12,13 +12,12 @@ is an upper bound, as some ranks are done early and may begin on the next bucket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import isfinite
 from typing import Any, NamedTuple
 
 from .. import theory
 from ..theory import Costs
 from ..timeline import Span
-from .model import Profile, assign_buckets
+from .model import Profile, full_buckets
 
 KNEE = 0.9  # Scaling has ended where the efficiency is lower.
 
@@ -57,7 +56,7 @@ class Step:
     @property
     def efficiency(self) -> float:
         """Throughput over that of `world_size` independent devices, 0 to 1."""
-        return self.compute_s / self.step_s if self.step_s else 1.0
+        return self.compute_s / self.step_s
 
 
 def simulate(
@@ -74,15 +73,10 @@ def simulate(
     `network` has the links and how many ranks share a host. `algorithm` is a name of
     `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB, infinity for one message after the backward
     pass. While a collective runs, computing takes 1 + `interference` times as long (0: the
-    collective has engines of its own). Raises ValueError for sizes, times or names that cannot be.
+    collective has engines of its own). Raises ValueError for sizes or names that cannot be.
     """
     theory.check_sizes(profile.gradient_bytes, world_size)
-    if not (isfinite(interference) and interference >= 0):
-        raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
-    buckets = assign_buckets(profile, bucket_cap_mb)
-    full_after = {}
-    for bucket in buckets:
-        full_after[bucket[-1]] = sum(profile.layers[index].gradient_bytes for index in bucket)
+    buckets = full_buckets(profile, bucket_cap_mb)
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans = [Span("forward", 0.0, begin)]
     free = 0.0
@@ -90,17 +84,17 @@ def simulate(
         slow = max(0.0, free - now)  # A collective is on its way for this many seconds more.
         seconds = profile.layers[index].backward_s
         now += seconds + interference * min(seconds, slow / (1 + interference))
-        if index in full_after:
+        if index in buckets:
             start = max(now, free)
-            free = start + on_hosts(algorithm, full_after[index], world_size, network)
+            free = start + on_hosts(algorithm, buckets[index], world_size, network)
             spans.append(Span("communication", start, free, "network"))
     waited = max(now, free)
     end = waited + profile.update_s
     spans += [Span("backward", begin, now), Span("wait", now, waited), Span("update", waited, end)]
     spans = sorted((span for span in spans if span.seconds > 0), key=lambda span: span.start)
     sending_s = sum(span.seconds for span in spans if span.lane == "network")
-    sizes = tuple(full_after[bucket[-1]] for bucket in buckets)
-    return Step(world_size, end, profile.compute_s, sending_s, sizes, tuple(spans))
+    sent = tuple(buckets.values())
+    return Step(world_size, end, profile.compute_s, sending_s, sent, tuple(spans))
 
 
 def knee(steps: Iterable[Step]) -> int | None:
