@@ -55,7 +55,7 @@ class Task:
     names: tuple
     parts: dict[str, float]
     draw: Callable
-    probe: Callable = each_case
+    probe: Callable
     ranks: int = 1
     bound: float = 1e-6
     forbidden: tuple = ()
@@ -84,16 +84,10 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
 
     def register(definition: type) -> type:
         """Keep the task that the class defines."""
-        functions = {
-            name: function
-            for name, function in vars(definition).items()
-            if name in ("draw", "probe", "read")
-        }
-        if "read" in functions:
-            functions.setdefault("probe", each_return)
-        _tasks[number] = Task(
-            number, (names,) if isinstance(names, str) else names, parts, **functions, **settings
-        )
+        defined = (names,) if isinstance(names, str) else names
+        read = getattr(definition, "read", None)
+        probe = getattr(definition, "probe", each_return if read else each_case)
+        _tasks[number] = Task(number, defined, parts, definition.draw, probe, read=read, **settings)
         return definition
 
     return register
