@@ -82,7 +82,7 @@ _tasks: dict[str, Task] = {}
 def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
     """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
 
-    def register(definition: type) -> type:
+    def register(definition: Any) -> Any:
         """Keep the task that the class defines."""
         defined = (names,) if isinstance(names, str) else names
         read = getattr(definition, "read", None)

@@ -100,7 +100,7 @@ class Bucket:
     be views of it.
     """
 
-    def __init__(self, index, parameters, as_view, dtype=None):
+    def __init__(self, index, parameters, as_view, dtype):
         self.index = index
         self.parameters = parameters
         dtype = dtype or parameters[0].dtype
@@ -183,7 +183,7 @@ class SparseBucket:
     travels as it is.
     """
 
-    def __init__(self, index, parameters, as_view, dtype=None):
+    def __init__(self, index, parameters, as_view, dtype):
         self.index = index
         self.parameters = parameters
         self.flat = None

@@ -193,9 +193,9 @@ class PartOfParameter(Part, torch.nn.Parameter):
 
 
 def label(function):
-    """What people call `function`: of an attribute its name."""
+    """What people call `function`: of an attribute its name, if it has one."""
     attribute = function.__name__ in ACCESS
-    return function.__self__.__name__ if attribute else function.__name__
+    return getattr(function.__self__, "__name__", "") if attribute else function.__name__
 
 
 @cache
