@@ -149,7 +149,9 @@ class Part(torch.Tensor):
 
     def __deepcopy__(self, memo):
         with as_plain_tensors():
-            copied = memo[id(self)] = self.detach().clone().as_subclass(type(self))
+            elements = self.detach().clone().as_subclass(type(self))
+            copied = memo[id(self)] = elements.requires_grad_(self.requires_grad)
+        vars(copied).update(vars(self))
         return copied
 
     def __reduce_ex__(self, protocol):
@@ -183,13 +185,6 @@ class OwnGradient(Part):
 
 class PartOfParameter(Part, torch.nn.Parameter):
     """A parameter that is a part; so is its gradient."""
-
-    def __deepcopy__(self, memo):
-        with as_plain_tensors():
-            elements = self.detach().clone()
-        copied = memo[id(self)] = type(self)(elements, self.requires_grad)
-        vars(copied).update(vars(self))
-        return copied
 
 
 def label(function):
