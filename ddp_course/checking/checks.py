@@ -183,13 +183,11 @@ def edited(source: str, body: str, name: str) -> str:
 def solved_cells(exercise: int) -> dict[str, str]:
     """{id: source} of the code cells of an exercise's solution, without its checks."""
     (path,) = course_folder("solutions").glob(f"{exercise:02d}_*.ipynb")
-    cells = [
-        cell
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return {
-        cell["id"]: "".join(cell["source"]) for cell in cells if not cell["id"].startswith("check-")
+        cell["id"]: "".join(cell["source"])
+        for cell in cells
+        if cell["cell_type"] == "code" and not cell["id"].startswith("check-")
     }
 
 
