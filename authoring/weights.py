@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # A package may weigh so much.
-    "ddp_course": 115_521,
+    "ddp_course": 115_116,
     "ddp_grading": 15_240,
     "ddp_predictions": 10_975,
 }
