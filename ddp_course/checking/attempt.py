@@ -56,8 +56,9 @@ class Attempt(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What an attempt returned: `values` are {part: {case: value}}, or a `failure` says why there
-    are none. The first attempt of its launch was through after `seconds`.
+    """What an attempt returned: `values` are {(part, case): {rank: value}}, where the rank is None
+    for all ranks together, or a `failure` says why there are none. The first attempt of its launch
+    was through after `seconds`.
     """
 
     values: dict | None
@@ -121,32 +122,31 @@ def too_slow(*_: Any) -> None:
 
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
-    """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank:
-    value}. What the task reads from it is computed here, where nothing of the answer runs.
+    """The evidence of all ranks together. What the task reads from it is computed here, where
+    nothing of the answer runs.
     """
     values: dict = {}
     task = find(attempt.number)
+    ranks = [None] if task.ranks == 1 else range(task.ranks)
     try:
-        by_rank = list(map(unpack, content))
+        of_ranks = list(map(unpack, content))
         if task.read:
-            # Where a task has a `read`, its probe yields all values for the part "".
-            returned = [list(parts[""].values()) for parts in by_rank]
+            returned = [list(of_rank.values()) for of_rank in of_ranks]
             one_or_all = returned[0] if task.ranks == 1 else returned
             with reading:
                 for part, case, value in task.read(one_or_all, **attempt.inputs):
-                    values.setdefault(part, {})[case] = value
+                    values[part, case] = {None: value} if task.ranks == 1 else value
             return Evidence(values)
-        for rank, parts in enumerate(by_rank):
-            for part, cases in parts.items():
-                for case, value in cases.items():
-                    values.setdefault(part, {}).setdefault(case, {})[rank] = value
+        for rank, of_rank in zip(ranks, of_ranks, strict=True):
+            for place, value in of_rank.items():
+                values.setdefault(place, {})[rank] = value
     except Wrong as error:
         return Evidence(None, str(error))
     except Exception as error:  # Only a value that the answer returned can fail here.
         return Evidence(
             None, f"your answer returned something that cannot be used ({str(error)[:300]})"
         )
-    return Evidence(by_rank[0] if task.ranks == 1 else values)
+    return Evidence(values)
 
 
 def load(task: Task, answers: Any) -> Sequence:
@@ -165,8 +165,8 @@ def load(task: Task, answers: Any) -> Sequence:
 
 
 def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
-    """The evidence of one answer on this rank; where torch's collectives are forbidden, the wire
-    must send all.
+    """{(part, case): value} of one answer on this rank; where torch's collectives are forbidden,
+    the wire must send all.
     """
     evidence: dict = {}
     only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
@@ -175,7 +175,7 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     with past_the_wire, refusing(task.forbidden) as replaced:
         refuse_copies(answers, replaced)
         for part, case, value in task.probe(*answers, **inputs):
-            evidence.setdefault(part, {})[case] = value
+            evidence[part, case] = value
     return evidence
 
 

@@ -55,7 +55,7 @@ class Task:
     names: tuple
     parts: dict[str, float]
     draw: Callable
-    probe: Callable = each_case
+    probe: Callable
     ranks: int = 1
     bound: float = 1e-6
     forbidden: tuple = ()
@@ -82,18 +82,12 @@ _tasks: dict[str, Task] = {}
 def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
     """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
 
-    def register(definition: type) -> type:
+    def register(definition: Any) -> Any:
         """Keep the task that the class defines."""
-        functions = {
-            name: function
-            for name, function in vars(definition).items()
-            if name in ("draw", "probe", "read")
-        }
-        if "read" in functions:
-            functions.setdefault("probe", each_return)
-        _tasks[number] = Task(
-            number, (names,) if isinstance(names, str) else names, parts, **functions, **settings
-        )
+        defined = (names,) if isinstance(names, str) else names
+        read = getattr(definition, "read", None)
+        probe = getattr(definition, "probe", each_return if read else each_case)
+        _tasks[number] = Task(number, defined, parts, definition.draw, probe, read=read, **settings)
         return definition
 
     return register
@@ -189,13 +183,11 @@ def edited(source: str, body: str, name: str) -> str:
 def solved_cells(exercise: int) -> dict[str, str]:
     """{id: source} of the code cells of an exercise's solution, without its checks."""
     (path,) = course_folder("solutions").glob(f"{exercise:02d}_*.ipynb")
-    cells = [
-        cell
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return {
-        cell["id"]: "".join(cell["source"]) for cell in cells if not cell["id"].startswith("check-")
+        cell["id"]: "".join(cell["source"])
+        for cell in cells
+        if cell["cell_type"] == "code" and not cell["id"].startswith("check-")
     }
 
 

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..running.torch_inside import tree_leaves
 from .attempt import Evidence
 from .checks import Task, known_wrong
 from .plain import ODD, apart, largest
 
+NOTHING = Evidence(None)
 SURE = 8  # This many equal numbers are no coincidence.
 
 
@@ -64,7 +66,7 @@ def verdict(
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
     wrong = wrong_cases(task, evidence, solution)
-    still, *tried = others() if wrong else [Evidence(None)]
+    still, *tried = others() if wrong else [NOTHING]
     known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
     alike = [message for message, other in known if same(evidence.values, other.values)]
     possible = [pair for pair in known if len(wrong_cases(task, pair[1], solution) - wrong) <= 1]
@@ -90,24 +92,23 @@ def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple
 
 
 def values_of(
-    part: str, evidence: Evidence, solution: Evidence, still: Evidence | None = None
+    part: str, evidence: Evidence, solution: Evidence, still: Evidence = NOTHING
 ) -> list[Value]:
     """All values of a part, in the order of the solution's cases."""
-    actual, idle, expected = (
-        ((source and source.values) or {}).get(part, {}) for source in (evidence, still, solution)
-    )
     values = []
-    for case, right in expected.items():
-        if isinstance(right, dict) and all(type(rank) is int for rank in right):
-            of_case = actual.get(case, {})
-            of_idle = idle.get(case, {})
-            values += [
-                Value(case, rank, of_case.get(rank), item, of_idle.get(rank))
-                for rank, item in right.items()
-            ]
-        else:
-            values.append(Value(case, None, actual.get(case), right, idle.get(case)))
+    for (of_part, case), by_rank in (solution.values or {}).items():
+        if of_part != part:
+            continue
+        actual = of_ranks(evidence, part, case)
+        idle = of_ranks(still, part, case)
+        for rank, expected in by_rank.items():
+            values.append(Value(case, rank, actual.get(rank), expected, idle.get(rank)))
     return values
+
+
+def of_ranks(evidence: Evidence, part: str, case: str) -> dict:
+    """{rank: value} of a case; empty if there is no evidence of it."""
+    return (evidence.values or {}).get((part, case), {})
 
 
 def differing(values: Sequence[Value], bound: float) -> list[Value]:
@@ -169,10 +170,15 @@ def known_fault(
         choices.append(wrong)
     for chosen in choices:
         for message, other in known:
-            like = {value[:2]: value.actual for value in values_of(part, other, other)}
-            if all(value[:2] in like and same(value.actual, like[value[:2]]) for value in chosen):
+            if all(has(other, part, value) for value in chosen):
                 return message
     return ""
+
+
+def has(evidence: Evidence, part: str, value: Value) -> bool:
+    """Whether the evidence has the same value in the same case and on the same rank."""
+    by_rank = of_ranks(evidence, part, value.case)
+    return value.rank in by_rank and same(value.actual, by_rank[value.rank])
 
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
@@ -202,16 +208,17 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
             return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
-        faults = []
-        for place, pair in enumerate(zip(actual, expected, strict=True)):
-            fault = unlike(*pair, f"item {place} of {what}", bound)
-            faults += [fault] if fault else []
-        if what != "the result" or len(expected) == 1:
-            return "".join(faults[:1])
+        by_place = (
+            unlike(*pair, f"item {place} of {what}", bound)
+            for place, pair in enumerate(zip(actual, expected, strict=True))
+        )
+        faults = list(filter(None, by_place))
+        if not faults or what != "the result" or len(expected) == 1:
+            return next(iter(faults), "")
         count = f"{len(faults)} of {len(expected)} items are wrong"
         moved = sorted(map(repr, actual)) == sorted(map(repr, expected))
         first = "the items are right, in another order" if moved else count
-        return f"{first}: {faults[0]}" if faults else ""
+        return f"{first}: {faults[0]}"
     if isinstance(expected, dict):
         if not isinstance(actual, dict):
             return f"{what} is {kind_of(actual)}; a dict was expected"
@@ -285,16 +292,13 @@ def in_words(thing: Any) -> str:
 
 def numbers(thing: Any) -> torch.Tensor:
     """All numbers of a piece of plain data as one vector; an empty one if there are none."""
-    if isinstance(thing, torch.Tensor):
-        return thing.reshape(-1).double()
-    if type(thing) in (int, float, bool):
-        return torch.tensor([float(thing)], dtype=torch.float64)
-    items: list[Any] = []
-    if isinstance(thing, dict):
-        items = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        items = list(thing)
-    return torch.cat([torch.empty(0, dtype=torch.float64), *map(numbers, items)])
+    vectors = [torch.empty(0, dtype=torch.float64)]
+    for each in tree_leaves(thing):
+        if isinstance(each, torch.Tensor):
+            vectors.append(each.reshape(-1).double())
+        elif isinstance(each, int | float):
+            vectors.append(torch.tensor([each], dtype=torch.float64))
+    return torch.cat(vectors)
 
 
 def relation(wrong: Sequence[Value]) -> str:
@@ -326,10 +330,5 @@ def relation(wrong: Sequence[Value]) -> str:
 
 
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two vectors are equal to rounding; of several numbers the largest counts too."""
-    if len(x) != len(y):
-        return False
-    size = y.abs()
-    if len(y) > 1:
-        size = size + largest(y)
-    return bool(((x - y).abs() <= 1e-6 * size).all())
+    """Whether two vectors are equal to rounding, of each number and of the largest."""
+    return len(x) == len(y) and torch.allclose(x, y, 1e-6, 1e-6 * largest(y))

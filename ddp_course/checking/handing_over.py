@@ -13,8 +13,9 @@ def hand_over(number: str, answers: tuple) -> None:
     """
     from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
 
-    lines = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4}
     sources = {
-        name: "".join(of_cell) for name, of_cell in lines.items() if not os.path.exists(name)
+        name: "".join(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
     }
     Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))

@@ -7,9 +7,9 @@ of its own, comes back as the name of its type and nothing else.
 
 import io
 from collections import deque
+from collections.abc import Iterator, KeysView, ValuesView
 from fractions import Fraction
 from itertools import islice
-from types import GeneratorType
 from typing import Any
 
 import numpy
@@ -17,18 +17,7 @@ import torch
 
 MOST_ITEMS = 1 << 20
 MOST_DIGITS = 60
-LAZY = (
-    GeneratorType,
-    range,
-    map,
-    zip,
-    filter,
-    reversed,
-    enumerate,
-    type({}.keys()),
-    type({}.values()),
-    deque,
-)
+LAZY = Iterator | KeysView | ValuesView | range | deque
 # This key, with the name of a type, stands for an object that is not plain data.
 ODD = "an object of type"
 
@@ -50,7 +39,7 @@ def plain(thing: Any) -> Any:
         return plain(thing.item())
     if kind is Fraction:
         return plain(int(thing) if thing.denominator == 1 else float(thing))
-    if kind in LAZY:
+    if isinstance(thing, LAZY):
         return plain(list(islice(thing, MOST_ITEMS)))
     if kind in (list, tuple):
         return kind(map(plain, thing))

@@ -18,7 +18,6 @@ the tests compare with `torch.distributed._compute_bucket_assignment_by_size`.
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from math import inf
 
 import torch
@@ -101,14 +100,14 @@ class Bucket:
     be views of it.
     """
 
-    def __init__(self, index, parameters, as_view, dtype=None):
+    def __init__(self, index, parameters, as_view, dtype):
         self.index = index
         self.parameters = parameters
         dtype = dtype or parameters[0].dtype
         self.as_view = as_view and dtype == parameters[0].dtype
-        offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
-        self.flat = torch.empty(offsets.pop(), dtype=dtype, device=parameters[0].device)
-        self.views = [view_at(self.flat, *pair) for pair in zip(offsets, parameters, strict=True)]
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
+        self.views = list(map(view_like, self.flat.split(sizes), parameters))
         if self.as_view:
             self.adopt()
 
@@ -184,7 +183,7 @@ class SparseBucket:
     travels as it is.
     """
 
-    def __init__(self, index, parameters, as_view, dtype=None):
+    def __init__(self, index, parameters, as_view, dtype):
         self.index = index
         self.parameters = parameters
         self.flat = None
@@ -217,10 +216,9 @@ def reciprocal(divisor, dtype):
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 
 
-def view_at(flat, offset, parameter):
-    """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these
-    leave no gaps.
+def view_like(piece, parameter):
+    """The vector `piece` with the shape of `parameter`, and with its strides if these leave no
+    gaps.
     """
     # `empty_like` keeps channels_last, and packs other layouts.
-    strides = torch.empty_like(parameter).stride()
-    return flat.as_strided(parameter.shape, strides, offset)
+    return piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())

@@ -94,7 +94,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.all_reduce = all_reduce
-        self.comm_hook = None
         self.check_module(device_ids, output_device)
         self.start_equal(init_sync, broadcast_buffers, forward_sync_buffers)
         self.low = None
@@ -149,8 +148,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             dtype=self.low and self.low.communicate,
             limited_at_once=bool(self.bucket_cap_mb_list),
         )
-        if self.comm_hook:
-            self.use_comm_hook()
 
     def forward(self, *inputs, **kwargs):
         """Run the module and prepare the synchronisation of its backward pass, unless in
@@ -237,14 +234,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
-        if self.comm_hook:
+        if self.reducer.hooked:
             raise RuntimeError("register_comm_hook can only be called once")
-        self.comm_hook = hook, state
-        self.use_comm_hook()
-
-    def use_comm_hook(self):
-        """Have the registered hook communicate, and divide by the number of ranks."""
-        self.reducer.start = by_hook(*self.comm_hook)
+        self.reducer.start = by_hook(hook, state)
         self.reducer.hooked = True
 
     def join(
@@ -273,12 +265,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "DDP can be pickled with the default process group only; this one has its own"
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "comm_hook"):
-            del state[name]
+        del state["process_group"], state["reducer"]
         return state
 
     def __setstate__(self, state):
         super().__setstate__(state)
         self.process_group = dist.group.WORLD
-        self.comm_hook = None
         self.make_reducer()

@@ -60,10 +60,10 @@ class Reducer:
         group,
         limits,
         start,
-        sparse=(),
-        as_view=False,
-        dtype=None,
-        limited_at_once=False,
+        sparse,
+        as_view,
+        dtype,
+        limited_at_once,
     ):
         self.names = list(parameters)
         self.parameters = list(parameters.values())

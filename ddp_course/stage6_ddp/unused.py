@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from ..running.torch_inside import tree_flatten, tree_unflatten
+from ..running.torch_inside import tree_leaves, tree_map_only
 
 
 def used_by(outputs):
@@ -81,17 +81,12 @@ def behind_entrance(outputs, entered):
     """Return `outputs`, in the same structure, with every tensor that has a graph passed through
     one `Entrance`.
     """
-    leaves, structure = tree_flatten(outputs)
-    places = [
-        place
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    ]
-    if places:
-        passed = Entrance.apply(entered, *(leaves[place] for place in places))
-        for place, tensor in zip(places, passed, strict=True):
-            leaves[place] = tensor
-    return tree_unflatten(leaves, structure)
+    tensors = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+    computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    if not computed:
+        return outputs
+    passed = dict(zip(computed, Entrance.apply(entered, *computed), strict=True))
+    return tree_map_only(torch.Tensor, lambda tensor: passed.get(tensor, tensor), outputs)
 
 
 # The words of the messages are torch's, because people search the web for them.

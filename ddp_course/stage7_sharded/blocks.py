@@ -6,6 +6,11 @@ import torch
 
 from ..running.torch_inside import as_plain_tensors, tree_leaves
 from .flat import Flat, gather_chunks
+from .parts import label
+
+# These functions and attributes tell of shape and kind.
+HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex"}
+HARMLESS |= {"shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad"}
 
 
 class Sharded(torch.nn.Parameter):
@@ -18,7 +23,7 @@ class Sharded(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in HARMLESS:
+        if label(function) in HARMLESS and function.__name__ != "__set__":
             with as_plain_tensors():
                 return function(*args, **(kwargs or {}))
         shape = next(
@@ -31,18 +36,6 @@ class Sharded(torch.nn.Parameter):
             " initialise, load, freeze, add hooks before wrapping. If this happens in forward(), a"
             " block is used by its parts: name those that are called in `blocks`"
         )
-
-
-ATTRIBUTES = ("shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad")
-HARMLESS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.is_floating_point,
-    torch.is_complex,
-}
-HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex}
-HARMLESS |= {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 
 
 class Block(Flat):

@@ -16,7 +16,7 @@ from ..running.torch_inside import (
     Operator,
     allow_foreach,
     as_plain_tensors,
-    tree_leaves,
+    tensors_in,
     tree_map_only,
 )
 
@@ -102,11 +102,12 @@ class Part(torch.Tensor):
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
-            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-            parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part)]
-            if not {each.shape for each in tensors} <= {each.shape for each in parts}:
+            parts = [each for each in tensors_in(args, kwargs) if isinstance(each, Part)]
+            if not {each.shape for each in tensors_in(result)} <= {each.shape for each in parts}:
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
-        return marked(result, cls.kind_of_results())
+        # What is computed from a parameter is a part, but no parameter.
+        kind = Part if issubclass(cls, torch.nn.Parameter) else cls
+        return marked(result, kind)
 
     @classmethod
     def check(cls, name, function, args):
@@ -138,18 +139,15 @@ class Part(torch.Tensor):
         return getattr(function, "__module__", "") == dist.distributed_c10d.__name__
 
     @classmethod
-    def kind_of_results(cls):
-        """The class of what is computed from tensors of this class."""
-        return Part
-
-    @classmethod
     def takes(cls, tensor, values):
         """Whether `tensor.data = values` leaves the tensor the same part, if it is one."""
         return values.shape == tensor.shape
 
     def __deepcopy__(self, memo):
         with as_plain_tensors():
-            copied = memo[id(self)] = self.detach().clone().as_subclass(type(self))
+            elements = self.detach().clone().as_subclass(type(self))
+            copied = memo[id(self)] = elements.requires_grad_(self.requires_grad)
+        vars(copied).update(vars(self))
         return copied
 
     def __reduce_ex__(self, protocol):
@@ -161,7 +159,7 @@ allow_foreach(Part)
 
 class OwnGradient(Part):
     """A gradient before the average: whole, but of this rank's samples. Only linear functions may
-    precede the sum.
+    precede the sum, and what they return has to be averaged too.
     """
 
     refusal = (
@@ -175,27 +173,15 @@ class OwnGradient(Part):
         """Whether the function is linear."""
         return function.__name__ in ALLOWED_BEFORE_AVERAGE
 
-    @classmethod
-    def kind_of_results(cls):
-        """This class: what is linear in one rank's gradients has to be averaged too."""
-        return cls
-
 
 class PartOfParameter(Part, torch.nn.Parameter):
     """A parameter that is a part; so is its gradient."""
 
-    def __deepcopy__(self, memo):
-        with as_plain_tensors():
-            elements = self.detach().clone()
-        copied = memo[id(self)] = type(self)(elements, self.requires_grad)
-        vars(copied).update(vars(self))
-        return copied
-
 
 def label(function):
-    """What people call `function`: of an attribute its name."""
+    """What people call `function`: of an attribute its name, if it has one."""
     attribute = function.__name__ in ACCESS
-    return function.__self__.__name__ if attribute else function.__name__
+    return getattr(function.__self__, "__name__", "") if attribute else function.__name__
 
 
 @cache

@@ -32,24 +32,20 @@ class Transfers:
         self.leaving = {}  # {result: transfer}
         self.expected = [self.sent_here(instructions) for instructions in schedule]
         if wire.on_nccl(inputs[0], group):
-            self.connect(schedule)
+            self.connect()
         for rank in range(len(schedule)):
             if rank != self.rank:
                 self.post_next(rank)
 
-    def connect(self, schedule):
+    def connect(self):
         """Make this rank's groups of two before the first message: both ranks wait for each other
         there, so all go through them in one order, and no receive may be under way.
         """
-        ends = set()
-        for rank, instructions in enumerate(schedule):
-            for instruction in instructions:
-                result = given(instruction, self.homes)
-                if result is not None and self.homes[result.user] != rank:
-                    ends.add((rank, self.homes[result.user]))
-        for pair in sorted(ends):
-            if self.rank in pair:
-                self.group_for(pair)
+        for rank, results in enumerate(self.expected):
+            if results and rank != self.rank:
+                first, second = sorted([rank, self.rank])
+                self.group_for((first, second))
+                self.group_for((second, first))  # Gradients go back where activations come from.
 
     def sent_here(self, instructions):
         """The results of a rank's instructions that this rank needs, in the order of sending."""

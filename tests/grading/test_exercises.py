@@ -314,20 +314,25 @@ def test_parts_with_other_borders_are_no_other_order():
     ("more", "told"), [({}, True), ({"c": 8}, True), ({"c": 8, "d": 8}, False)]
 )
 def test_a_fault_is_named_that_makes_one_more_case_wrong_at_most(more, told):
-    part, other = find("4.1").parts
+    part, _ = find("4.1").parts
     right = {"a": 1, "b": 2, "c": 3, "d": 4}
     mine = right | {"a": 9, "b": 9}
-    evidence = [Evidence({part: cases, other: {}}) for cases in (mine, right, mine | more)]
+    evidence = []
+    for cases in (mine, right, mine | more):
+        values = {(part, case): {None: value} for case, value in cases.items()}
+        evidence.append(Evidence(values))
     first = known_wrong("4.1")[0].message
     # Beside the task's parts the answer differs from the known one, so it is not the same.
-    evidence[0].values["beside"] = {"e": 0}
+    evidence[0].values["beside", "e"] = {None: 0}
     said = verdict(find("4.1"), evidence[0], evidence[1], lambda: [Evidence(None), evidence[2]])
     assert (first in said.message) is told, said.message
 
 
 def test_numbers_are_told_where_a_probe_has_no_words():
-    values = {"sums": {"as a sum": {0: None}, "the numbers": {0: torch.ones(2)}}, "bytes": {}}
-    right = {"sums": {"as a sum": {0: "rank 0's"}, "the numbers": {0: torch.zeros(2)}}, "bytes": {}}
+    in_words = ("sums", "as a sum")
+    in_numbers = ("sums", "the numbers")
+    values = {in_words: {0: None}, in_numbers: {0: torch.ones(2)}}
+    right = {in_words: {0: "rank 0's"}, in_numbers: {0: torch.zeros(2)}}
     said = verdict(find("4.2"), Evidence(values), Evidence(right), lambda: [Evidence(None)])
     assert said.message.startswith("the numbers: "), said.message
 
