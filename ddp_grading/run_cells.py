@@ -1,7 +1,7 @@
-"""Run a submission's cells in a kernel of its own, in a process that ends with all that it started.
+"""Run a submission's cells in a kernel of its own, below a rank that watches it.
 
-The kernel is ipykernel's in-process kernel in a fork of this process, which has loaded torch:
-loading it anew would take longer than all else.
+The kernel is ipykernel's in-process kernel in a fork of the rank, which has loaded torch: loading
+it anew would take longer than all else.
 """
 
 import multiprocessing
@@ -11,11 +11,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
+from ipykernel.inprocess.ipkernel import InProcessKernel
 
 from ddp_course.checking.handing_over import HAND_OVER
 from ddp_course.running import linux
@@ -39,17 +41,18 @@ class Stopped(BaseException):
     """Raised in a cell whose time is over; `except Exception` does not catch it."""
 
 
-def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
-    """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}, and the
-    seconds that are left.
+def run_cells(
+    cells: Mapping[str, str], folder: str, seconds: float
+) -> tuple[dict[str, str], float]:
+    """On the only rank of a launch: run cells, {id: source}, for at most `seconds` in all; return
+    {id: its error, or ""}, and the seconds that are left.
 
     A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
     the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
     in `folder`/work.
     """
-    os.setsid()
+    dist.destroy_process_group()  # Cells find none in a learner's own kernel either.
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
-    signal.signal(signal.SIGTERM, end_children)
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
     errors = dict.fromkeys(cells, NEVER_RUN)
@@ -64,7 +67,7 @@ def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Co
         if name:
             errors[name] = DIED
             del waiting[name]
-    answers.send((errors, left))
+    return errors, left
 
 
 def run_in(
@@ -149,23 +152,14 @@ def be_kernel(folder: str, connection: Connection) -> None:
     """Be the kernel, under a submission's limits before anything of the learner's runs, and without
     the grader's open files: a cell may write to each and close it.
     """
-    import torch
-    from ipykernel.inprocess.ipkernel import InProcessKernel
-
     own_end = connection.fileno()
     os.closerange(3, own_end)
     os.closerange(own_end + 1, os.sysconf("SC_OPEN_MAX"))
-    vars(resource_tracker._resource_tracker)["_fd"] = None  # It was one of them.
     os.setpgid(0, 0)
     with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
     linux.die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, stop)
-    silent = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(silent, descriptor)
     torch.set_num_threads(1)
     shell = InProcessKernel().shell
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
@@ -206,14 +200,10 @@ def running_line(error: BaseException, source: str) -> str:
     return place
 
 
-def end_children(*signalled: Any) -> None:
-    """Kill all that this process has started, whatever group or session it is in; after a signal,
-    end it as well.
-    """
+def end_children() -> None:
+    """Kill all that this process has started, whatever group or session it is in."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.Error):
                 child.kill()
         psutil.wait_procs(children, timeout=0.2)
-    if signalled:
-        os._exit(0)

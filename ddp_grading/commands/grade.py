@@ -3,7 +3,6 @@
 import argparse
 import secrets
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ..grader import grade
 from ..people import Roster, read_roster
 from ..results import Result, clean, merged, read_results
 from ..submissions import (
+    Exercises,
     Submission,
     find_submissions,
     load_exercises,
@@ -126,7 +126,7 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
 def grade_and_write(
     submissions: list[Submission],
     earlier: list[Result],
-    exercises: dict,
+    exercises: Exercises,
     roster: Roster,
     args: argparse.Namespace,
 ) -> list[Result]:
@@ -136,20 +136,13 @@ def grade_and_write(
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
     done: list[Result] = []
-    lock = threading.Lock()
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
-
-    def note(submission: Submission, result: Result) -> None:
-        print(
-            f"{result.learner}: exercise {result.exercise or '?'}, {result.in_words}",
-            file=sys.stderr,
-        )
-        with lock:
-            done.append(result)
-            report.write_files(merged(earlier, done), args)
-
     with suppress(KeyboardInterrupt):
-        grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)
+        for result in grade(submissions, exercises, seed, args.jobs, args.timeout):
+            done.append(result)
+            name = f"exercise {result.exercise or '?'}"
+            print(f"{result.learner}: {name}, {result.in_words}", file=sys.stderr)
+            report.write_files(merged(earlier, done), args)
     best = with_comments(merged(earlier, done), comments)
     handed_in = {result.learner for result in best}
     missing = [learner for learner in roster if learner not in handed_in]

@@ -19,7 +19,7 @@ from .setting import start_method
 NO_PROCESS = "Resource temporarily unavailable"
 LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
 # ranks need these as well if the caller has loaded them, and they load slowly
-NEEDED_TOO = ("torch._dynamo", "pytest")
+NEEDED_TOO = ("torch._dynamo", "pytest", "ipykernel.inprocess.ipkernel")
 
 
 class Server:
