@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -32,13 +33,13 @@ from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
 from .submissions import (
-    Assembly,
     Exercises,
     Pristine,
     Submission,
     assemble,
     copy_neighbours,
     exercise_of,
+    troubles_of,
 )
 from .watched import make_watched
 
@@ -112,11 +113,10 @@ class Judge:
             evidences = gather(company, limits, *way, left / 2)
             left -= time.monotonic() - began
             last = company[len(evidences) - 1].number
-            for attempt in company[len(evidences) :]:
-                untried = nothing(find(attempt.number), f"not tried: {last} took all of the time")
-                failed.append((attempt, untried))
-            for attempt, evidence in zip(company, evidences, strict=False):
-                said = self.compared(attempt, evidence)
+            for attempt, evidence in zip_longest(company, evidences):
+                said = nothing(find(attempt.number), f"not tried: {last} took all of the time")
+                if evidence:
+                    said = self.compared(attempt, evidence)
                 if said.message:
                     failed.append((attempt, said))
                 else:
@@ -188,28 +188,32 @@ def points_of(
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
-    assembly = assemble(pristine, submission.cells)
+    sources = {cell.task: cell.source for cell in submission.answers}
+    troubles = troubles_of(pristine, sources)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
         copy_neighbours(submission.place, Path(folder, "work"))
-        errors, left = run(assembly, folder, seconds)
+        errors: dict[str, str] = {}
+        left = seconds
+        if troubles.keys() != pristine.points.keys():
+            errors, left = run(assemble(pristine, submission.cells), folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number not in assembly.troubles and file.exists():
+            if number not in troubles and file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
-            trouble = assembly.troubles.get(number)
+            trouble = troubles.get(number)
             if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
             while number not in judged:
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
-            source = assembly.sources.get(number, "")
+            source = sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
@@ -234,15 +238,13 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
         )
 
 
-def run(assembly: Assembly, folder: str, seconds: float) -> tuple[dict[str, str], float]:
-    """Run a submission's cells in a launch of their own; return {id: its error, or ""}, and how
+def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:
+    """Run cells, {id: source}, in a launch of their own; return {id: its error, or ""}, and how
     many of the `seconds` are left.
     """
-    if assembly.sources.keys() <= assembly.troubles.keys():
-        return {}, seconds  # Nothing was answered, so nothing runs.
     (outcome,) = launch(
         run_cells,
-        assembly.cells,
+        cells,
         folder,
         seconds,
         world_size=1,

@@ -169,8 +169,8 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
 
 def subjects(result: Result) -> set[tuple]:
     """{(learner, exercise or file)} of which a result is; (learner, None) if there is neither."""
-    known = [each for each in (result.exercise, *result.files) if each]
-    return {(result.learner, each) for each in known or [None]}
+    known = {(result.learner, each) for each in (result.exercise, *result.files) if each}
+    return known or {(result.learner, None)}
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:

@@ -5,10 +5,11 @@ first one runs, and put among the cells that were given out.
 import hashlib
 import re
 import zipfile
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 from statistics import mode
 from typing import Any, NamedTuple
@@ -94,16 +95,6 @@ class Submission(Owner):
         return [cell for cell in self.cells if cell.task]
 
 
-class Assembly(NamedTuple):
-    """The cells to be run, {id: source}, {task: its last answer}, and {task: what is wrong before
-    anything runs}.
-    """
-
-    cells: dict[str, str]
-    sources: dict[str, str]
-    troubles: dict[str, str]
-
-
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
     named folder on, and where it is.
@@ -158,6 +149,7 @@ def find_submissions(
         real = path.resolve() if path.is_dir() else path.absolute()
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
+    items.sort(key=attrgetter("parts"))
     told = owners_told(items)
     works: list[Submission] = []
     for item in items:
@@ -190,11 +182,8 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
     if folder is None:
         return [Item(parts, path)]
     items = []
-    children: list[Any] = list(folder.iterdir())
-    for child in sorted(children, key=lambda child: child.name):
-        if child.name == ".git":
-            items.append(Item((*parts, child.name), child))
-        elif not child.name.startswith((".", "__MACOSX")):
+    for child in folder.iterdir():
+        if child.name == ".git" or not child.name.startswith((".", "__MACOSX")):
             items += walk(child, (*parts, child.name))
     if not any(item.counts for item in items):
         items.append(Item((*parts, ""), folder))
@@ -203,9 +192,9 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
 
 def as_folder(path: Place) -> Place | None:
     """A folder, or an archive as one, of which nothing is written to the disk. None for files,
-    archives that cannot be read, and links to folders.
+    archives that cannot be read, links to folders, and what git keeps.
     """
-    if path.is_dir() and not is_link(path):
+    if path.is_dir() and not is_link(path) and path.name != ".git":
         return path
     if path.name.lower().endswith(".zip"):
         with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
@@ -369,9 +358,18 @@ def exercise_of(work: Submission, exercises: Exercises) -> int:
     return number
 
 
-def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
-    """The learner's cells in their order, unchanged, among the pristine ones; each check follows
-    its answer.
+def troubles_of(pristine: Pristine, sources: Mapping[str, str]) -> dict[str, str]:
+    """{task: what is wrong before anything runs} of the answers in `sources`, {task: source}."""
+    troubles = {}
+    for task, source in pristine.answers.items():
+        if sources.get(task, source).strip() == source.strip():
+            troubles[task] = UNSOLVED if task in sources else MISSING
+    return troubles
+
+
+def assemble(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, str]:
+    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
+    pristine ones; each check follows its answer.
     """
     given, answers, checks, _ = pristine
     last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
@@ -385,9 +383,4 @@ def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
             assembled[f"{kind}-{place}"] = cell.source
         if place == last.get(cell.task):
             assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-    sources = {cell.task: cell.source for cell in cells if cell.task in answers}
-    troubles = {}
-    for task, source in answers.items():
-        if sources.get(task, source).strip() == source.strip():
-            troubles[task] = UNSOLVED if task in sources else MISSING
-    return Assembly(assembled, sources, troubles)
+    return assembled
