@@ -107,30 +107,21 @@ def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
         if event == "open" and isinstance(arguments[0], str | bytes):
             refuse_file(arguments[0], bool(arguments[2] & WRITING), folders, secrets)
         elif event == "os.fork":
-            count_process(started)
+            started[0] = min(started[0] + 1, STARTS + 1)
+            if started[0] > STARTS:
+                raise PermissionError(
+                    f"your code starts too many processes: at most {STARTS} are allowed here"
+                )
         elif event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
-            refuse_address(str(arguments[1][0]))
+            address = str(arguments[1][0])
+            if not address.startswith(("127.", "::1", "localhost")):
+                raise PermissionError(f"your code connects to {address}: there is no network here")
         elif event in ("os.kill", "os.killpg") and not is_own(arguments[0]):
             raise PermissionError("your code ends a process that is not its own")
         elif event in PROGRAMS:
             raise PermissionError("your code starts another program: the grader runs none")
 
     return hook
-
-
-def count_process(started: mmap.mmap) -> None:
-    """PermissionError if a submission has started too many processes."""
-    started[0] = min(started[0] + 1, STARTS + 1)
-    if started[0] > STARTS:
-        raise PermissionError(
-            f"your code starts too many processes: at most {STARTS} are allowed here"
-        )
-
-
-def refuse_address(address: str) -> None:
-    """PermissionError if an address is another machine's."""
-    if not address.startswith(("127.", "::1", "localhost")):
-        raise PermissionError(f"your code connects to {address}: there is no network here")
 
 
 def refuse_file(
@@ -154,5 +145,5 @@ def is_own(process: int) -> bool:
 
 def below(path: str, folders: Sequence[str]) -> bool:
     """Whether a path is one of `folders` or in one."""
-    real = os.path.realpath(path)
-    return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
+    real = Path(path).resolve()
+    return any(real.is_relative_to(folder) for folder in folders)

@@ -10,7 +10,6 @@ import nbformat
 
 from ddp_course.running.learners_copy import progress_in
 
-from .report import rendered
 from .submissions import Exercises
 
 # The figures of one's own that are worth keeping: the cell that draws each.
@@ -62,13 +61,3 @@ def figures(copy: Path) -> Iterator[tuple[str, str]]:
             for output in cells[identifier]["outputs"]:
                 if png := output.get("data", {}).get("image/png"):
                     yield lesson.replace("_", " "), png
-
-
-def page(copy: Path, exercises: Exercises) -> str:
-    """One HTML page to keep, which loads nothing."""
-    return rendered(
-        "overview.html",
-        rows=rows(copy, exercises),
-        sentence=sentence(copy),
-        figures=list(figures(copy)),
-    )

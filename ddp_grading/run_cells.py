@@ -22,7 +22,7 @@ from ipykernel.inprocess.ipkernel import InProcessKernel
 from ddp_course.checking.handing_over import HAND_OVER
 from ddp_course.running import linux
 
-from .guard import enter
+from .guard import enter, silence
 
 FORK: Any = multiprocessing.get_context("fork")
 CELL_SECONDS = 20.0
@@ -57,27 +57,23 @@ def run_cells(
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
     errors = dict.fromkeys(cells, NEVER_RUN)
     waiting = dict(cells)
-    left = seconds
+    used = 0.0
     name: str | None = ""
-    while name is not None and left > 0:
-        kernel = Kernel(folder)
-        name = run_in(kernel, waiting, left, RESERVE * seconds, errors)
-        left -= kernel.used
+    while name is not None:
+        kernel = Kernel(folder, used)
+        name = run_in(kernel, waiting, seconds, errors)
+        used = kernel.used
         end_children()
         if name:
             errors[name] = DIED
             del waiting[name]
-    return errors, left
+    return errors, seconds - used
 
 
 def run_in(
-    kernel: "Kernel",
-    cells: Mapping[str, str],
-    seconds: float,
-    reserve: float,
-    errors: dict[str, str],
+    kernel: "Kernel", cells: Mapping[str, str], seconds: float, errors: dict[str, str]
 ) -> str | None:
-    """Run cells in a kernel for at most `seconds`, of which the learner's leave a reserve, and
+    """Run cells in a kernel until `seconds` are used, of which the learner's leave a part, and
     write their errors down; return the id of the cell that ended it, None if none has.
     """
     for name, source in cells.items():
@@ -86,7 +82,7 @@ def run_in(
             return None
         most = left
         if name.startswith(LEARNERS):
-            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - reserve) / 2))
+            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - RESERVE * seconds) / 2))
         error = kernel.run(source, most)
         if error is None:
             return name
@@ -97,16 +93,16 @@ def run_in(
 class Kernel:
     """A process in which cells run, one after the other.
 
-    It has `used` seconds so far: of processor time, and of the clock while it waits for something.
-    So a busy machine takes nothing from a submission.
+    A submission has `used` so many seconds so far: of processor time, and of the clock while it
+    waits for something. So a busy machine takes nothing from it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, used: float = 0.0) -> None:
         self.connection, other = multiprocessing.Pipe()
         self.process = FORK.Process(target=be_kernel, args=(folder, other))
         self.process.start()
         other.close()
-        self.used = 0.0
+        self.used = used
         self.computed = 0.0
 
     def run(self, source: str, seconds: float) -> str | None:
@@ -161,6 +157,7 @@ def be_kernel(folder: str, connection: Connection) -> None:
     linux.die_with_parent()
     signal.signal(signal.SIGALRM, stop)
     torch.set_num_threads(1)
+    silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     own = os.getpid()
