@@ -7,7 +7,6 @@ it anew would take longer than all else.
 import multiprocessing
 import os
 import signal
-import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,9 @@ import torch
 import torch.distributed as dist
 from ipykernel.inprocess.ipkernel import InProcessKernel
 
+from ddp_course.checking.attempt import too_slow
 from ddp_course.checking.handing_over import HAND_OVER
+from ddp_course.errors import TooSlow
 from ddp_course.running import linux
 
 from .guard import enter, silence
@@ -35,10 +36,6 @@ DIED = "the code in it ended its own process, took too much memory, or could not
 NEVER_RUN = "the submission's time was over before this cell could run"
 HOMES = ("HOME", "MPLCONFIGDIR")
 LEARNERS = ("own-", "answer-")  # So the ids of a learner's cells begin, and no others.
-
-
-class Stopped(BaseException):
-    """Raised in a cell whose time is over; `except Exception` does not catch it."""
 
 
 def run_cells(
@@ -120,7 +117,6 @@ class Kernel:
 
     def answers_before(self, end: float) -> bool:
         """Whether there is an answer, or the kernel has ended, before it has used `end` seconds."""
-        self.looked = time.monotonic()
         while self.used < end:
             if self.connection.poll(LOOK_SECONDS):
                 return True
@@ -128,9 +124,7 @@ class Kernel:
         return False
 
     def look(self) -> None:
-        """Add what was used since the last look by the kernel and what it has started."""
-        now = time.monotonic()
-        waited = now - self.looked
+        """Add what was used in LOOK_SECONDS by the kernel and what it has started."""
         computed = 0.0
         computes = False
         for process in psutil.Process().children(recursive=True):
@@ -138,9 +132,8 @@ class Kernel:
                 times = process.cpu_times()
                 computed += times.user + times.system
                 computes |= process.status() == psutil.STATUS_RUNNING
-        more = computed - self.computed
-        self.used += min(waited, max(0.0, more)) if computes else waited
-        self.looked = now
+        more = max(0.0, computed - self.computed)
+        self.used += min(LOOK_SECONDS, more) if computes else LOOK_SECONDS
         self.computed = computed
 
 
@@ -155,7 +148,7 @@ def be_kernel(folder: str, connection: Connection) -> None:
     with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
     linux.die_with_parent()
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGALRM, too_slow)
     torch.set_num_threads(1)
     silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
@@ -169,17 +162,12 @@ def be_kernel(folder: str, connection: Connection) -> None:
         connection.send_bytes(error.encode())
 
 
-def stop(*_: Any) -> None:
-    """Raise Stopped, as the handler of a signal."""
-    raise Stopped
-
-
 def error_of(result: Any, source: str) -> str:
     """The error that a cell has raised, in words; "" if there is none."""
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return ""
-    if isinstance(error, Stopped):
+    if isinstance(error, TooSlow):
         return f"it was stopped: {running_line(error, source)} was still running"
     words = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
     if isinstance(error, SyntaxError):

@@ -3,6 +3,7 @@ first one runs, and put among the cells that were given out.
 """
 
 import hashlib
+import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence, Set
@@ -144,7 +145,7 @@ def find_submissions(
     """
     items: list[Item] = []
     for path in map(Path, paths):
-        if not path.exists() and not path.is_symlink():
+        if not os.path.lexists(path):
             raise GradingError(f'"{path}" does not exist')
         real = path.resolve() if path.is_dir() else path.absolute()
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
