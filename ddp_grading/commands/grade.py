@@ -24,28 +24,27 @@ from ..submissions import (
     without_exercises_not_begun,
 )
 
+FILES = {  # The options that name a file.
+    "csv": "write one line per task",
+    "json": "write everything, and keep what is in it",
+    "canvas": "write the CSV that Canvas imports",
+    "moodle": "write the worksheets that Moodle imports",
+    "roster": "who is in the class: a list, or Canvas' or Moodle's export",
+    "comments": "points and comments by hand, applied last in every run",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="notebooks, zips, or folders of submissions"
     )
-    parser.add_argument("--csv", metavar="FILE", help="write one line per task")
     parser.add_argument(
         "--html",
         metavar="DIR",
         help="write index.html, and hand_back/ with a page for each learner",
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything, and keep what is in it")
-    parser.add_argument("--canvas", metavar="FILE", help="write the CSV that Canvas imports")
-    parser.add_argument("--moodle", metavar="FILE", help="write the worksheets that Moodle imports")
-    parser.add_argument(
-        "--roster",
-        metavar="FILE",
-        help="who is in the class: a list, or Canvas' or Moodle's export",
-    )
-    parser.add_argument(
-        "--comments", metavar="FILE", help="points and comments by hand, applied last in every run"
-    )
+    for name, what in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=what)
     parser.add_argument(
         "--resume", action="store_true", help="grade only what is new or changed since --json"
     )
