@@ -83,6 +83,11 @@ class Result(ByHand):
         return sum(task.possible for task in self.tasks)
 
     @property
+    def next_task(self) -> str:
+        """The first task with points to be earned; "" if there is none."""
+        return next((task.id for task in self.tasks if task.earned < task.possible), "")
+
+    @property
     def passed(self) -> bool:
         """Whether all points were earned."""
         return not self.message and self.points >= self.possible > 0

@@ -86,17 +86,14 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     copy = find_copy()
     if copy is None:
         raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
-    rows = overview.rows(copy, exercises)
+    results = overview.so_far(copy, exercises)
     sentence = overview.sentence(copy)
-    lines = [
-        (row.exercise, f"{row.earned:g} of {row.possible:g}", row.next_task or "all solved")
-        for row in rows
-    ]
-    print(tabulate(lines, ["exercise", "points", "next task"], disable_numparse=True))
+    rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
+    print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
     print(sentence)
     if html:
         figures = list(overview.figures(copy))
-        page = rendered("overview.html", rows=rows, sentence=sentence, figures=figures)
+        page = rendered("overview.html", results=results, sentence=sentence, figures=figures)
         html.write_text(page, encoding="utf-8")
         print(f"wrote {html}")
     return 0
