@@ -249,7 +249,6 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
-    text = ""
     try:
         if not work.name:
             raise GradingError(NO_NOTEBOOK)
@@ -258,12 +257,14 @@ def read_submission(item: Item, owner: Owner) -> Submission:
         if work.name.lower().endswith(".zip"):
             raise GradingError("cannot be read as an archive")
         text = content.decode("utf-8-sig")
+        if not text.strip():
+            raise GradingError("is empty")
         cells = map(as_cell, nbformat.reads(text, as_version=4).cells)
         work.cells = [cell for cell in cells if cell]
     except GradingError as error:
         work.fault = str(error)
     except nbformat.reader.NotJSONError:
-        work.fault = "is not valid JSON" if text.strip() else "is empty"
+        work.fault = "is not valid JSON"
     except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work

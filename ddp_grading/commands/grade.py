@@ -112,14 +112,15 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
     the same learner and exercise.
     """
     now = {(work.learner, work.file): work.digest for work in submissions}
+    done: set[tuple] = set()
     for result in earlier:
         # Who handed in nothing has a submission without a file.
         files = result.files or {"": ""}
         before = {(result.learner, name): digest for name, digest in files.items()}
         same = all(now.get(file, digest) == digest for file, digest in before.items())
         if result.has_grade and same:
-            now = {file: digest for file, digest in now.items() if file not in before}
-    return [work for work in submissions if (work.learner, work.file) in now]
+            done.update(before)
+    return [work for work in submissions if (work.learner, work.file) not in done]
 
 
 def grade_and_write(
