@@ -1,7 +1,7 @@
 """Run a submission's cells in a kernel of its own, below a rank that watches it.
 
 The kernel is ipykernel's in-process kernel in a fork of the rank, which has loaded torch: loading
-it anew would take longer than all else.
+torch anew would take longer than all else.
 """
 
 import multiprocessing
@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from ipykernel.inprocess.ipkernel import InProcessKernel
 
 from ddp_course.checking.attempt import too_slow
 from ddp_course.checking.handing_over import HAND_OVER
@@ -141,6 +140,9 @@ def be_kernel(folder: str, connection: Connection) -> None:
     """Be the kernel, under a submission's limits before anything of the learner's runs, and without
     the grader's open files: a cell may write to each and close it.
     """
+    # Progress bars would take a process that has loaded this for a notebook.
+    from ipykernel.inprocess.ipkernel import InProcessKernel
+
     own_end = connection.fileno()
     os.closerange(3, own_end)
     os.closerange(own_end + 1, os.sysconf("SC_OPEN_MAX"))

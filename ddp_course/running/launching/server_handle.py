@@ -19,7 +19,7 @@ from .setting import start_method
 NO_PROCESS = "Resource temporarily unavailable"
 LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
 # ranks need these as well if the caller has loaded them, and they load slowly
-NEEDED_TOO = {"torch._dynamo", "pytest", "ipykernel.inprocess.ipkernel"}
+NEEDED_TOO = ("torch._dynamo", "pytest")
 
 
 class Server:
@@ -31,7 +31,7 @@ class Server:
         self.control, far_end = socket.socketpair()
         self.complaints = open_memory("complaints")
         self.owner = os.getpid()
-        needed = sorted(NEEDED_TOO & sys.modules.keys())
+        needed = [name for name in NEEDED_TOO if name in sys.modules]
         with far_end:
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, start_method(), *needed],
