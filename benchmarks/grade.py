@@ -50,7 +50,7 @@ def throughput(args: argparse.Namespace) -> Part:
         with watching_memory() as memory:
             start = time.perf_counter()
             before = processor_seconds()
-            results = grade(submissions, exercises, 1, args.jobs)
+            results = list(grade(submissions, exercises, 1, args.jobs))
             seconds = time.perf_counter() - start
             processor = processor_seconds() - before
     half = len(memory) // 2

@@ -138,4 +138,4 @@ class DeadlockError(CourseError, RuntimeError):
 
 
 class TooSlow(BaseException):
-    """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""
+    """Raised in an answer or a cell that has used up its time; `except Exception` lets it pass."""

@@ -6,6 +6,6 @@ the exercise as given out. `run_cells` runs them in a kernel; its check cells ha
 that they are given. `grader` gathers the evidence and the verdicts of `ddp_course.checking`, and
 adds up the points (`results`); `comments` adds a teacher's. `report` and `gradebooks` write them.
 There are three kinds of processes: the grader, where nothing of a submission ever runs; the kernel,
-below a process that watches it; and the ranks. The kernel and the ranks are under the limits of
-`guard`, inside a fence of `landlock`.
+below a rank that watches it; and the ranks that try answers. The kernel and these ranks are under
+the limits of `guard`, inside a fence of `landlock`.
 """

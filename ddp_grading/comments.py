@@ -6,7 +6,7 @@ exercise, task, points, comment; a line without a task is about the whole exerci
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def with_comments(results: Sequence[Result], comments: Sequence[Comment]) -> lis
     """Copies of the results with what was added by hand; GradingError for a line about what there
     is not.
     """
-    copies = [replace(result, tasks=list(map(replace, result.tasks))) for result in results]
+    copies = deepcopy(list(results))
     graded = {(result.learner, str(result.exercise)): result for result in copies}
     for comment in comments:
         result = graded.get((comment.learner, comment.exercise.lstrip("0")))

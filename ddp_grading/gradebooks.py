@@ -37,14 +37,14 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
     return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
 
-def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str]) -> Rows:
+def rows_of(results: Sequence[Result], roster: Roster, name: str, titles: Sequence[str]) -> Rows:
     """{learner: the cells by which a service knows them}: the roster's come first, then all
-    others.
+    others. Whose `name` is not known has that which they are called by here.
     """
     handed_in = {result.learner: result.about for result in results}
     rows: Rows = {}
     for learner in (*roster, *handed_in):
-        about = handed_in.get(learner, {}) | roster.get(learner, {})
+        about = {name: learner} | handed_in.get(learner, {}) | roster.get(learner, {})
         rows[learner] = {title: about[title] for title in titles if title in about}
     return rows
 
@@ -53,9 +53,8 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Canvas. Without a roster, and without Canvas' own names of files, a learner's
     folder is taken for the SIS login.
     """
-    rows = rows_of(results, roster, CANVAS)
+    rows = rows_of(results, roster, "Student", CANVAS)
     for learner, row in rows.items():
-        row.setdefault("Student", learner)
         if not {"ID", "SIS User ID"} & row.keys():
             row.setdefault("SIS Login ID", learner)
     own = next(iter(roster.values()), {})  # Its titles have Canvas' numbers, as "Exercise 4 (77)".
@@ -73,9 +72,7 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
 
 def as_moodle(results: Sequence[Result], roster: Roster, exercise: int) -> str:
     """A grading worksheet for Moodle's assignment: a grade and its feedback."""
-    rows = rows_of(results, roster, MOODLE)
-    for learner, row in rows.items():
-        row.setdefault("Full name", learner)
+    rows = rows_of(results, roster, "Full name", MOODLE)
     for result in results:
         if result.exercise == exercise:
             rows[result.learner] |= {"Grade": result.mark, "Feedback comments": feedback(result)}

@@ -2,16 +2,16 @@
 together.
 """
 
-import multiprocessing
 import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
@@ -26,43 +26,47 @@ from ddp_course.checking.evidence import (
 )
 from ddp_course.errors import GradingError
 from ddp_course.orders import every
+from ddp_course.running.launching.launch import launch
 
 from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
-from .submissions import Assembly, Pristine, Submission, assemble, copy_neighbours, exercise_of
+from .submissions import (
+    Exercises,
+    Pristine,
+    Submission,
+    assemble,
+    copy_neighbours,
+    exercise_of,
+    troubles_of,
+)
 from .watched import make_watched
 
-END_SECONDS = 10.0
 LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
-LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
 
 def grade(
     submissions: Sequence[Submission],
-    exercises: dict[int, Pristine],
+    exercises: Exercises,
     seed: int,
     jobs: int = 1,
     timeout: float = 120.0,
-    progress: Callable[[Submission, Result], None] = lambda submission, result: None,
-) -> list[Result]:
-    """Grade all submissions, `jobs` at a time; return a Result for each, in their order.
+) -> Iterator[Result]:
+    """Grade all submissions, `jobs` at a time; yield the Result of each as soon as it is known.
 
-    `progress(submission, result)` is called for each submission, from one of several threads.
     Ctrl-C ends the grading as soon as the submissions that have begun are done.
     """
     judge = Judge(seed)
-
-    def graded(submission: Submission) -> Result:
-        result = grade_one(submission, exercises, judge, timeout)
-        progress(submission, result)
-        return result
-
+    ended: SimpleQueue[Future] = SimpleQueue()
     with ThreadPoolExecutor(jobs) as threads:
         try:
-            return list(threads.map(graded, submissions))
+            for submission in submissions:
+                graded = threads.submit(grade_one, submission, exercises, judge, timeout)
+                graded.add_done_callback(ended.put)
+            for _ in submissions:
+                yield ended.get().result()
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
@@ -109,11 +113,10 @@ class Judge:
             evidences = gather(company, limits, *way, left / 2)
             left -= time.monotonic() - began
             last = company[len(evidences) - 1].number
-            for attempt in company[len(evidences) :]:
-                untried = nothing(find(attempt.number), f"not tried: {last} took all of the time")
-                failed.append((attempt, untried))
-            for attempt, evidence in zip(company, evidences, strict=False):
-                said = self.compared(attempt, evidence)
+            for attempt, evidence in zip_longest(company, evidences):
+                said = nothing(find(attempt.number), f"not tried: {last} took all of the time")
+                if evidence:
+                    said = self.compared(attempt, evidence)
                 if said.message:
                     failed.append((attempt, said))
                 else:
@@ -143,7 +146,7 @@ class Judge:
 
 def grade_one(
     submission: Submission,
-    exercises: dict[int, Pristine],
+    exercises: Exercises,
     judge: Judge,
     seconds: float,
     progress: Callable = lambda result: None,
@@ -173,7 +176,6 @@ def grade_one(
     if not result.tasks:
         for task, worth in points.items():
             result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
-    result.tasks = result.tasks or [TaskResult("notebook", 0, 0, result.message)]
     return result
 
 
@@ -185,28 +187,32 @@ def points_of(
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
-    assembly = assemble(pristine, submission.cells)
+    sources = {cell.task: cell.source for cell in submission.answers}
+    troubles = troubles_of(pristine, sources)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
         copy_neighbours(submission.place, Path(folder, "work"))
-        errors, left = run(assembly, folder, seconds)
+        errors: dict[str, str] = {}
+        left = seconds
+        if troubles.keys() != pristine.points.keys():
+            errors, left = run(assemble(pristine, submission.cells), folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number not in assembly.troubles and file.exists():
+            if number not in troubles and file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
-            trouble = assembly.troubles.get(number)
+            trouble = troubles.get(number)
             if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
             while number not in judged:
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
-            source = assembly.sources.get(number, "")
+            source = sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
@@ -231,27 +237,20 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
         )
 
 
-def run(assembly: Assembly, folder: str, seconds: float) -> tuple[dict[str, str], float]:
-    """Run a submission's cells in a process of their own; return {id: its error, or ""}, and how
-    many of the `seconds` are left. Raises RuntimeError if the process ends without an answer.
+def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:
+    """Run cells, {id: source}, in a launch of their own; return {id: its error, or ""}, and how
+    many of the `seconds` are left.
     """
-    if assembly.sources.keys() <= assembly.troubles.keys():
-        return {}, seconds  # Nothing was answered, so nothing runs.
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = processes().Process(target=run_cells, args=(assembly.cells, folder, seconds, sender))
-    child.start()
-    sender.close()
-    try:
-        if receiver.poll(LONGEST * seconds):
-            return receiver.recv()
-        raise EOFError
-    except EOFError:
-        raise RuntimeError("the notebook could not be run") from None
-    finally:
-        child.terminate()  # The child then ends all that it has started.
-        child.join(END_SECONDS)
-        child.kill()
-        child.join()
+    (outcome,) = launch(
+        run_cells,
+        cells,
+        folder,
+        seconds,
+        world_size=1,
+        device="cpu",
+        timeout=LONGEST * seconds,
+    )
+    return outcome
 
 
 def error_of(task: str, errors: dict[str, str]) -> str:
@@ -263,11 +262,3 @@ def error_of(task: str, errors: dict[str, str]) -> str:
             return f"the answer cell fails: {error}"
     check = errors.get(cell_of(task).replace("answer", "check"))
     return f"its check fails: {check}" if check else ""
-
-
-@cache
-def processes() -> Any:
-    """How processes are started: forked from one that has loaded torch and the kernel."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
-    return context

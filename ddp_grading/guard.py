@@ -10,8 +10,9 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -52,7 +53,7 @@ def enter(folder: str, *also: str) -> None:
     secrets = [os.path.realpath(course / name) for name in SECRETS]
     folders = [os.path.realpath(path) for path in (folder, *also)]
     fence([*folders, *own_view(secrets), *DEVICES])
-    sys.addaudithook(watch(folders, secrets))
+    sys.addaudithook(partial(refuse, folders, secrets, mmap.mmap(-1, 1)))
 
 
 def silence() -> None:
@@ -96,52 +97,36 @@ def limit() -> None:
         resource.setrlimit(kind, (least, least))
 
 
-def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
-    """The audit hook, which says in words what a submission must not do, and refuses it where there
-    is no Landlock, but for removed and renamed files; it counts the processes that are forked.
-    """
-    started = mmap.mmap(-1, 1)
-
-    def hook(event: str, arguments: tuple) -> None:
-        """Refuse what an answer must not do."""
-        if event == "open" and isinstance(arguments[0], str | bytes):
-            refuse_file(arguments[0], bool(arguments[2] & WRITING), folders, secrets)
-        elif event == "os.fork":
-            count_process(started)
-        elif event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
-            refuse_address(str(arguments[1][0]))
-        elif event in ("os.kill", "os.killpg") and not is_own(arguments[0]):
-            raise PermissionError("your code ends a process that is not its own")
-        elif event in PROGRAMS:
-            raise PermissionError("your code starts another program: the grader runs none")
-
-    return hook
-
-
-def count_process(started: mmap.mmap) -> None:
-    """PermissionError if a submission has started too many processes."""
-    started[0] = min(started[0] + 1, STARTS + 1)
-    if started[0] > STARTS:
-        raise PermissionError(
-            f"your code starts too many processes: at most {STARTS} are allowed here"
-        )
-
-
-def refuse_address(address: str) -> None:
-    """PermissionError if an address is another machine's."""
-    if not address.startswith(("127.", "::1", "localhost")):
-        raise PermissionError(f"your code connects to {address}: there is no network here")
-
-
-def refuse_file(
-    name: str | bytes, writes: bool, folders: Sequence[str], secrets: Sequence[str]
+def refuse(
+    folders: Sequence[str], secrets: Sequence[str], started: mmap.mmap, event: str, arguments: tuple
 ) -> None:
-    """PermissionError if an answer must not open a file."""
-    path = os.fsdecode(name)
-    if below(path, secrets):
-        raise PermissionError(f'your code opens "{Path(path).name}": a solution is no answer')
-    if writes and not below(path, [*folders, *DEVICES]):
-        raise PermissionError(f'your code writes to "{path}": an answer writes into its own folder')
+    """The audit hook: PermissionError says in words what a submission must not do, also where there
+    is no Landlock, but for removed and renamed files. The processes that are forked are counted in
+    `started`, a byte that they share.
+    """
+    if event == "open" and isinstance(arguments[0], str | bytes):
+        path = os.fsdecode(arguments[0])
+        if below(path, secrets):
+            name = Path(path).name
+            raise PermissionError(f'your code opens "{name}": a solution is no answer')
+        if arguments[2] & WRITING and not below(path, [*folders, *DEVICES]):
+            raise PermissionError(
+                f'your code writes to "{path}": an answer writes into its own folder'
+            )
+    elif event == "os.fork":
+        started[0] = min(started[0] + 1, STARTS + 1)
+        if started[0] > STARTS:
+            raise PermissionError(
+                f"your code starts too many processes: at most {STARTS} are allowed here"
+            )
+    elif event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
+        address = str(arguments[1][0])
+        if not address.startswith(("127.", "::1", "localhost")):
+            raise PermissionError(f"your code connects to {address}: there is no network here")
+    elif event in ("os.kill", "os.killpg") and not is_own(arguments[0]):
+        raise PermissionError("your code ends a process that is not its own")
+    elif event in PROGRAMS:
+        raise PermissionError("your code starts another program: the grader runs none")
 
 
 def is_own(process: int) -> bool:
@@ -154,5 +139,5 @@ def is_own(process: int) -> bool:
 
 def below(path: str, folders: Sequence[str]) -> bool:
     """Whether a path is one of `folders` or in one."""
-    real = os.path.realpath(path)
-    return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
+    real = Path(path).resolve()
+    return any(real.is_relative_to(folder) for folder in folders)

@@ -10,6 +10,7 @@ import os
 import struct
 import sys
 from collections.abc import Sequence
+from enum import IntFlag
 
 from ddp_course.running.linux import libc, prctl
 
@@ -20,20 +21,28 @@ ASK_VERSION = 1
 PATH_BENEATH = 1
 SCOPE_SIGNAL = 2
 PR_SET_NO_NEW_PRIVS = 38
-# The rights to change something, as the kernel names them, without LANDLOCK_ACCESS_FS_. To execute
-# and read files, and to read folders, is free.
-WRITE_FILE = 1 << 1
-REMOVE_DIR = 1 << 4
-REMOVE_FILE = 1 << 5
-MAKE_CHAR = 1 << 6
-MAKE_DIR = 1 << 7
-MAKE_REG = 1 << 8
-MAKE_SOCK = 1 << 9
-MAKE_FIFO = 1 << 10
-MAKE_BLOCK = 1 << 11
-MAKE_SYM = 1 << 12
-REFER = 1 << 13  # To link or move a file into another folder.
-TRUNCATE = 1 << 14
+# Rights in the order of their bits have the kernel's names, without LANDLOCK_ACCESS_FS_. Who may
+# REFER moves or links a file into another folder.
+Right = IntFlag(
+    "Right",
+    [
+        "EXECUTE",
+        "WRITE_FILE",
+        "READ_FILE",
+        "READ_DIR",
+        "REMOVE_DIR",
+        "REMOVE_FILE",
+        "MAKE_CHAR",
+        "MAKE_DIR",
+        "MAKE_REG",
+        "MAKE_SOCK",
+        "MAKE_FIFO",
+        "MAKE_BLOCK",
+        "MAKE_SYM",
+        "REFER",
+        "TRUNCATE",
+    ],
+)
 
 
 def version() -> int:
@@ -52,20 +61,20 @@ def fence(paths: Sequence[str]) -> None:
     abi = version()
     if not abi:
         return
-    writes = WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_CHAR | MAKE_DIR
-    writes |= MAKE_REG | MAKE_SOCK | MAKE_FIFO | MAKE_BLOCK | MAKE_SYM
     # The kernel refuses a call with a right that it does not know, and takes zeros for it.
-    if abi >= 2:
-        writes |= REFER
-    if abi >= 3:
-        writes |= TRUNCATE
+    rights = set(Right) - {Right.EXECUTE, Right.READ_FILE, Right.READ_DIR}  # These are free.
+    if abi < 2:
+        rights.remove(Right.REFER)
+    if abi < 3:
+        rights.remove(Right.TRUNCATE)
+    writes = sum(rights)
     scope = SCOPE_SIGNAL if abi >= 6 else 0
     attributes = struct.pack("QQQ", writes, 0, scope)
     rules = call(CREATE_RULESET, attributes, len(attributes), 0)
     for path in filter(os.path.exists, paths):
-        rights = writes if os.path.isdir(path) else writes & (WRITE_FILE | TRUNCATE)
+        here = writes if os.path.isdir(path) else writes & (Right.WRITE_FILE | Right.TRUNCATE)
         beneath = os.open(path, os.O_PATH)
-        call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", rights, beneath), 0)
+        call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", here, beneath), 0)
         os.close(beneath)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     call(RESTRICT_SELF, rules, 0)

@@ -4,13 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import nbformat
 
 from ddp_course.running.learners_copy import progress_in
 
-from .report import rendered
+from .results import Result, TaskResult
 from .submissions import Exercises
 
 # The figures of one's own that are worth keeping: the cell that draws each.
@@ -21,25 +20,16 @@ FIGURES = {
 }
 
 
-class Row(NamedTuple):
-    """One exercise: points earned and possible, and the next task, "" if all are solved."""
-
-    exercise: int
-    earned: float
-    possible: float
-    next_task: str
-
-
-def rows(copy: Path, exercises: Exercises) -> list[Row]:
-    """A row for each exercise, by the last check of each task."""
+def so_far(copy: Path, exercises: Exercises) -> list[Result]:
+    """A result of each exercise, by the last check of each task."""
     solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
-    table = []
+    results = []
     for number, pristine in exercises.items():
-        points = pristine.points
-        earned = sum(points[task] for task in points.keys() & solved)
-        left = (task for task in points if task not in solved)
-        table.append(Row(number, earned, sum(points.values()), next(left, "")))
-    return table
+        tasks = []
+        for task, worth in pristine.points.items():
+            tasks.append(TaskResult(task, worth if task in solved else 0, worth))
+        results.append(Result("you", number, tasks))
+    return results
 
 
 def sentence(copy: Path) -> str:
@@ -62,13 +52,3 @@ def figures(copy: Path) -> Iterator[tuple[str, str]]:
             for output in cells[identifier]["outputs"]:
                 if png := output.get("data", {}).get("image/png"):
                     yield lesson.replace("_", " "), png
-
-
-def page(copy: Path, exercises: Exercises) -> str:
-    """One HTML page to keep, which loads nothing."""
-    return rendered(
-        "overview.html",
-        rows=rows(copy, exercises),
-        sentence=sentence(copy),
-        figures=list(figures(copy)),
-    )

@@ -82,7 +82,7 @@ def first_line(message: str) -> str:
 
 def as_table(results: Sequence[Result]) -> str:
     """CSV with a line per task, whose points are empty if it could not be graded, and one for what
-    a teacher says of a whole exercise.
+    is said of a whole exercise, or of a notebook of none.
     """
     rows: list[dict[str, Any]] = []
     for result in results:
@@ -95,8 +95,9 @@ def as_table(results: Sequence[Result]) -> str:
             points = task.earned if result.graded and task.graded else None
             rows.append(vars(task) | joined | whose | {"task": task.id, "points": points})
         by_hand = EXCUSED if result.excused else result.extra
-        if result.comment or by_hand:
-            rows.append(whose | {"points": by_hand, "comment": result.comment})
+        if not result.tasks or result.comment or by_hand:
+            said = {"message": result.message, "comment": result.comment}
+            rows.append(whose | said | {"points": by_hand})
     return as_csv(TITLES, rows)
 
 

@@ -83,6 +83,11 @@ class Result(ByHand):
         return sum(task.possible for task in self.tasks)
 
     @property
+    def next_task(self) -> str:
+        """The first task with points to be earned; "" if there is none."""
+        return next((task.id for task in self.tasks if task.earned < task.possible), "")
+
+    @property
     def passed(self) -> bool:
         """Whether all points were earned."""
         return not self.message and self.points >= self.possible > 0
@@ -157,24 +162,20 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    """Earlier results, of which those are left out that `new` ones replace, and the new ones, in
-    the order of learners.
+    """Earlier results, but for those of a learner's exercise or file of which there is a `new` one,
+    and the new ones, in the order of learners.
     """
-    of_learner = grouped(new, lambda result: result.learner)
-    kept = []
-    for old in earlier:
-        if not any(replaces(result, old) for result in of_learner.get(old.learner, [])):
-            kept.append(old)
+    again = {(result.learner, None) for result in new}  # They had handed in nothing.
+    again.update(*map(subjects, new))
+    kept = [result for result in earlier if not subjects(result) & again]
     everything = sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0))
     return best_of(everything)
 
 
-def replaces(new: Result, old: Result) -> bool:
-    """Whether a learner's new result stands for an old one: it is of the same exercise or file, or
-    there was no file.
-    """
-    same_file = new.files.keys() & old.files.keys()
-    return new.exercise == old.exercise or bool(same_file) or not old.files
+def subjects(result: Result) -> set[tuple]:
+    """{(learner, exercise or file)} of which a result is; (learner, None) if there is neither."""
+    known = {(result.learner, each) for each in (result.exercise, *result.files) if each}
+    return known or {(result.learner, None)}
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:

@@ -1,26 +1,28 @@
-"""Run a submission's cells in a kernel of its own, in a process that ends with all that it started.
+"""Run a submission's cells in a kernel of its own, below a rank that watches it.
 
-The kernel is ipykernel's in-process kernel in a fork of this process, which has loaded torch:
-loading it anew would take longer than all else.
+The kernel is ipykernel's in-process kernel in a fork of the rank, which has loaded torch: loading
+torch anew would take longer than all else.
 """
 
 import multiprocessing
 import os
 import signal
-import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 
+from ddp_course.checking.attempt import too_slow
 from ddp_course.checking.handing_over import HAND_OVER
+from ddp_course.errors import TooSlow
 from ddp_course.running import linux
 
-from .guard import enter
+from .guard import enter, silence
 
 FORK: Any = multiprocessing.get_context("fork")
 CELL_SECONDS = 20.0
@@ -35,46 +37,39 @@ HOMES = ("HOME", "MPLCONFIGDIR")
 LEARNERS = ("own-", "answer-")  # So the ids of a learner's cells begin, and no others.
 
 
-class Stopped(BaseException):
-    """Raised in a cell whose time is over; `except Exception` does not catch it."""
-
-
-def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
-    """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}, and the
-    seconds that are left.
+def run_cells(
+    cells: Mapping[str, str], folder: str, seconds: float
+) -> tuple[dict[str, str], float]:
+    """On the only rank of a launch: run cells, {id: source}, for at most `seconds` in all; return
+    {id: its error, or ""}, and the seconds that are left.
 
     A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
     the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
     in `folder`/work.
     """
-    os.setsid()
+    dist.destroy_process_group()  # Cells find none in a learner's own kernel either.
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
-    signal.signal(signal.SIGTERM, end_children)
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
     errors = dict.fromkeys(cells, NEVER_RUN)
     waiting = dict(cells)
-    left = seconds
+    used = 0.0
     name: str | None = ""
-    while name is not None and left > 0:
-        kernel = Kernel(folder)
-        name = run_in(kernel, waiting, left, RESERVE * seconds, errors)
-        left -= kernel.used
+    while name is not None:
+        kernel = Kernel(folder, used)
+        name = run_in(kernel, waiting, seconds, errors)
+        used = kernel.used
         end_children()
         if name:
             errors[name] = DIED
             del waiting[name]
-    answers.send((errors, left))
+    return errors, seconds - used
 
 
 def run_in(
-    kernel: "Kernel",
-    cells: Mapping[str, str],
-    seconds: float,
-    reserve: float,
-    errors: dict[str, str],
+    kernel: "Kernel", cells: Mapping[str, str], seconds: float, errors: dict[str, str]
 ) -> str | None:
-    """Run cells in a kernel for at most `seconds`, of which the learner's leave a reserve, and
+    """Run cells in a kernel until `seconds` are used, of which the learner's leave a part, and
     write their errors down; return the id of the cell that ended it, None if none has.
     """
     for name, source in cells.items():
@@ -83,7 +78,7 @@ def run_in(
             return None
         most = left
         if name.startswith(LEARNERS):
-            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - reserve) / 2))
+            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - RESERVE * seconds) / 2))
         error = kernel.run(source, most)
         if error is None:
             return name
@@ -94,16 +89,16 @@ def run_in(
 class Kernel:
     """A process in which cells run, one after the other.
 
-    It has `used` seconds so far: of processor time, and of the clock while it waits for something.
-    So a busy machine takes nothing from a submission.
+    A submission has `used` so many seconds so far: of processor time, and of the clock while it
+    waits for something. So a busy machine takes nothing from it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, used: float = 0.0) -> None:
         self.connection, other = multiprocessing.Pipe()
         self.process = FORK.Process(target=be_kernel, args=(folder, other))
         self.process.start()
         other.close()
-        self.used = 0.0
+        self.used = used
         self.computed = 0.0
 
     def run(self, source: str, seconds: float) -> str | None:
@@ -121,7 +116,6 @@ class Kernel:
 
     def answers_before(self, end: float) -> bool:
         """Whether there is an answer, or the kernel has ended, before it has used `end` seconds."""
-        self.looked = time.monotonic()
         while self.used < end:
             if self.connection.poll(LOOK_SECONDS):
                 return True
@@ -129,9 +123,7 @@ class Kernel:
         return False
 
     def look(self) -> None:
-        """Add what was used since the last look by the kernel and what it has started."""
-        now = time.monotonic()
-        waited = now - self.looked
+        """Add what was used in LOOK_SECONDS by the kernel and what it has started."""
         computed = 0.0
         computes = False
         for process in psutil.Process().children(recursive=True):
@@ -139,9 +131,8 @@ class Kernel:
                 times = process.cpu_times()
                 computed += times.user + times.system
                 computes |= process.status() == psutil.STATUS_RUNNING
-        more = computed - self.computed
-        self.used += min(waited, max(0.0, more)) if computes else waited
-        self.looked = now
+        more = max(0.0, computed - self.computed)
+        self.used += min(LOOK_SECONDS, more) if computes else LOOK_SECONDS
         self.computed = computed
 
 
@@ -149,24 +140,19 @@ def be_kernel(folder: str, connection: Connection) -> None:
     """Be the kernel, under a submission's limits before anything of the learner's runs, and without
     the grader's open files: a cell may write to each and close it.
     """
-    import torch
+    # Progress bars would take a process that has loaded this for a notebook.
     from ipykernel.inprocess.ipkernel import InProcessKernel
 
     own_end = connection.fileno()
     os.closerange(3, own_end)
     os.closerange(own_end + 1, os.sysconf("SC_OPEN_MAX"))
-    vars(resource_tracker._resource_tracker)["_fd"] = None  # It was one of them.
     os.setpgid(0, 0)
     with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
     linux.die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGALRM, stop)
-    silent = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(silent, descriptor)
+    signal.signal(signal.SIGALRM, too_slow)
     torch.set_num_threads(1)
+    silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     own = os.getpid()
@@ -178,17 +164,12 @@ def be_kernel(folder: str, connection: Connection) -> None:
         connection.send_bytes(error.encode())
 
 
-def stop(*_: Any) -> None:
-    """Raise Stopped, as the handler of a signal."""
-    raise Stopped
-
-
 def error_of(result: Any, source: str) -> str:
     """The error that a cell has raised, in words; "" if there is none."""
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return ""
-    if isinstance(error, Stopped):
+    if isinstance(error, TooSlow):
         return f"it was stopped: {running_line(error, source)} was still running"
     words = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
     if isinstance(error, SyntaxError):
@@ -206,14 +187,10 @@ def running_line(error: BaseException, source: str) -> str:
     return place
 
 
-def end_children(*signalled: Any) -> None:
-    """Kill all that this process has started, whatever group or session it is in; after a signal,
-    end it as well.
-    """
+def end_children() -> None:
+    """Kill all that this process has started, whatever group or session it is in."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.Error):
                 child.kill()
         psutil.wait_procs(children, timeout=0.2)
-    if signalled:
-        os._exit(0)

@@ -3,12 +3,14 @@ first one runs, and put among the cells that were given out.
 """
 
 import hashlib
+import os
 import re
 import zipfile
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 from statistics import mode
 from typing import Any, NamedTuple
@@ -94,16 +96,6 @@ class Submission(Owner):
         return [cell for cell in self.cells if cell.task]
 
 
-class Assembly(NamedTuple):
-    """The cells to be run, {id: source}, {task: its last answer}, and {task: what is wrong before
-    anything runs}.
-    """
-
-    cells: dict[str, str]
-    sources: dict[str, str]
-    troubles: dict[str, str]
-
-
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
     named folder on, and where it is.
@@ -153,11 +145,12 @@ def find_submissions(
     """
     items: list[Item] = []
     for path in map(Path, paths):
-        if not path.exists() and not path.is_symlink():
+        if not os.path.lexists(path):
             raise GradingError(f'"{path}" does not exist')
         real = path.resolve() if path.is_dir() else path.absolute()
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
+    items.sort(key=attrgetter("parts"))
     told = owners_told(items)
     works: list[Submission] = []
     for item in items:
@@ -190,11 +183,8 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
     if folder is None:
         return [Item(parts, path)]
     items = []
-    children: list[Any] = list(folder.iterdir())
-    for child in sorted(children, key=lambda child: child.name):
-        if child.name == ".git":
-            items.append(Item((*parts, child.name), child))
-        elif not child.name.startswith((".", "__MACOSX")):
+    for child in folder.iterdir():
+        if child.name == ".git" or not child.name.startswith((".", "__MACOSX")):
             items += walk(child, (*parts, child.name))
     if not any(item.counts for item in items):
         items.append(Item((*parts, ""), folder))
@@ -203,9 +193,9 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
 
 def as_folder(path: Place) -> Place | None:
     """A folder, or an archive as one, of which nothing is written to the disk. None for files,
-    archives that cannot be read, and links to folders.
+    archives that cannot be read, links to folders, and what git keeps.
     """
-    if path.is_dir() and not is_link(path):
+    if path.is_dir() and not is_link(path) and path.name != ".git":
         return path
     if path.name.lower().endswith(".zip"):
         with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
@@ -259,7 +249,6 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
-    text = ""
     try:
         if not work.name:
             raise GradingError(NO_NOTEBOOK)
@@ -268,12 +257,14 @@ def read_submission(item: Item, owner: Owner) -> Submission:
         if work.name.lower().endswith(".zip"):
             raise GradingError("cannot be read as an archive")
         text = content.decode("utf-8-sig")
+        if not text.strip():
+            raise GradingError("is empty")
         cells = map(as_cell, nbformat.reads(text, as_version=4).cells)
         work.cells = [cell for cell in cells if cell]
     except GradingError as error:
         work.fault = str(error)
     except nbformat.reader.NotJSONError:
-        work.fault = "is not valid JSON" if text.strip() else "is empty"
+        work.fault = "is not valid JSON"
     except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work
@@ -369,9 +360,18 @@ def exercise_of(work: Submission, exercises: Exercises) -> int:
     return number
 
 
-def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
-    """The learner's cells in their order, unchanged, among the pristine ones; each check follows
-    its answer.
+def troubles_of(pristine: Pristine, sources: Mapping[str, str]) -> dict[str, str]:
+    """{task: what is wrong before anything runs} of the answers in `sources`, {task: source}."""
+    troubles = {}
+    for task, source in pristine.answers.items():
+        if sources.get(task, source).strip() == source.strip():
+            troubles[task] = UNSOLVED if task in sources else MISSING
+    return troubles
+
+
+def assemble(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, str]:
+    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
+    pristine ones; each check follows its answer.
     """
     given, answers, checks, _ = pristine
     last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
@@ -385,9 +385,4 @@ def assemble(pristine: Pristine, cells: Sequence[Cell]) -> Assembly:
             assembled[f"{kind}-{place}"] = cell.source
         if place == last.get(cell.task):
             assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-    sources = {cell.task: cell.source for cell in cells if cell.task in answers}
-    troubles = {}
-    for task, source in answers.items():
-        if sources.get(task, source).strip() == source.strip():
-            troubles[task] = UNSOLVED if task in sources else MISSING
-    return Assembly(assembled, sources, troubles)
+    return assembled

@@ -19,9 +19,7 @@ def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise GradingError(f'"{path}" cannot be read: {error}') from error
-    rows = []
-    for row in csv.reader(lines):
-        rows.append([cell.strip() for cell in row])
+    rows = [list(map(str.strip, row)) for row in csv.reader(lines)]
     if not rows or not set(titles) & set(rows[0]):
         rows.insert(0, [titles[0]])
     header, *others = rows

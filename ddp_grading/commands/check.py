@@ -20,6 +20,7 @@ from ddp_course.running.waiting import say_while
 from .. import overview
 from ..grader import Judge, grade_one
 from ..people import Owner
+from ..report import rendered
 from ..results import TaskResult
 from ..submissions import Exercises, Item, exercise_of, load_exercises, read_submission
 
@@ -85,14 +86,15 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     copy = find_copy()
     if copy is None:
         raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
-    rows = [
-        (row.exercise, f"{row.earned:g} of {row.possible:g}", row.next_task or "all solved")
-        for row in overview.rows(copy, exercises)
-    ]
+    results = overview.so_far(copy, exercises)
+    sentence = overview.sentence(copy)
+    rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
-    print(overview.sentence(copy))
+    print(sentence)
     if html:
-        html.write_text(overview.page(copy, exercises), encoding="utf-8")
+        figures = list(overview.figures(copy))
+        page = rendered("overview.html", results=results, sentence=sentence, figures=figures)
+        html.write_text(page, encoding="utf-8")
         print(f"wrote {html}")
     return 0
 

@@ -3,7 +3,6 @@
 import argparse
 import secrets
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,34 +17,34 @@ from ..grader import grade
 from ..people import Roster, read_roster
 from ..results import Result, clean, merged, read_results
 from ..submissions import (
+    Exercises,
     Submission,
     find_submissions,
     load_exercises,
     without_exercises_not_begun,
 )
 
+FILES = {  # The options that name a file.
+    "csv": "write one line per task",
+    "json": "write everything, and keep what is in it",
+    "canvas": "write the CSV that Canvas imports",
+    "moodle": "write the worksheets that Moodle imports",
+    "roster": "who is in the class: a list, or Canvas' or Moodle's export",
+    "comments": "points and comments by hand, applied last in every run",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="notebooks, zips, or folders of submissions"
     )
-    parser.add_argument("--csv", metavar="FILE", help="write one line per task")
     parser.add_argument(
         "--html",
         metavar="DIR",
         help="write index.html, and hand_back/ with a page for each learner",
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything, and keep what is in it")
-    parser.add_argument("--canvas", metavar="FILE", help="write the CSV that Canvas imports")
-    parser.add_argument("--moodle", metavar="FILE", help="write the worksheets that Moodle imports")
-    parser.add_argument(
-        "--roster",
-        metavar="FILE",
-        help="who is in the class: a list, or Canvas' or Moodle's export",
-    )
-    parser.add_argument(
-        "--comments", metavar="FILE", help="points and comments by hand, applied last in every run"
-    )
+    for name, what in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=what)
     parser.add_argument(
         "--resume", action="store_true", help="grade only what is new or changed since --json"
     )
@@ -113,20 +112,21 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
     the same learner and exercise.
     """
     now = {(work.learner, work.file): work.digest for work in submissions}
+    done: set[tuple] = set()
     for result in earlier:
         # Who handed in nothing has a submission without a file.
         files = result.files or {"": ""}
         before = {(result.learner, name): digest for name, digest in files.items()}
         same = all(now.get(file, digest) == digest for file, digest in before.items())
         if result.has_grade and same:
-            now = {file: digest for file, digest in now.items() if file not in before}
-    return [work for work in submissions if (work.learner, work.file) in now]
+            done.update(before)
+    return [work for work in submissions if (work.learner, work.file) not in done]
 
 
 def grade_and_write(
     submissions: list[Submission],
     earlier: list[Result],
-    exercises: dict,
+    exercises: Exercises,
     roster: Roster,
     args: argparse.Namespace,
 ) -> list[Result]:
@@ -136,20 +136,13 @@ def grade_and_write(
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
     done: list[Result] = []
-    lock = threading.Lock()
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
-
-    def note(submission: Submission, result: Result) -> None:
-        print(
-            f"{result.learner}: exercise {result.exercise or '?'}, {result.in_words}",
-            file=sys.stderr,
-        )
-        with lock:
-            done.append(result)
-            report.write_files(merged(earlier, done), args)
-
     with suppress(KeyboardInterrupt):
-        grade(submissions, exercises, seed, args.jobs, args.timeout, progress=note)
+        for result in grade(submissions, exercises, seed, args.jobs, args.timeout):
+            done.append(result)
+            name = f"exercise {result.exercise or '?'}"
+            print(f"{result.learner}: {name}, {result.in_words}", file=sys.stderr)
+            report.write_files(merged(earlier, done), args)
     best = with_comments(merged(earlier, done), comments)
     handed_in = {result.learner for result in best}
     missing = [learner for learner in roster if learner not in handed_in]

@@ -269,7 +269,7 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
         submission_of(tmp_path / "08_mine.ipynb"),
         submission_of(ROOT / "exercises/08_pipeline.ipynb", "bert"),
     ]
-    results = grade(handed_in, load_exercises(), seed=1)
+    results = list(grade(handed_in, load_exercises(), seed=1))
     for result, message in zip(results, ("not valid JSON", "not solved yet"), strict=True):
         for task in result.tasks:
             assert [part["name"] for part in task.parts] == list(find(task.id).parts)
