@@ -439,7 +439,8 @@ ITERATIONS = {
         " MLP's units. In the forward pass their outputs are added up after the attention and"
         " after the MLP; in the backward pass the gradients of the inputs, before each of them."
         " Each rank updates its own slices; no gradient of a weight is sent.",
-        "a rank has a slice of every layer; activations are added up twice, and so are their gradients",
+        "a rank has a slice of every layer; activations are added up twice, and their gradients"
+        " too",
         tensor_parallel,
     ),
 }

@@ -56,7 +56,7 @@ def grade(
 ) -> Iterator[Result]:
     """Grade all submissions, `jobs` at a time; yield the Result of each as soon as it is known.
 
-    Ctrl-C ends the grading as soon as the submissions that have begun are done.
+    Ctrl-C ends the grading as soon as the submissions that have begun are done, and yielded.
     """
     judge = Judge(seed)
     ended: SimpleQueue[Future] = SimpleQueue()
@@ -67,9 +67,15 @@ def grade(
                 graded.add_done_callback(ended.put)
             for _ in submissions:
                 yield ended.get().result()
-        except BaseException:
+        except KeyboardInterrupt:
             threads.shutdown(cancel_futures=True)
+            while not ended.empty():
+                graded = ended.get()
+                if not graded.cancelled() and not graded.exception():
+                    yield graded.result()
             raise
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 class Judge:
@@ -123,11 +129,13 @@ class Judge:
                     yield attempt.number, said
         for place, (attempt, said) in enumerate(failed):
             began = time.monotonic()
-            said = self.again(attempt, said, limits, left / (len(failed) - place))
+            said = self.try_alone(attempt, said, limits, left / (len(failed) - place))
             left -= time.monotonic() - began
             yield attempt.number, said
 
-    def again(self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float) -> Verdict:
+    def try_alone(
+        self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float
+    ) -> Verdict:
         """The verdict on an attempt in a launch of its own, and in another in every order of its
         messages; what was `said` before if there is no time for it.
         """

@@ -34,6 +34,7 @@ MOST_BYTES = 1 << 16  # and what a kernel sends may have so many bytes.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 NEVER_RUN = "the submission's time was over before this cell could run"
 HOMES = ("HOME", "MPLCONFIGDIR")
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEARNERS = ("own-", "answer-")  # So the ids of a learner's cells begin, and no others.
 
 
@@ -47,7 +48,10 @@ def run_cells(
     the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
     in `folder`/work.
     """
-    dist.destroy_process_group()  # Cells find none in a learner's own kernel either.
+    # In a learner's own kernel cells find neither a process group nor a rank's variables.
+    dist.destroy_process_group()
+    for name in OF_RANKS:
+        os.environ.pop(name, None)
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
@@ -119,10 +123,10 @@ class Kernel:
         while self.used < end:
             if self.connection.poll(LOOK_SECONDS):
                 return True
-            self.look()
+            self.add_what_was_used()
         return False
 
-    def look(self) -> None:
+    def add_what_was_used(self) -> None:
         """Add what was used in LOOK_SECONDS by the kernel and what it has started."""
         computed = 0.0
         computes = False

@@ -60,4 +60,4 @@ class Recording:
 
     def seconds(self, step: int) -> float:
         """How long a step took."""
-        return self.began[step + 1] - self.began[step]
+        return timeline.between(self.began[step], self.began[step + 1])

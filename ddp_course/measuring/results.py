@@ -153,7 +153,9 @@ def lanes_of(records: list[Recording], step: int) -> list[list[list]]:
     for record in records:
         begin = record.zero + first
         for spans in timeline.laid_out(record.spans[step]):
-            lanes.append(
-                [[span.name, span.start - begin, span.end - begin, span.lane] for span in spans]
-            )
+            lane = []
+            for span in spans:
+                edges = (timeline.between(begin, edge) for edge in (span.start, span.end))
+                lane.append([span.name, *edges, span.lane])
+            lanes.append(lane)
     return lanes

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from ..running import wire
 from ..running.devices import device_number
-from ..running.event_clock import Clock
+from ..running.event_clock import EventClock
 from ..running.torch_inside import around
 
 # A device computes nothing during spans of these names in its compute lane.
@@ -48,7 +48,14 @@ class Span(NamedTuple):
     @property
     def seconds(self) -> float:
         """Length of the span."""
-        return self.end - self.start
+        return between(self.start, self.end)
+
+
+def between(start: float, end: float) -> float:
+    """Seconds from one moment to another, to the picosecond, in which virtual time counts: the
+    difference of two large numbers would tell by its last bits when the ranks began.
+    """
+    return round(end - start, 12)
 
 
 @contextmanager
@@ -61,7 +68,7 @@ def recording() -> Iterator[list[Span]]:
     """
     recorder = Recorder()
     on_gpu = torch.cuda.is_initialized()
-    clock = Clock(
+    clock = EventClock(
         torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     )
     with ExitStack() as stack:

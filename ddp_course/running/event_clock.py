@@ -12,7 +12,7 @@ import torch
 from .clocks import now as perf_counter
 
 
-class Clock:
+class EventClock:
     """Marks moments in the work of `device`, and tells later when they were.
 
     On the CPU, where work is done when the call returns, a mark is a time in seconds of

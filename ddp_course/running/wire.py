@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from . import clocks, flight_recorder
-from .event_clock import Clock
+from .event_clock import EventClock
 from .torch_inside import as_plain_tensors, default_store, group_like, tensors_in
 
 Group = dist.ProcessGroup | None
@@ -69,7 +69,7 @@ class Card:
 
     def __init__(self):
         # the clock has CUDA events while a GPU is recorded
-        self.clock = Clock(torch.device("cpu"))
+        self.clock = EventClock(torch.device("cpu"))
         self.observers: list[Callable[[Event], None]] = []
 
 
@@ -85,7 +85,7 @@ def now(device: torch.device | None = None) -> Any:
 
 
 @contextmanager
-def observing(callback: Callable[[Event], None], clock: Clock | None = None) -> Iterator[None]:
+def observing(callback: Callable[[Event], None], clock: EventClock | None = None) -> Iterator[None]:
     """Call `callback(event)` after every message and span of this process, from any thread; `clock`
     marks times.
     """

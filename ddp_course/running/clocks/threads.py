@@ -263,7 +263,7 @@ def nanoseconds() -> int:
 
 def patch() -> None:
     """Have this process's threads use the locks and clocks of this module."""
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=leave_virtual_time)
     threading.Lock = Lock
     threading.RLock = RLock
     threading._allocate_lock = Waiter
@@ -278,7 +278,7 @@ def patch() -> None:
     time.sleep = sleep
 
 
-def forget() -> None:
+def leave_virtual_time() -> None:
     """A child process, such as a worker of a DataLoader, has no clock."""
     clock.local.clock = None
     clock.process.table = None

@@ -17,7 +17,7 @@ from ddp_course.running import clocks, wire
 LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
 MS = 10**9  # this is a millisecond in picoseconds
 # the SHA-256 of a comparison's JSON on any machine
-SMALL_RUN = "d1221b043ce278167953c7d3f28de96052b91e2f66bc9a61027d820bb3658a2a"
+SMALL_RUN = "d431cc50d9e1b3a7be8db091bffcf08dae1dc04b969945f2b0ba281498fd2727"
 
 
 def a_message():
@@ -162,6 +162,6 @@ def test_a_loop_of_questions_comes_to_an_end():
 def test_the_same_bits_on_any_machine(fuzz, monkeypatch):
     monkeypatch.setenv("DDP_COURSE_FUZZ", fuzz)
     results = comparison.run(
-        "digits", 2, 3, "1,3,4,5,torch", device=Device("2.4GFLOP/s"), link="100Mbit"
+        "digits", 2, 3, "1,3,4,5,9,torch", device=Device("2.4GFLOP/s"), link="100Mbit"
     )
     assert digest(results) == SMALL_RUN
