@@ -547,9 +547,8 @@ r"""
 ## On your GPUs
 
 The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
-pipeline fills and empties, and for the slowest part. What the legend calls *communication not hidden* is
-all waiting for others. *Compute* is the rest, Python between two operations included, which the
-lanes leave white.
+pipeline fills and empties, and for the slowest part. *Compute* is all but
+waiting for others, Python between two operations included, which the lanes leave white.
 """
 
 # %% on-your-gpus

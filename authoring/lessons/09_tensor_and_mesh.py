@@ -451,9 +451,8 @@ and one from the back.
 ## On your GPUs
 
 Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
-a processor that is slower than one device, and between GPUs it depends on what joins them. What the legend calls *communication not hidden* is
-all waiting for others. *Compute* is the rest, Python between two operations included, which the
-lanes leave white.
+a processor that is slower than one device, and between GPUs it depends on what joins them. *Compute* is all but
+waiting for others, Python between two operations included, which the lanes leave white.
 """
 
 # %% on-your-gpus

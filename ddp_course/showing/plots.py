@@ -137,7 +137,9 @@ def compare_figure(results: Comparison) -> Picture:
     with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, **ratios) as (picture, _):
         kind = kind_of_time(results)
         # Each panel's title says its own kind.
-        picture.kind = f"losses measured; times {kind}; counted; formulas derived"
+        picture.kind = f"losses measured; times {kind}"
+        if any(stage.bytes_formula is not None for stage in stages):
+            picture.kind += "; bytes counted; formulas derived"
         losses, step_times, traffic, timelines = picture.axes
         draw_losses(losses, stages)
         draw_step_times(step_times, stages, kind)
@@ -217,7 +219,7 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
     axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
     axes.set_title(f"Step time ({kind}): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
-    axes.barh(0, 0, label="communication not hidden", edgecolor="#777777", **hatched)
+    axes.barh(0, 0, label="waiting for others", edgecolor="#777777", **hatched)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
@@ -247,8 +249,9 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
         draw_bars(axes, heights, colours, formulas, form="{:.2f}")
         axes.set_ylabel("MB per step")
     else:
-        words = "nothing to count: bytes are counted only where the course's own code sends"
+        words = "nothing to count: bytes are counted\nonly on the course's own wire"
         axes.text(0.5, 0.5, words, ha="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
 
 
 def draw_bars(

@@ -220,11 +220,11 @@ def fastest(lines: dict[str, Any], at: int) -> str:
 
 
 @explorer(
-    share=("p/b (% of a step)", [0.5, 2, 8.5, 20, 50, 200]),  # 8.5 is the setting of `compare`.
+    share=("p/b (% of a step)", [0.5, 2, 8.6, 20, 50, 200]),  # 8.6 is the setting of `compare`.
     world_size=("ranks K", [2, 4, 8]),
     latency=("latency (% of a step)", [0, 0.1, 1]),
 )
-def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float = 0) -> Picture:
+def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float = 0) -> Picture:
     """How many times as fast as one device each strategy is, as `compare` predicts it for the
     digits.
 

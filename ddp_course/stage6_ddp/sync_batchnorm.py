@@ -30,8 +30,17 @@ class SyncBatchNorm(BatchNorm):
     it is ordinary batch normalisation.
     """
 
-    def __init__(self, *settings, process_group=None, **named):
-        super().__init__(*settings, **named)
+    def __init__(
+        self,
+        num_features,
+        eps=1e-5,
+        momentum=0.1,
+        affine=True,
+        track_running_stats=True,
+        process_group=None,
+        **kw,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **kw)
         self.process_group = process_group
 
     def _check_input_dim(self, inputs):
