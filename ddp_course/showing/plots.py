@@ -151,7 +151,7 @@ def compare_figure(results: Comparison) -> Picture:
         where = f"{results.problem}, {ranks}, {device}, {link_text(results.link)}"
         if results.measured_on:
             where = f"measured on {results.measured_on}"
-        picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
+        picture.suptitle(f"{where}\n{textwrap.fill(message, 120)}", fontsize=11, fontweight="bold")
     return picture
 
 
@@ -240,7 +240,7 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     colours = {}
     for stage in stages:
         if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
-            label = textwrap.fill(stage.label, 10)
+            label = textwrap.fill(stage.label, 12)
             heights[label] = stage.bytes_sent_max / 1e6
             formulas[label] = stage.bytes_formula / 1e6
             colours[label] = stage.colour
