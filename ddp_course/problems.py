@@ -54,7 +54,8 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
     order = torch.randperm(dataset_size, generator=torch.Generator().manual_seed(seed + epoch))
-    positions = torch.arange(rank, dataset_size + -dataset_size % world_size, world_size)
+    padding = -dataset_size % world_size
+    positions = torch.arange(rank, dataset_size + padding, world_size)
     return order[positions % dataset_size]
 
 
@@ -184,7 +185,7 @@ class Bytes(Problem):
     """Source text of the Python standard library, byte by byte; the last tenth of the text is held
     out.
 
-    `parameters` sets the size of the GPT, about 20,000 to 100 million; `context` is the bytes it
+    `parameters` sets the size of the GPT, about 20,000 to 200 million; `context` is the bytes it
     sees at a time.
     """
 
@@ -199,7 +200,9 @@ class Bytes(Problem):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
         windows = text.unfold(0, context + 1, context + 1)
         held_out = len(windows) // 10
-        tested = windows[-held_out:][:: max(1, held_out // 128)][:128].long().to(device)
+        stride = max(1, held_out // 128)  # 128 windows, spread over the held-out text, are enough
+        tested = windows[-held_out:][::stride][:128]
+        tested = tested.long().to(device)
         # The target of each byte is the byte after it.
         samples = (windows[:-held_out, :-1], windows[:-held_out, 1:])
         super().__init__(samples, (tested[:, :-1], tested[:, 1:]), dtype, device)

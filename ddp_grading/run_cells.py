@@ -50,8 +50,8 @@ def run_cells(
     """
     # In a learner's own kernel cells find neither a process group nor a rank's variables.
     dist.destroy_process_group()
-    for name in OF_RANKS:
-        os.environ.pop(name, None)
+    for variable in OF_RANKS:
+        os.environ.pop(variable, None)
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})

@@ -218,7 +218,7 @@ more in float64, which has nine more digits, and a bound to match:
 # %% in-float64
 exact = compare.run("digits", world_size=K, steps=3, dtype="float64", device_speed="none", link=None, progress=True)
 for name, comparison in (("float32, all steps", results), ("float64, three steps", exact)):
-    print(f"{name}: no weight is further than {comparison.max_abs_diff:.0e} from the single device's (measured)")
+    print(f"{name}: no weight is further than {comparison.max_abs_diff:.1e} from the single device's (measured)")
 
 # %% check-same-training
 # NBVAL_CHECK_OUTPUT
@@ -239,7 +239,7 @@ r"""
 The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on what this
 machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
 50 ms or more for a step. Without GPUs two processes share the processor and train a small GPT. No speed-up is to be expected then, and two runs
-differ: whatever else the machine does can multiply every bar.
+differ: whatever else the machine does can multiply every bar, and no order of the stages means anything here. White in a row counts as compute.
 Lessons 01 to 09, 12 and 15 have such a cell near their end.
 
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,

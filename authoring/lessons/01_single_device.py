@@ -270,7 +270,7 @@ print("16 times the batch, about a quarter of the noise")
 
 # %% [markdown]
 r"""
-(The last point lies below the line, since 256 samples are already a good part of all there are.)
+(The line is 1/√B through the first point. The last one lies below it, since 256 samples are already a good part of all there are.)
 
 This is what data parallel training offers: K devices make the batch K times larger in about the same
 time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:

@@ -159,7 +159,7 @@ r"""
 ## Plot
 
 Rank 0 of both, on one axis. Above, stage 4: communication begins when backward is over. Below, the buckets: the lower
-half of the row is the communication thread, idle until the next bucket is full. The pale part is what is left to wait for.
+half of the row is the communication thread, idle until the next bucket is full. The brown part is what is left to wait for.
 """
 
 # %% timelines

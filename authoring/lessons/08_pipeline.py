@@ -548,7 +548,8 @@ r"""
 
 The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
 pipeline fills and empties, and for the slowest part. *Compute* is all but
-waiting for others, Python between two operations included, which the lanes leave white.
+waiting for others, Python between two operations included, which the lanes leave white. (The thin
+*communication* before the update is the average over all ranks with the same stage. Here there is one, so it sends nothing.)
 """
 
 # %% on-your-gpus

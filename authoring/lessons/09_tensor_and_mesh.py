@@ -353,7 +353,7 @@ picture
 # %% [markdown]
 r"""
 Fewer: GPUs have become faster than the links inside their hosts. Still all eight of a host may share a layer, except in
-narrow models; between hosts it is 5 to 8 at a width of 8,192 (V100s and H100s lie on one another: hosts of both have the same network for
+narrow models; between hosts it is 5 to 7 at a width of 8,192 (V100s and H100s lie on one another: hosts of both have the same network for
 a flop/s).
 
 What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
@@ -452,7 +452,8 @@ and one from the back.
 
 Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
 a processor that is slower than one device, and between GPUs it depends on what joins them. *Compute* is all but
-waiting for others, Python between two operations included, which the lanes leave white.
+waiting for others, Python between two operations included, which the lanes leave white. (The last thin
+*communication* is the average over all ranks with the same slices. Here there is one, so it sends nothing.)
 """
 
 # %% on-your-gpus

@@ -275,7 +275,7 @@ How many rings fit on the wires among these five: fewer than among four.
 
 ## In three lines
 
-1. Two levels send less between hosts and pay fewer latencies: 30 instead of 254 on 16 hosts of 8.
+1. Two levels send less between hosts and pay fewer latencies there: 30, where a flat ring pays 254 on 16 hosts of 8.
 2. Inside a host the wiring decides: V100s have rings along wires only, A100s are joined by switches.
 3. Several cards multiply bandwidth if several streams leave the host; they do nothing for latency.
 

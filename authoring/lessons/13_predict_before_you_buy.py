@@ -159,7 +159,7 @@ A layer has W weights and width h; a micro-batch has n tokens, in sequences of s
 | bytes through memory | a third of b n h | two thirds |
 | launching, which no rate explains | a third of a few ms | two thirds |
 
-FSDP gathers 2 W bytes before each of the two passes, and scatters as many bytes of gradients after the second. While one
+FSDP gathers 2 W bytes before each of the two passes, and scatters as many bytes of gradients after the second (twice as many where they are summed in float32, *reduce bytes 4* below). While one
 layer computes, the next one's bytes travel: the longer of the two counts, and a part (0.15) of the shorter.
 
 Counted as well: 12 bytes through memory per weight (in the figures below they are part of *launch*) and 24 per output
@@ -328,7 +328,8 @@ can have both rows. We name rows that disagree with their neighbours, and fit no
 
 ## The scoreboard
 
-All published tables whose times this course predicts, a point per row: predicted over measured. Hollow points are rows that the fit saw.
+All published tables that this course predicts, a point per row: predicted over measured, in the table's own unit. To the right
+of 1 a predicted time is too long, and a predicted rate (bus bandwidth, speed-up, throughput, tokens per second) too high. Hollow points are rows that the fit saw.
 For tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out. (The
 66 rows of `nccl_all_reduce_in_one_host` are all in the fit, and none was left out.) Beside the figure stand median and
 worst error of *all* rows; the list has those of unseen rows only: the median, what nine in ten are within, and the worst.
@@ -352,7 +353,7 @@ print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, 
 # %% [markdown]
 r"""
 The rows that stick out teach most. The worst of all is 32 KiB on four hosts, published as 0.01 GB/s of bus bandwidth:
-6 ms for a message that takes 0.4 ms by our latency. One GPT step took 1.9 times as long as predicted: its micro-batch is 64, a
+6 ms for a message that takes 0.4 ms by our latency, or 17 times the bandwidth (the arrow). One GPT step took 1.9 times as long as predicted: its micro-batch is 64, a
 replica's whole share at once. And 12 of 27 unseen messages between two hosts over EFA took 1.4 to 2.1 times as long. Each may be a
 fault of the run, or something that we do not know; the tables do not say.
 

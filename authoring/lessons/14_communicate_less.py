@@ -245,7 +245,7 @@ print("slow link: local SGD takes less than a third of the time; fast link: it g
 # %% [markdown]
 r"""
 The bands show the best and the worst of three seeds: a difference smaller than that says nothing. On the fast link only the
-server takes longer than averaging in every step: it has one worker less, and sends the most bytes.
+server takes longer for as many samples than averaging in every step: it has one worker less, and sends the most bytes.
 
 ## Is the clock right?
 

@@ -72,7 +72,7 @@ def movable_ends(explorer):
 
 def place(pairs, value):
     """Which of the (label, value) `pairs` has this value."""
-    return [text for _, text in pairs].index(value)
+    return [each for _, each in pairs].index(value)
 
 
 def thinned(every, first, most):

@@ -58,6 +58,8 @@ def confirmed(
 def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
     """What ranks write down that make an attempt; nothing if it comes to no end in `seconds`."""
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
-        program = (make_attempts, ([attempt], folder, enter), {})
-        return every.run([None], find(attempt.number).ranks, *program, timeout=seconds)[0]
+        undelayed = [None]  # One run, in which no message is held up.
+        ranks = find(attempt.number).ranks
+        arguments = ([attempt], folder, enter)
+        return every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)[0]
     return []

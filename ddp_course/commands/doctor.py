@@ -29,10 +29,12 @@ def main(args: argparse.Namespace | None = None) -> int:
         print(title)
         try:
             for name, value, *hints in section():
-                print(f"  {name:<22}{value}", *(f"{'':<24}! {hint}" for hint in hints), sep="\n")
+                print(f"  {name:<22}{value}")
+                for hint in hints:
+                    print(f"{'':<24}! {hint}")
         except Exception as error:  # Without this section the course cannot run, whatever failed.
-            what = "; run: make setup" if isinstance(error, ImportError) else ""
-            problems.append(str(error).partition("\n")[0] + what)
+            advice = "; run: make setup" if isinstance(error, ImportError) else ""
+            problems.append(str(error).partition("\n")[0] + advice)
             print(f"  ! {problems[-1]}")
     verdict = (
         "cannot run here: " + "; ".join(dict.fromkeys(problems))

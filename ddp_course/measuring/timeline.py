@@ -48,7 +48,7 @@ class Span(NamedTuple):
     @property
     def seconds(self) -> float:
         """Length of the span."""
-        return between(self.start, self.end)
+        return self.end - self.start
 
 
 def between(start: float, end: float) -> float:
@@ -186,7 +186,7 @@ def exposed(spans: Iterable[Span]) -> float:
     the first counts.
     """
     return sum(
-        span.seconds
+        between(span.start, span.end)
         for span in laid_out(spans)[0]
         if span.lane == "compute" and span.name in BLOCKING
     )

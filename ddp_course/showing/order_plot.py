@@ -114,14 +114,15 @@ def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
 
 def draw(axes: Any, row: int, bar: Bar) -> None:
     """Draw a bar with its name: "to 1", "from 2" or "all_reduce"."""
-    words = bar.what.split()
-    colour = COLOURS.get(words[1], COLLECTIVE)
+    # It is "to send to rank 1", "to receive from rank 1", or "for ranks [0, 1] in all_reduce".
+    _, verb, preposition, *_, last = bar.what.split()
+    colour = COLOURS.get(verb, COLLECTIVE)
     look: Any = {"facecolor": colour, "edgecolor": "white"}
     letters: Any = {"color": "white"}
     if not bar.waited_for:
         look = {"facecolor": "white", "edgecolor": FAULT, "hatch": "////"}
         letters = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
     axes.broken_barh([(bar.start, bar.end - bar.start)], (row - 0.42, 0.84), **look)
-    name = f"{words[2]} {words[-1]}" if words[1] in COLOURS else words[-1]
+    name = f"{preposition} {last}" if verb in COLOURS else last
     middle = (bar.start + bar.end) / 2
     axes.text(middle, row, name, ha="center", va="center", fontsize=9, **letters)

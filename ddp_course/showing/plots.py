@@ -138,7 +138,7 @@ def compare_figure(results: Comparison) -> Picture:
         kind = kind_of_time(results)
         # Each panel's title says its own kind.
         picture.kind = f"losses measured; times {kind}"
-        if any(stage.bytes_formula is not None for stage in stages):
+        if any(stage.bytes_sent_max and stage.bytes_formula for stage in stages):
             picture.kind += "; bytes counted; formulas derived"
         losses, step_times, traffic, timelines = picture.axes
         draw_losses(losses, stages)
@@ -162,7 +162,7 @@ def comparison_message(results: Comparison) -> str:
     for stage in results.stages:
         if stage.stage in names:
             gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
-    same = f"all end within {results.max_abs_diff:.0e} of one device"
+    same = f"all end within {results.max_abs_diff:.1e} of one device"
     if not gains:
         return same
     noun = "devices" if results.emulated_device else "ranks"
@@ -349,9 +349,13 @@ def timeline_figure(
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
-    """A legend of a figure or of its axes for the spans of these lanes."""
-    drawn = {span[0] for lane in lanes for span in lane}
-    names = [name for name in SPAN_COLOURS if name in drawn]
+    """A legend of a figure or of its axes for the spans of these lanes, but for those that are too
+    short to be seen.
+    """
+    spans = [span for lane in lanes for span in lane]
+    width = max(span[2] for span in spans) - min(span[1] for span in spans)
+    visible = {name for name, start, end, *_ in spans if end - start > width / 1000}
+    names = [name for name in SPAN_COLOURS if name in visible]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
     drawing.legend(handles, names, ncols=5, handlelength=1.2, **place)
 

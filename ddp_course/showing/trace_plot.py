@@ -35,10 +35,12 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
                 draw_lane(axis, row, spans)
             name_rows(axis, ["processor", "GPU"])
         for number, (span, count) in enumerate(recorded.reduced):
-            height = 1.62 + 0.25 * (number % 3)
+            height = 1.62 + 0.25 * (number % 3)  # Numbers side by side do not cover each other.
             axes[0].annotate(f"{count:,}", (1000 * span.start, height), fontsize=9)
-        starts = [span.start for span, _ in recorded.reduced] or [recorded.seconds / 2]
-        middle = 1000 * starts[0]
+        middle = 500 * recorded.seconds
+        if recorded.reduced:
+            first, _ = recorded.reduced[0]
+            middle = 1000 * first.start
         axes[0].set(xlim=(0, 1000 * recorded.seconds), ylim=(2.2, -0.6))
         axes[1].set(xlim=(middle - BEFORE_MS, middle + AFTER_MS), xlabel="time (ms)")
         name_spans(picture, [recorded.gpu], loc="outside lower center")

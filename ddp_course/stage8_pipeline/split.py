@@ -7,8 +7,8 @@ import torch
 
 
 def layers_of(model):
-    """The model as a list of modules to run one after the other; ValueError if it has neither
-    children nor layers().
+    """The model as a list of modules to run one after the other; ValueError if it is no Sequential
+    and has no layers().
     """
     if isinstance(model, torch.nn.Sequential):
         return list(model)

@@ -91,10 +91,11 @@ class Transfers:
         Raises ValueError for outputs that cannot be passed on.
         """
         form = (type(outputs).__name__,)
+        sendable = False
         if isinstance(outputs, torch.Tensor):
             form = (outputs.dtype, outputs.shape[1:])
-        numbers = getattr(form[0], "is_floating_point", False)
-        if not numbers or form != self.forms.get(stage, form):
+            sendable = outputs.is_floating_point()
+        if not sendable or form != self.forms.get(stage, form):
             raise ValueError(
                 f"stage {stage} on rank {self.rank} returns {form}, but only one tensor of "
                 "floating-point numbers can be passed on, of the same dtype and shape for each "

@@ -45,7 +45,8 @@ class Scatter:
             yield part, f"{about}, shards of", rows
             yield part, f"{about}, the shards", shards
             if in_a_list:
-                on_meta = scatter(tensor, ["meta", "cpu"] * (devices // 2) + ["meta"])
+                in_turn = [("meta", "cpu")[place % 2] for place in range(devices)]
+                on_meta = scatter(tensor, in_turn)
                 yield (
                     part,
                     f'{about} called "meta" and "cpu" in turn, where the shards are',

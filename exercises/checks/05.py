@@ -355,10 +355,11 @@ def fault_of_departures(left, buckets, ready):
         return f"the buckets leave in the order {numbers}: all ranks take them by index"
     if len(set(numbers)) < len(numbers):
         return f"the buckets {numbers} leave: each leaves once"
+    departed = {number: count for count, number in left}
     earliest = 0
     for number, bucket in enumerate(buckets):
         earliest = max(earliest, *(ready.index(parameter) + 1 for parameter in bucket))
-        when = dict((number, count) for count, number in left).get(number)
+        when = departed.get(number)
         if when is None:
             return f"bucket {number} never leaves: after {earliest} gradients it could"
         if when < earliest:

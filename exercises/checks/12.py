@@ -145,7 +145,9 @@ def log_of(random, cause, ranks, scale):
                 computing += slow
             else:
                 idle += slow
-            shown = rank % ranks if world_size < ranks * nodes else rank
+            # Two launches that do not know of each other both count from 0.
+            apart = world_size < ranks * nodes
+            shown = rank % ranks if apart else rank
             yield (
                 f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
                 f"data={scale * data:.4f} compute={scale * computing:.4f} wait={scale * idle:.4f}"

@@ -256,11 +256,14 @@ class LayerUnderFsdp:
 
 
 def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes):
-    """A job whose limits lie half way between whole numbers: `replicas` and a half, `tensor` and a half."""
+    """A job whose limits lie half way between whole numbers: `replicas` and a half, `tensor` and a
+    half.
+    """
     tokens = random.randrange(2**18, 2**23)
     rate = random.randrange(100, 1200) * 10**12
     inner = 1024 * random.randrange(8, 64)
     share = min(2 / weight_bytes, 4 / (weight_bytes + gradient_bytes))
+    # What the bandwidths bound is K - 1.
     return {
         "tokens": tokens,
         "rate": rate,

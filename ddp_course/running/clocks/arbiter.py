@@ -164,13 +164,15 @@ def release(table: Table, place: Place, moment: int) -> None:
 
 def tell_receiver_of_any(table: Table, receiver: int, moment: int) -> None:
     """A send was posted to `receiver`: if it waits for any rank, it has a turn at that moment."""
-    slot = table.anyone[receiver] - 1
-    if slot >= 0 and table.places[slot].state == BLOCKED:
-        place = table.places[slot]
-        turn = max(moment, place.clock)
-        place.timer = min(place.timer, turn)
-        table.head.threshold = min(table.head.threshold, turn)
-        settle(table)
+    # `anyone` has the slot of the thread that waits for any rank, plus 1; 0 means that none does.
+    waiting = table.anyone[receiver]
+    if not waiting or table.places[waiting - 1].state != BLOCKED:
+        return
+    place = table.places[waiting - 1]
+    turn = max(moment, place.clock)
+    place.timer = min(place.timer, turn)
+    table.head.threshold = min(table.head.threshold, turn)
+    settle(table)
 
 
 def find(table: Table, key: int) -> Entry:

@@ -307,7 +307,8 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     reported = isinstance(error, ConnectionError) or (
         runtime and any(mark in message for mark in PEER_LOST)
     )
-    innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][
-        -1:
-    ]
-    return reported and bool(innermost) and innermost[0].startswith(LIBRARIES)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not (reported and frames):
+        return False
+    innermost, _ = frames[-1]
+    return innermost.f_code.co_filename.startswith(LIBRARIES)
