@@ -241,7 +241,7 @@ def test_the_overlap_check_sees_an_overlap():
 
 def test_comparison_message_is_computed():
     message = plots.comparison_message(compare_results())
-    assert "6e-07" in message and "3.0 (server)" in message and "6.0 (buckets) times" in message
+    assert "6.0e-07" in message and "3.0 (server)" in message and "6.0 (buckets) times" in message
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
