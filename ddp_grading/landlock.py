@@ -72,9 +72,9 @@ def fence(paths: Sequence[str]) -> None:
     attributes = struct.pack("QQQ", writes, 0, scope)
     rules = call(CREATE_RULESET, attributes, len(attributes), 0)
     for path in filter(os.path.exists, paths):
-        here = writes if os.path.isdir(path) else writes & (Right.WRITE_FILE | Right.TRUNCATE)
+        allowed = writes if os.path.isdir(path) else writes & (Right.WRITE_FILE | Right.TRUNCATE)
         beneath = os.open(path, os.O_PATH)
-        call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", here, beneath), 0)
+        call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
         os.close(beneath)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     call(RESTRICT_SELF, rules, 0)

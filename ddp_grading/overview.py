@@ -20,7 +20,7 @@ FIGURES = {
 }
 
 
-def so_far(copy: Path, exercises: Exercises) -> list[Result]:
+def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
     """A result of each exercise, by the last check of each task."""
     solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
     results = []

@@ -65,7 +65,8 @@ def _step(events, begin, end):
     """
     events = [event for event in events if begin <= event["ts"]]
     inside = [event for event in events if event["ts"] < end]
-    processor = [_span(event, _pass_of(event), begin) for event in inside if _pass_of(event)]
+    passes = [(event, _pass_of(event)) for event in inside]
+    processor = [_span(event, name, begin) for event, name in passes if name]
     launches = {
         event["args"]["correlation"]: (event["ts"] - begin) / 1e6
         for event in inside

@@ -86,7 +86,7 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     copy = find_copy()
     if copy is None:
         raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
-    results = overview.so_far(copy, exercises)
+    results = overview.results_so_far(copy, exercises)
     sentence = overview.sentence(copy)
     rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
