@@ -3,7 +3,7 @@
 Zeros would do for the sum. But a parameter that no rank has used must have no gradient after the
 average either: a gradient of zeros lets weight decay and momentum change it. Negative zeros tell
 the two apart, without another message: -0.0 + 0.0 is 0.0, and only sums of -0.0 alone are -0.0.
-Stages 3 and 4 send such a tensor for each parameter, stage 7 has them in its flat message.
+Stages 6 and 7 add up a bitmap instead: one small message more, for gradients that lie end to end.
 """
 
 import torch

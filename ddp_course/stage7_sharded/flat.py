@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..missing import is_missing
 from ..running import communication, wire
 from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
+from ..stage6_ddp.unused import count_users
 from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)
@@ -91,23 +91,17 @@ class Flat:
 
     def make_room_for_gradients(self):
         """Make room for the gradients in one message; `places` has the views of those that are
-        missing.
-
-        A parameter that gets no gradient keeps negative zeros, by which `missing` knows those
-        without one on any rank: their shards are left as they are.
+        missing. A parameter that gets none on this rank adds zeros to the sum.
         """
-        self.gradient = torch.full_like(self.full, -0.0)
+        self.gradient = torch.zeros_like(self.full)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def put_gradient(self, parameter):
-        """Move a finished gradient, divided by K, to its place; zero is added to the quotients, so
-        that none of them is a negative zero.
-        """
+        """Move a finished gradient, divided by K, to its place."""
         gradient = parameter.grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
         place = self.places.pop(parameter)
         torch.mul(gradient, 1 / len(self.chunks), out=place)
-        place.add_(0.0)
         parameter.grad = None
 
     def average(self, group=None):
@@ -123,25 +117,21 @@ class Flat:
         self.averages = chunks[self.index].clone()
         return message if communication.is_queued(message.device) else None
 
-    def hand_out_averages(self):
-        """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed
-        leaves no gradients.
+    def hand_out_averages(self, used):
+        """Add the averages to the `.grad` of the shards whose parameters some rank has `used`; all
+        other shards stay as they are. This comes after the pass, so that a pass that failed leaves
+        no gradients.
         """
-        for parameter in self.with_averages():
+        for parameter, (_, inside) in self.pieces.items():
+            if parameter not in used or inside.start == inside.stop:
+                continue
             shard = self.shards[parameter]
-            average = with_dimensions_of(self.averages[self.pieces[parameter][1]], shard)
+            average = with_dimensions_of(self.averages[inside], shard)
             if shard.grad is None:
                 shard.grad = average
             else:
                 shard.grad.add_(average)
         self.drop_gradients()
-
-    def with_averages(self):
-        """The parameters of which this rank has elements, and some rank a gradient."""
-        present = [p for p, (_, inside) in self.pieces.items() if inside.stop > inside.start]
-        places = [self.pieces[parameter][1].start for parameter in present]
-        missing = is_missing(self.averages[places]).tolist()  # On a GPU it is read once.
-        return [parameter for parameter, none in zip(present, missing, strict=True) if not none]
 
     def drop_gradients(self):
         """Drop the gradients that are on their way, if there are any."""
@@ -155,6 +145,16 @@ def with_dimensions_of(piece, tensor):
     choose weight decay.
     """
     return piece.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def used_on_any_rank(parameters, used, device, group=None):
+    """Those of `parameters` that are among `used` on some rank: the ranks add up a bitmap, as in
+    stage 6. All others must keep the gradient that they have, even None: one of zeros lets weight
+    decay and momentum change them.
+    """
+    bitmap = [int(parameter in used) for parameter in parameters]
+    users = count_users(bitmap, device, group)()
+    return {p for p, count in zip(parameters, users, strict=True) if count}
 
 
 # Every rank has pieces of an optimizer's state; a state dict has the whole state, as on one device.

@@ -16,7 +16,13 @@ from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
 from .blocks import Block, assign_blocks, default_blocks, holders_of
 from .clipping import clip_grad_norm_
-from .flat import Shard, load_whole_state_dict, wait_for_all_ranks, whole_state
+from .flat import (
+    Shard,
+    load_whole_state_dict,
+    used_on_any_rank,
+    wait_for_all_ranks,
+    whole_state,
+)
 from .parts import refuse_with
 from .shardable import check_model
 
@@ -54,6 +60,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.shard(default_blocks(module) if blocks is None else blocks)
         self.latest = None
         self.reducing = []
+        self.used = set()  # the parameters that have got a gradient in this pass
         self.backward_pass = None
         self.passes = 0
         self.handles = [handle for block in self.blocks for handle in self.add_hooks(block)]
@@ -132,6 +139,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """
         reducing = self.reducing
         self.reducing = []
+        self.used = set()
         self.backward_pass = None
         self.latest = None
         for wait in reducing:
@@ -238,6 +246,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             raise RuntimeError(
                 f"{self.names[parameter]} got a gradient, but not by way of what its block returned"
             )
+        self.used.add(parameter)
         block.put_gradient(parameter)
         if not block.places:
             self.reduce(block)
@@ -258,11 +267,12 @@ class FullyShardedDataParallel(torch.nn.Module):
             if block.places:
                 self.reduce(block)
         with wire.span("wait"):
+            used = used_on_any_rank(self.shards, self.used, self.device, self.group)
             for wait in self.reducing:
                 wait()
         for block in self.blocks:
             if block.averages is not None:
-                block.hand_out_averages()
+                block.hand_out_averages(used)
         self.start_over()
 
     def free_all(self):

@@ -16,7 +16,14 @@ from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.before_training import same_on_all_ranks
 from .blocks import Sharded
 from .clipping import clip_grad_norm_
-from .flat import Flat, Shard, gather_chunks, load_whole_state_dict, whole_state
+from .flat import (
+    Flat,
+    Shard,
+    gather_chunks,
+    load_whole_state_dict,
+    used_on_any_rank,
+    whole_state,
+)
 from .parts import OwnGradient, Part, refuse_with
 
 
@@ -85,14 +92,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self.averaged:
             return
+        used = {parameter for parameter in self.parameters if parameter.grad is not None}
         with failing_together(self.group):
+            used = used_on_any_rank(self.shards, used, self.flats[0].full.device, self.group)
             for flat in self.trainable():
                 flat.make_room_for_gradients()
                 for parameter in list(flat.places):
                     if parameter.grad is not None:
                         flat.put_gradient(parameter)
                 flat.average(self.group)
-                flat.hand_out_averages()
+                flat.hand_out_averages(used)
         self.averaged = True
 
     @torch.no_grad()
