@@ -267,9 +267,9 @@ class FullyShardedDataParallel(torch.nn.Module):
             if block.places:
                 self.reduce(block)
         with wire.span("wait"):
-            used = used_on_any_rank(self.shards, self.used, self.device, self.group)
             for wait in self.reducing:
                 wait()
+            used = used_on_any_rank(self.shards, self.used, self.device, self.group)
         for block in self.blocks:
             if block.averages is not None:
                 block.hand_out_averages(used)

@@ -107,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Average the gradients, update this rank's shard, gather all shards: each rank sends 2
-        (K-1)/K p bytes.
+        (K-1)/K p bytes, and a bitmap with a number for each parameter.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):

@@ -130,9 +130,9 @@ def test_all_ranks_save_the_same_buffers():
 
 
 def tiny_gradient():
-    """A gradient so small, and negative, that divided by the number of ranks it is zero."""
+    """A gradient so small that divided by the number of ranks it is zero."""
     model = FullyShardedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    model(torch.tensor([[-1.4e-45, 1.0]])).sum().backward()
+    model(torch.tensor([[1.4e-45, 0.0]])).sum().backward()
     return [parameter.grad is not None for parameter in model.parameters()]
 
 
@@ -155,7 +155,9 @@ class PartlyUsed(torch.nn.Module):
 
 
 def trained_in_part(sharded_model):
-    """What three steps with weight decay change in each layer, where only rank 1 uses `some`."""
+    """How much three steps with weight decay change each weight of a layer, at least and at most,
+    where only rank 1 uses `some`.
+    """
     torch.manual_seed(0)
     model = PartlyUsed()
     before = {name: layer.weight.detach().clone() for name, layer in model.named_children()}
@@ -174,7 +176,8 @@ def trained_in_part(sharded_model):
         forward.restore()
     changes = {}
     for name, layer in model.named_children():
-        changes[name] = (layer.weight - before[name]).abs().max().item()
+        change = (layer.weight - before[name]).abs()
+        changes[name] = (change.min().item(), change.max().item())
     return changes
 
 
@@ -182,4 +185,6 @@ def trained_in_part(sharded_model):
 def test_a_layer_that_no_rank_uses_does_not_decay_and_one_that_some_use_is_trained(sharded_model):
     first, second = launch(trained_in_part, sharded_model, world_size=2)
     assert first == second
-    assert first["none"] == 0.0 and min(first["some"], first["all"]) > 0.1
+    assert first["none"] == (0.0, 0.0)
+    # Of `some`, rank 0 has elements too: it must learn that rank 1 has used it.
+    assert min(*first["some"], *first["all"]) > 0.001
