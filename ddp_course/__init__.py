@@ -17,7 +17,7 @@ from importlib import import_module
 
 from . import ladder
 
-_NAMES = {
+_NAMES = {  # Each module has these functions and classes, which are names of the package, too.
     "running.launching.launch": ("launch",),
     "running.launching.magic": ("load_ipython_extension",),
     "running.devices": ("Device", "rank_device"),
@@ -37,7 +37,7 @@ _NAMES = {
     "stage6_ddp": ("DistributedDataParallel", "SyncBatchNorm"),
     "stage7_sharded": ("ShardedOptimizer", "FullyShardedDataParallel"),
 }
-_TOP = (
+_TOP = (  # These modules lie beside this file.
     *ladder.MODULES,
     "collectives",
     "communicate_less",
@@ -47,7 +47,7 @@ _TOP = (
     "script",
     "train",
 )
-_ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
+_ROOMS = {  # These modules of rooms are names of the package, so that a notebook needs one import.
     "running": ("checkpoint", "devices", "links", "wire"),
     "measuring": (
         "audit",
