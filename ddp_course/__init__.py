@@ -5,7 +5,7 @@
     stage3_paramserver   K processes, one of them collects and averages
     stage4_ring          no server: the ring all-reduce
     stage5_bucketed      the ring hidden behind the backward pass
-    stage6_ddp           everything a real one needs
+    stage6_ddp           everything that a real DDP needs
     stage7_sharded       each rank keeps a part of the state only
     stage8_pipeline      the model is split, not the data
     stage9_tensor        layers are split too, and a mesh combines the ways
