@@ -44,9 +44,11 @@ STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of `python -m ddp_course.train`."""
-    # The help begins with this file's docstring, up to its examples.
-    description = __doc__.split(":")[0]
-    parser = argparse.ArgumentParser(prog="python -m ddp_course.train", description=description)
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_course.train",
+        description="The script form of every stage, for one process, torchrun and Slurm, with"
+        " checkpoints and exact resume",
+    )
     add = parser.add_argument
     stages = "default 6; 4w: whole-gradient ring, 7o: ZeRO-1"
     add("--stage", default="6", choices=ladder.STAGES, help=stages)

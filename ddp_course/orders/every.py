@@ -1,8 +1,8 @@
 """`every_order`: run a program once, in a way that decides for all orders of its messages.
 
 The run has no buffers (a send ends when its receive is there), and links so slow that every wait is
-late. docs/EVERY_ORDER.md has the argument. It does not cover all programs: for others, many runs are
-made in which messages are delayed by random times.
+late. docs/EVERY_ORDER.md has the argument. It does not cover all programs: others run many times,
+and their messages are delayed by random times.
 """
 
 import copy

@@ -8,8 +8,8 @@ import torch
 
 from ..running.torch_inside import tree_map_only
 
-# Rank and line of each wait in a deadlock's text, such as "rank 0 waits to receive from rank 1 since
-# 0.010 s, ring.py line 7: recv(x, 1); rank 1 waits …".
+# Finds the rank and the line of each wait in the text of a deadlock, such as "rank 0 waits to
+# receive from rank 1 since 0.010 s, ring.py line 7: recv(x, 1); rank 1 waits …".
 WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
 
