@@ -77,7 +77,7 @@ def main() -> int:
     except Exception as error:  # Whatever the error is, a person should read its reason.
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
-    # Popen gives a process that a signal has ended a negative number: modulo 256 it is an exit code.
+    # Popen's number of a process that a signal has ended is negative: % 256 makes it an exit code.
     return max(process.wait() % 256 for process in processes)
 
 
