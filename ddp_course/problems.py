@@ -150,7 +150,7 @@ class Digits(Problem):
     steps = 24
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
-        pixels, digits = digit_images()
+        pixels, digits = _digit_images()
         # Pixels go from 0 to 16: this gives them mean 0 and deviation 1.
         images = torch.tensor(pixels, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
         labels = torch.tensor(digits, device=device)
@@ -368,14 +368,13 @@ def gpt_shape(parameters: int) -> tuple[int, int]:
         raise ValueError(
             f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000"
         )
-    shapes = []
+    distances = {}
     for layers in range(1, 25):
         for width in range(32, min(64 * layers, 1024) + 1, 32):  # A head has a width of 32.
             # A block has about 12 width²; bytes, 64 positions and head together about 600 width.
             size = 12 * layers * width**2 + 600 * width
-            shapes.append((abs(size - parameters), layers, width))
-    _, nearest_layers, nearest_width = min(shapes)
-    return nearest_layers, nearest_width
+            distances[layers, width] = abs(size - parameters)
+    return min(distances, key=lambda shape: distances[shape])
 
 
 @cache
@@ -392,7 +391,7 @@ def standard_library_text() -> bytes:
 
 
 @cache
-def digit_images() -> tuple[np.ndarray, np.ndarray]:
+def _digit_images():
     """Pixels (1797, 8, 8) of 0 to 16 and labels, in a fixed random order.
 
     They are read from the file inside scikit-learn: importing the library would cost every rank a

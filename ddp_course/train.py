@@ -137,7 +137,7 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
                     )
         except CheckpointError as error:
             failure = error
-    message = [saved, failure]
+    message: list[Any] = [saved, failure]
     dist.broadcast_object_list(message, src=0)
     saved, failure = message
     if failure:

@@ -24,7 +24,7 @@ from ..running.clocks import now, own
 from ..running.clocks.stalls import line_of
 from ..running.clocks.table import FOREVER
 from ..running.devices import roofline
-from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
+from ..running.torch_inside import TorchDispatchMode, around, is_wrapper, tensors_in
 
 LONGEST_DELAY = 5_000_000_000  # picoseconds, in which a few messages pass over the slow link
 # A key says whether the network writes the memory, and whether the program's operation does. That
@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
             names = [parameter.name for parameter in parameters]
             operands = kwargs | dict(zip(names, args, strict=False))  # Some have defaults.
             for parameter in parameters:
-                for tensor in roofline.tensors_in(operands.get(parameter.name)):
+                for tensor in tensors_in(operands.get(parameter.name)):
                     self.touched(tensor, parameter.is_write, func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
@@ -127,8 +127,8 @@ class Watch(TorchDispatchMode, ContextDecorator):
         name = run.__name__
         is_root = name == "broadcast" and args[1].rootRank == group.rank()
         writes_first = name != "send" and not is_root
-        tensors = [(tensor, writes_first) for tensor in roofline.tensors_in(*args[:1])]
-        tensors += [(tensor, False) for tensor in roofline.tensors_in(*args[1:2])]
+        tensors = [(tensor, writes_first) for tensor in tensors_in(*args[:1])]
+        tensors += [(tensor, False) for tensor in tensors_in(*args[1:2])]
         flight = Flight(work.ticket.why, tensors, line_of(sys._getframe()))
         for tensor, network_writes in tensors:
             self.touched(tensor, network_writes, name)

@@ -212,7 +212,7 @@ def free_memory() -> int:
         if limit.isdigit() and used.isdigit():
             details = dict(line.split() for line in read(folder / "memory.stat").splitlines())
             # Cached files, which the kernel gives up first; in version 1 the total counts.
-            reclaimable = details.get("total_inactive_file") or details.get("inactive_file", 0)
+            reclaimable = details.get("total_inactive_file") or details.get("inactive_file", "0")
             free = min(free, int(limit) - int(used) + int(reclaimable))
     return max(0, free)
 

@@ -23,42 +23,27 @@ class Accelerator(NamedTuple):
     cycles: float
     link: str
     network: float
-    source: str
 
 
 class KnownLink(NamedTuple):
-    """A link: its `bandwidth` in bits per second each way, its `latency` in seconds, and the
-    `source` of the bandwidth.
-    """
+    """A link: its `bandwidth` in bits per second each way, and the `source` of that number."""
 
     bandwidth: float
-    latency: float
     source: str
 
 
 ALIASES = {"A100-80GB": "A100", "H100-80GB": "H100"}
-# Latencies, in seconds, that NCCL assumes for one step of a ring with its protocol for large
-# messages (file src/graph/tuning.cc, table hwLat, version 2.19).
-NVLINK = 3.4e-6
-PCIE = 5.7e-6
-NETWORK = 14e-6
 LINKS = {
-    "NVLink V100": KnownLink(
-        8 * 150e9, NVLINK, "NVIDIA, V100 datasheet: 300 GB/s both ways together"
-    ),
-    "NVLink A100": KnownLink(
-        8 * 300e9, NVLINK, "NVIDIA, A100 datasheet: 600 GB/s both ways together"
-    ),
-    "NVLink H100": KnownLink(
-        8 * 450e9, NVLINK, "NVIDIA, H100 datasheet: 900 GB/s both ways together"
-    ),
+    "NVLink V100": KnownLink(8 * 150e9, "NVIDIA, V100 datasheet: 300 GB/s both ways together"),
+    "NVLink A100": KnownLink(8 * 300e9, "NVIDIA, A100 datasheet: 600 GB/s both ways together"),
+    "NVLink H100": KnownLink(8 * 450e9, "NVIDIA, H100 datasheet: 900 GB/s both ways together"),
     "PCIe 4": KnownLink(
-        16 * 16e9 * 128 / 130, PCIE, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"
+        16 * 16e9 * 128 / 130, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"
     ),
-    "100Gbit Ethernet": KnownLink(100e9, NETWORK, "IEEE 802.3ba"),
-    "10Gbit Ethernet": KnownLink(10e9, NETWORK, "IEEE 802.3ae"),
+    "100Gbit Ethernet": KnownLink(100e9, "IEEE 802.3ba"),
+    "10Gbit Ethernet": KnownLink(10e9, "IEEE 802.3ae"),
     "laptop": KnownLink(
-        1e9, NETWORK, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
+        1e9, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
     ),
 }
 ACCELERATORS = {}
@@ -71,7 +56,6 @@ with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
             cycles=1e9 * float(row["multiprocessors"]) * float(row["clock_ghz"]),
             link=row["link"],
             network=1e9 * float(row["network_gbit"]),
-            source=row["source"],
         )
 
 

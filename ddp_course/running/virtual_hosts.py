@@ -133,14 +133,15 @@ def plug_in(number: int, bits_per_second: float) -> None:
         [eth0] = ip.link_lookup(ifname="eth0")
         ip.link("set", index=eth0, state="up", gso_max_size=segment(bits_per_second))
         ip.addr("add", index=eth0, address=address(number), prefixlen=PREFIX)
-        network = {
-            "dst": f"10.77.0.0/{PREFIX}",
-            "oif": eth0,
-            "scope": 253,  # It is reached without a router.
-            "prefsrc": address(number),
-            "proto": 2,  # The route looks as if the kernel had made it.
-        }
-        ip.route("replace", **network, metrics={"cc_algo": "reno"})
+        ip.route(
+            "replace",
+            dst=f"10.77.0.0/{PREFIX}",
+            oif=eth0,
+            scope=253,  # It is reached without a router.
+            prefsrc=address(number),
+            proto=2,  # The route looks as if the kernel had made it.
+            metrics={"cc_algo": "reno"},
+        )
         limit(ip, eth0, bits_per_second)
 
 

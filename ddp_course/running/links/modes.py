@@ -2,10 +2,11 @@
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
 Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
-                        has the host of
-                        each rank
+                        has the number of each rank's host
 master_address          is the address at which ranks reach the agent's rendezvous store
 enter(rank)             moves a rank onto the network, before the rank makes any socket
+
+Each mode also has a `name`, by which a Link chooses it, and a `title` for messages.
 """
 
 from ...errors import EmulationError
