@@ -37,7 +37,7 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged
     gradients.
     """
-    # The GPU's streams wait for it.
+    # Told of the GPU, torch has the stream of whoever takes the value wait for this stream.
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future

@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
     rank = 0
     if under_torchrun:
         rank, options["world_size"] = join(args.device)
-        options |= {"device_speed": "none", "link": None}  # Its ranks have real ones.
+        options |= {"device_speed": "none", "link": None}  # torchrun's are real.
     if "problem" not in options and emulated.on_gpus(args.device):
         # An option that was given counts more than the large problem's.
         options = large_problem(args.device, options["world_size"]) | options

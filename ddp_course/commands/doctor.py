@@ -57,9 +57,7 @@ def machine() -> Iterator[tuple[str, ...]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     core_hints = [f"four ranks want two cores; {advice}"] if cores < 2 else []
     yield "cores", f"{cores:g}", *core_hints
-    memory_hints = []
-    if memory < NEEDED_GIB:
-        memory_hints = [f"four ranks want {NEEDED_GIB:g} GiB; {advice}"]
+    memory_hints = [f"four ranks want {NEEDED_GIB:g} GiB; {advice}"] if memory < NEEDED_GIB else []
     yield "memory", f"{memory:.1f} GiB free", *memory_hints
     yield "Python", platform.python_version()
     for package in PACKAGES:

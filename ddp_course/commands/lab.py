@@ -155,7 +155,7 @@ def bring(folder: Path) -> list[str]:
         copied = folder / name
         learner_digest = digest(copied.read_bytes()) if copied.exists() else None
         course_digest = digest(content)
-        # The copy is missing, or the course's newest version, or as it was copied: not changed.
+        # The learner has no copy, or the course's newest version, or has not changed the copy.
         if learner_digest in (None, course_digest, record.get(name)):
             copied.parent.mkdir(parents=True, exist_ok=True)
             if learner_digest != course_digest:

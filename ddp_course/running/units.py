@@ -69,11 +69,8 @@ def _parse(text, units, what, example, zero=False):
     try:
         number, unit = match.groups()
         value = float(number) * units[unit.replace("µ", "u").lower()]
-    except (
-        AttributeError,
-        KeyError,
-        ValueError,
-    ):  # There is no match, unit or number.
+    except (AttributeError, KeyError, ValueError):
+        # There is no match, or no such unit, or no such number.
         raise EmulationError(f'cannot read the {what} "{text}"; write it like {example}') from None
     if not 0 <= value < math.inf or (value == 0 and not zero):
         least = "zero or more" if zero else "more than zero"

@@ -128,8 +128,8 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     tensor or several.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, by which
-    mismatched shapes and hangs are reported with the numbers of the ranks. In it a tensor of a
-    subclass is an ordinary one.
+    mismatched shapes and hangs are reported with the numbers of the ranks. Within the call torch
+    treats a tensor of a subclass as an ordinary one.
     """
     parameters = signature(function)
     name = function.__name__
@@ -152,8 +152,8 @@ def naming_absent(group: Group = None) -> Iterator[None]:
     have not come.
 
     A rank whose collective fails says so in the job's store. One that came late fails with the
-    first that gives up, because that one closes its connections. Raises RuntimeError with their
-    names in place of the backend's error.
+    first that gives up, because that one closes its connections. Raises RuntimeError with the
+    numbers of the absent in place of the backend's error.
     """
     try:
         yield
@@ -201,7 +201,7 @@ class Transfer:
             late = "timed out" in str(error).lower()
             fault = "has not come to" if late else "broke off"
             raise RuntimeError(f"rank {self.peer} {fault} this {self.kind}: {error}") from error
-        self.works = []
+        self.works = []  # Another wait does nothing.
         if self.kind == "recv" and self.buffer is not self.tensor:
             self.tensor.copy_(self.buffer)
         tell(self.kind, self.kind, self.start, bytes=self.tensor.nbytes, peer=self.peer)
@@ -216,9 +216,8 @@ def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
     started = [transfer for transfer in transfers if transfer.tensor.numel()]
     posts = {"send": dist.isend, "recv": dist.irecv}
     if any(on_nccl(transfer.tensor, group) for transfer in started):
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(posts[each.kind], each.tensor, each.peer, group) for each in started]
-        )
+        batch = [dist.P2POp(posts[each.kind], each.tensor, each.peer, group) for each in started]
+        works = dist.batch_isend_irecv(batch)
         for transfer in started:
             transfer.works = works
         return transfers

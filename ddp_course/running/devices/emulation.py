@@ -61,8 +61,7 @@ class Emulation:
         self.active = False
         self.operations = [] if record else None
         self.sleep = sleep
-        # By device number: when the device is free again, in picoseconds, and how many seconds it
-        # has worked.
+        # Both are by device number. `free_at` is in picoseconds, `busy` in seconds of work.
         self.free_at: dict[int, int] = defaultdict(int)
         self.busy: dict[int, float] = defaultdict(float)
         self.home = WeakKeyDictionary()  # device numbers by storage, but for those on device 0
