@@ -32,8 +32,7 @@ def main(args: argparse.Namespace | None = None) -> int:
                     print(f"{'':<24}! {hint}")
         except Exception as error:  # Without this section the course cannot run, whatever failed.
             advice = "; run: make setup" if isinstance(error, ImportError) else ""
-            first_line = str(error).partition("\n")[0]
-            problems.append(first_line + advice)
+            problems.append(str(error).partition("\n")[0] + advice)
             print(f"  ! {problems[-1]}")
     verdict = "runs on this machine."
     if problems:  # One that stopped several sections is said once.

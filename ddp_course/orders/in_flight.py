@@ -51,6 +51,9 @@ class Watch(TorchDispatchMode, ContextDecorator):
     """What is on its way in this rank. torch shows it every operation of a thread that has entered
     it. What happens is written to `log`, an event a line. Where delays are drawn (`draw`), whatever
     begins a message or asks for one waits that long.
+
+    `post`, `settle`, `question`, `read` and `start` each stand around a function, and call it as
+    `run`.
     """
 
     def __init__(self, log: IO):
@@ -154,7 +157,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
 
     def read(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Around a function that reads a tensor and is no operation."""
-        self.touched(tensor, False, run.__name__)
+        self.touched(tensor, writes=False, name=run.__name__)
         return run(tensor, *args, **kwargs)
 
     def start(self, run: Callable, thread: threading.Thread) -> None:

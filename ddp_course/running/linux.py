@@ -121,7 +121,9 @@ def raise_loopback() -> None:
     import fcntl  # Windows does not have this module.
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+        # This is a struct ifreq: the card's name, its flags, and a rest that is not read.
+        request = struct.pack("16sH14x", b"lo", IFF_UP)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
 
 
 def enter_own_network() -> None:

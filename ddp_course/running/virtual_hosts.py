@@ -169,11 +169,10 @@ def forbidden_by() -> str | None:
     """
     if sys.platform != "linux":
         return "virtual hosts need Linux"
-    command = [sys.executable, "-m", __name__]
     package_parent = Path(__file__).parents[2]  # Python finds the package from there.
     try:
         subprocess.run(
-            command,
+            [sys.executable, "-m", __name__],
             cwd=package_parent,
             stdin=subprocess.DEVNULL,
             capture_output=True,
