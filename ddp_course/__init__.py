@@ -5,7 +5,7 @@
     stage3_paramserver   K processes, one of them collects and averages
     stage4_ring          no server: the ring all-reduce
     stage5_bucketed      the ring hidden behind the backward pass
-    stage6_ddp           everything a real one needs
+    stage6_ddp           everything that a real DDP needs
     stage7_sharded       each rank keeps a part of the state only
     stage8_pipeline      the model is split, not the data
     stage9_tensor        layers are split too, and a mesh combines the ways
@@ -17,7 +17,7 @@ from importlib import import_module
 
 from . import ladder
 
-_NAMES = {
+_NAMES = {  # Each module has these functions and classes, which are names of the package, too.
     "running.launching.launch": ("launch",),
     "running.launching.magic": ("load_ipython_extension",),
     "running.devices": ("Device", "rank_device"),
@@ -37,7 +37,7 @@ _NAMES = {
     "stage6_ddp": ("DistributedDataParallel", "SyncBatchNorm"),
     "stage7_sharded": ("ShardedOptimizer", "FullyShardedDataParallel"),
 }
-_TOP = (
+_TOP = (  # These modules lie beside this file.
     *ladder.MODULES,
     "collectives",
     "communicate_less",
@@ -47,7 +47,7 @@ _TOP = (
     "script",
     "train",
 )
-_ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
+_ROOMS = {  # These modules of rooms are names of the package, so that a notebook needs one import.
     "running": ("checkpoint", "devices", "links", "wire"),
     "measuring": (
         "audit",

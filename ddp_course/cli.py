@@ -1,7 +1,7 @@
 """The command `ddp-course`: doctor, compare, grade and the rest.
 
-A bad setting ends with one line that says what to do and exit code 2; a failed run with exit code
-1.
+A bad setting ends the command with exit code 2 and one line that says what to do; a failed run ends
+it with exit code 1.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from importlib import import_module, metadata
 from .errors import CourseError
 from .running.waiting import say_while
 
-# Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
+# Each command has a module with main(args), which returns the exit code (None for 0), and perhaps
+# add_options(parser).
 COMMANDS = {
     "lab": "lessons and exercises in JupyterLab",
     "doctor": "what this machine has, and what each lesson will use",
@@ -27,7 +28,7 @@ COMMANDS = {
     "audit": "look for the usual mistakes in your own training script",
 }
 
-# These commands are not in ddp_course.
+# These commands have their modules in other packages.
 PACKAGES = {
     "predict": "ddp_predictions",
     "grade": "ddp_grading",
@@ -49,13 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"ddp-course {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    wanted = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    commands = {
+    parsers = {
         name: subparsers.add_parser(name, help=help_text, description=help_text)
         for name, help_text in COMMANDS.items()
     }
-    if wanted in commands:  # Only its module is loaded: the other commands' libraries take seconds.
-        return exit_code(lambda: run(wanted, commands[wanted], arguments[1:]))
+    wanted = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    if wanted in parsers:  # Only its module is loaded: the other commands' libraries take seconds.
+        return exit_code(lambda: run(wanted, parsers[wanted], arguments[1:]))
     if wanted:
         parser.error(f"there is no command {wanted!r}{did_you_mean(wanted, COMMANDS)}")
     parser.parse_args(arguments)
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int | None:
-    """Run the command `name` with its own arguments; who waits for torch is told so."""
+    """Run the command `name` with its own arguments, and return what its `main` returns."""
     with say_while(f"ddp-course {name}: loading, some seconds"):
         module = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
     if hasattr(module, "add_options"):
@@ -78,13 +79,15 @@ def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a word that is not `known`: the one that is most like it."""
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a sentence about an unknown word: which known word is most like it; "" if none
+    is.
+    """
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run the command; return its exit code, with one line about what went wrong instead of a
+    """Run the command, and return its exit code; an error is told in one line, without its
     traceback.
     """
     try:
@@ -94,8 +97,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return code
     except BrokenPipeError:  # In `ddp-course … | head` the reader may end first.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python says nothing more about it at its end.
-        return 128 + 13
+        os.dup2(nowhere, sys.stdout.fileno())  # Otherwise Python complains when it flushes at exit.
+        return 128 + 13  # A shell gives this code to a program that the signal SIGPIPE (13) ended.
     except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
@@ -104,7 +107,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return 1
     except KeyboardInterrupt:
         print("ddp-course: stopped", file=sys.stderr)
-        return 130
+        return 130  # A shell gives this code to a program that Ctrl-C (SIGINT, 2) ended.
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@ weights any more.
 
     fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin
                                ones
-    train_local                every rank on its own for H steps, then the mean of the weights
-                               (local SGD), or one
-                               step of an outer optimizer along the mean change (DiLoCo)
+    train_local                every rank on its own for some steps, then the mean of the weights
+                               (local SGD), or one step of an outer optimizer along the mean change
+                               (DiLoCo)
     train_asynchronously       a server that never waits: gradients arrive that belong to older
                                weights
 
@@ -37,7 +37,7 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged
     gradients.
     """
-    # The GPU's streams wait for it.
+    # Told of the GPU, torch has the stream of whoever takes the value wait for this stream.
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future
@@ -47,16 +47,19 @@ def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Futur
     """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep
     3 of 7 digits.
     """
-    small = bucket.buffer().div(dist.get_world_size(group)).to(torch.float16)
-    return future_of(bucket.buffer().copy_(ring_all_reduce(small, group)))
+    flat = bucket.buffer()
+    halves = flat.div(dist.get_world_size(group)).to(torch.float16)
+    ring_all_reduce(halves, group)
+    return future_of(flat.copy_(halves))
 
 
 class TopK:
     """A hook: every rank sends only its largest values with their places, a `share` (0 to 1) of
     all.
 
-    Each rank receives all K lists, K-1 times k values and k places. `feedback` keeps what was not
-    sent. Raises ValueError for a share that is none.
+    Of k values each, a rank receives those of the other K-1 ranks, and their places. With
+    `feedback`, what was not sent is kept for the next step. Raises ValueError for a share out of
+    range.
     """
 
     def __init__(self, share, feedback=True):
@@ -64,7 +67,8 @@ class TopK:
             raise ValueError(f"share is {share}; it must be more than 0, and at most 1")
         self.share = share
         self.feedback = feedback
-        self.left = {}  # It goes by parameter: DDP makes new buckets.
+        # What was not sent of each parameter's gradient; DDP may put it into another bucket later.
+        self.left = {}
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
@@ -88,8 +92,8 @@ class TopK:
 
 
 class LowRank:
-    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P with `rank` columns;
-    vectors go whole.
+    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P, of `rank` columns
+    each, where these have fewer elements; other gradients go whole.
 
     Each training step is one step of power iteration: Q is kept, and turns towards M's largest
     directions. Raises ValueError unless `rank` is a whole number, 1 or more.
@@ -99,14 +103,12 @@ class LowRank:
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank is {rank}; it must be a whole number, 1 or more")
         self.rank = rank
-        self.left = {}  # Keys of this and of `directions` are parameters.
-        self.directions = {}
+        self.left = {}  # what was not sent of each parameter's gradient
+        self.directions = {}  # Q of each parameter
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
-        """The rank-r approximation of the mean gradient, written into the bucket, in two
-        all-reduces.
-        """
+        """The approximation of the mean gradient, written into the bucket, in two all-reduces."""
         gradient_of = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
         whole = []
         matrices = {}
@@ -118,22 +120,23 @@ class LowRank:
                 matrices[parameter] = exact + self.left.get(parameter, 0.0)
             else:
                 whole.append(gradient)
-        columns = [
-            m @ self.directions.get(parameter, self.start(m)) for parameter, m in matrices.items()
+        all_p = [
+            m @ self.directions.get(parameter, self.first_directions(m))
+            for parameter, m in matrices.items()
         ]
-        average_on_ring(columns + whole, group)
-        columns = [torch.linalg.qr(each).Q for each in columns]
-        rows = [m.T @ each for m, each in zip(matrices.values(), columns, strict=True)]
-        average_on_ring(rows, group)
-        for (parameter, matrix), left, right in zip(matrices.items(), columns, rows, strict=True):
-            product = left @ right.T
-            self.left[parameter] = matrix - product
-            self.directions[parameter] = right
+        average_on_ring(all_p + whole, group)
+        all_p = [torch.linalg.qr(p).Q for p in all_p]  # torch's Q is P with orthonormal columns.
+        all_q = [m.T @ p for m, p in zip(matrices.values(), all_p, strict=True)]
+        average_on_ring(all_q, group)
+        for (parameter, m), p, q in zip(matrices.items(), all_p, all_q, strict=True):
+            product = p @ q.T
+            self.left[parameter] = m - product
+            self.directions[parameter] = q
             gradient_of[parameter].copy_(product.view_as(gradient_of[parameter]))
         return future_of(bucket.buffer())
 
-    def start(self, matrix: Tensor) -> Tensor:
-        """The first directions: random, the same on all ranks."""
+    def first_directions(self, matrix: Tensor) -> Tensor:
+        """The first Q: random, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
         shape = (matrix.shape[1], self.rank)
         return torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
@@ -143,7 +146,8 @@ def gathered(tensor: Tensor, group: wire.Group) -> list[Tensor]:
     """What all ranks have as `tensor`, in one order on all of them, by the ring's allgather."""
     rank, world_size, *_ = wire.neighbours(group)
     everything = [torch.empty_like(tensor) for _ in range(world_size)]
-    everything[(rank + 1) % world_size] = tensor  # The ring takes it as rank r's chunk r+1.
+    # At the start of the ring's allgather rank r has chunk r+1.
+    everything[(rank + 1) % world_size] = tensor
     allgather(everything, group)
     return everything
 
@@ -236,12 +240,12 @@ def train_asynchronously(
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        # 1 says that it is a gradient.
+        # The last element says what a message is: 1 for a gradient.
         wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)
         wire.recv(weights, 0)
         unflatten(weights, trained)
         losses.append(loss.item())
-    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 says that no gradient follows
+    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 there: no gradient follows
     return losses, []
 
 

@@ -36,13 +36,11 @@ def refuse_slices(parameters: dict[str, Any], group: wire.Group) -> None:
     """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
     different slices, of which there is no average.
     """
-    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    members = set(dist.get_process_group_ranks(group))
     for name, parameter in parameters.items():
-        if hasattr(parameter, "cut"):
-            sharing = dist.get_process_group_ranks(
-                parameter.cut.all_reduce.group or dist.group.WORLD
-            )
-            if len(members.intersection(sharing)) > 1:
+        if hasattr(parameter, "cut"):  # Stage 9 marks the parameters that it has split with this.
+            sharing = dist.get_process_group_ranks(parameter.cut.all_reduce.group)
+            if len(members.intersection(sharing)) > 1:  # This rank is in both groups.
                 raise ValueError(
                     f"parameter {name} is split over ranks of this process group: average over the"
                     " mesh's data axis, as in DistributedDataParallel(model,"

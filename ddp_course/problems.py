@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 NAMES = ("digits", "bytes", "synthetic")
-Batch = tuple[Tensor, Tensor]  # These are inputs and targets.
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 def make(name: str, **options: Any) -> "Problem":
@@ -54,7 +54,7 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
     order = torch.randperm(dataset_size, generator=torch.Generator().manual_seed(seed + epoch))
-    padding = -dataset_size % world_size
+    padding = -dataset_size % world_size  # so many samples are missing until K divides the epoch
     positions = torch.arange(rank, dataset_size + padding, world_size)
     return order[positions % dataset_size]
 
@@ -120,13 +120,13 @@ class Problem:
             )
         for step in range(start, steps):
             epoch, position = divmod(step, per_epoch)
-            if position == 0 or step == start:
+            if position == 0 or step == start:  # Each epoch is drawn once.
                 indices = shard(len(self.targets), rank, world_size, epoch, seed)
             yield self.pick(indices[position * size : (position + 1) * size])
 
-    def pick(self, chosen: Tensor) -> Batch:
+    def pick(self, indices: Tensor) -> Batch:
         """The (inputs, targets) of the samples with these indices."""
-        return self.inputs[chosen], self.targets[chosen]
+        return self.inputs[indices], self.targets[indices]
 
     def loss(self, model: nn.Module) -> float:
         """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation
@@ -150,10 +150,10 @@ class Digits(Problem):
     steps = 24
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
-        images, labels = _digit_images()
-        # This normalises them.
-        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
-        labels = torch.tensor(labels, device=device)
+        pixels, digits = _digit_images()
+        # Pixels go from 0 to 16: this gives them mean 0 and deviation 1.
+        images = torch.tensor(pixels, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
+        labels = torch.tensor(digits, device=device)
         super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
         self.dropout = dropout
 
@@ -210,9 +210,9 @@ class Bytes(Problem):
         self.context = context
         self.dropout = dropout
 
-    def pick(self, chosen: Tensor) -> Batch:
+    def pick(self, indices: Tensor) -> Batch:
         """Inputs and targets, both (N, context) of int64, on the device."""
-        inputs, targets = super().pick(chosen)
+        inputs, targets = super().pick(indices)
         return inputs.to(self.device, torch.long), targets.to(self.device, torch.long)
 
     def new_model(self) -> nn.Module:
@@ -256,7 +256,7 @@ class Synthetic(Problem):
                 " are one layer, to 10,000,000,000"
             )
         generator = torch.Generator().manual_seed(0)
-        sizes = (4096, 256)  # These are to train on, and held out.
+        sizes = (4096, 256)  # samples to train on, and samples that are held out
         data = torch.randn(sum(sizes), width, generator=generator, dtype=torch.float64)
         labels = torch.randint(width, (sum(sizes),), generator=generator)
         inputs, test_inputs = data.to(device, dtype).split(sizes)
@@ -273,7 +273,7 @@ class Synthetic(Problem):
             # Smaller weights would let the signal fade.
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             stack.extend([layer, nn.ReLU()])
-        return stack[:-1]
+        return stack[:-1]  # Logits come out of a linear layer, so there is no ReLU after the last.
 
 
 class TransformerBlock(nn.Module):
@@ -299,9 +299,9 @@ class TransformerBlock(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Every position looks at itself and the positions before it."""
         samples, length, _ = x.shape
-        query, key, value = (
-            self.qkv(x).view(samples, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
-        )
+        # From (N, T, 3 · width) to three tensors of (N, heads, T, head_width).
+        joined = self.qkv(x).view(samples, length, 3, -1, self.head_width)
+        query, key, value = joined.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -321,9 +321,10 @@ class ByteGPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
-        # The bytes' vectors, of deviation 1, differ from the first step on.
-        for quiet in (self.positions, self.head):
-            nn.init.normal_(quiet.weight, std=0.02)
+        # The bytes' vectors keep torch's deviation of 1: beside it positions and head begin small,
+        # so that the model tells bytes apart from the first step on.
+        for layer in (self.positions, self.head):
+            nn.init.normal_(layer.weight, std=0.02)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Predict the byte after each position."""
@@ -341,11 +342,12 @@ class ByteGPT(nn.Module):
         """The same model as a list of modules to run one after the other, as a pipeline needs
         it.
         """
-        first = Step(self.embed, self.bytes, self.positions, self.dropout)
-        return [first, *self.blocks, Step(self.predict, self.norm, self.head)]
+        first = MethodModule(self.embed, self.bytes, self.positions, self.dropout)
+        last = MethodModule(self.predict, self.norm, self.head)
+        return [first, *self.blocks, last]
 
 
-class Step(nn.Module):
+class MethodModule(nn.Module):
     """A method of a model as a module of its own, with those of the model's layers that it uses."""
 
     def __init__(self, method, *layers):
@@ -359,19 +361,20 @@ class Step(nn.Module):
 
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
-    """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12
-    width² of them. Raises ValueError outside of 20 thousand to 200 million parameters.
+    """Return (layers, width) of the GPT whose size is nearest to `parameters`. Raises ValueError
+    outside of 20 thousand to 200 million parameters.
     """
     if not 20_000 <= parameters <= 200_000_000:
         raise ValueError(
             f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000"
         )
-    shapes = []
+    distances = {}
     for layers in range(1, 25):
-        for width in range(32, min(64 * layers, 1024) + 1, 32):
+        for width in range(32, min(64 * layers, 1024) + 1, 32):  # A head has a width of 32.
+            # A block has about 12 width²; bytes, 64 positions and head together about 600 width.
             size = 12 * layers * width**2 + 600 * width
-            shapes.append((abs(size - parameters), layers, width))
-    return min(shapes)[1:]
+            distances[layers, width] = abs(size - parameters)
+    return min(distances, key=lambda shape: distances[shape])
 
 
 @cache
@@ -383,7 +386,7 @@ def standard_library_text() -> bytes:
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     texts = [file.read_bytes() for file in files if file.parent.name not in skipped]
-    random.Random(0).shuffle(texts)
+    random.Random(0).shuffle(texts)  # The held-out end of the text is then like the rest of it.
     return b"".join(texts)[:4_000_000]
 
 
@@ -395,9 +398,8 @@ def _digit_images():
     second.
     """
     library = Path(find_spec("sklearn").origin).parent
-    table = np.loadtxt(
-        library / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64
-    )
+    path = library / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(path, delimiter=",", dtype=np.int64)
     np.random.default_rng(0).shuffle(table)
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 

@@ -5,9 +5,9 @@ resume:
     torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --checkpoint runs/first
     srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
-The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run
-does. So a restarted run goes on from the newest checkpoint as if nothing had happened: same
-batches, same dropout masks, same bits. A finished run ends at once.
+The stage's own `train()` is called once for each checkpoint, and begins each time as it would in a
+restarted run. So a restarted run goes on from the newest checkpoint as if nothing had happened:
+same batches, same dropout masks, same bits. A finished run ends at once.
 """
 
 from .running.parent import end_with_torchrun
@@ -39,13 +39,15 @@ from .running.devices import placement, rank_device
 from .running.join import join
 from .running.units import positive_number, whole_number
 
-STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # These a checkpoint has.
+STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of `python -m ddp_course.train`."""
     parser = argparse.ArgumentParser(
-        prog="python -m ddp_course.train", description=__doc__.split(":")[0]
+        prog="python -m ddp_course.train",
+        description="The script form of every stage, for one process, torchrun and Slurm, with"
+        " checkpoints and exact resume",
     )
     add = parser.add_argument
     stages = "default 6; 4w: whole-gradient ring, 7o: ZeRO-1"
@@ -121,19 +123,21 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
     No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on
     all ranks.
     """
-    message: list[Any] = [None, None]  # It holds a checkpoint and an error.
+    saved = None
+    failure = None
     if dist.get_rank() == 0:
         try:
             claims.enter_context(checkpoint.writing_to(folder))
             if checkpoint.checkpoints(folder):
-                message[0] = checkpoint.load(folder)
-                if not isinstance(message[0], dict) or not STATE.issubset(message[0]):
+                saved = checkpoint.load(folder)
+                if not isinstance(saved, dict) or not STATE.issubset(saved):
                     raise CheckpointError(
                         f'the newest checkpoint in "{folder}" is not one of this script; choose'
                         " another folder"
                     )
         except CheckpointError as error:
-            message[1] = error
+            failure = error
+    message: list[Any] = [saved, failure]
     dist.broadcast_object_list(message, src=0)
     saved, failure = message
     if failure:
@@ -151,10 +155,10 @@ def job_of(options: argparse.Namespace, saved: Any) -> Job:
     return make_job(
         options.problem,
         dist.get_world_size(),
-        options.steps,
-        global_batch,
-        options.lr,
-        options.parameters,
+        steps=options.steps,
+        global_batch=global_batch,
+        lr=options.lr,
+        parameters=options.parameters,
         seed=options.seed,
         dtype=options.dtype,
         dropout=options.dropout,
@@ -207,12 +211,11 @@ def check_settings(saved: Any, job: Job, folder: str) -> None:
 def train_to_next_checkpoint(
     options: argparse.Namespace, job: Job, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is
-    saved.
-    """
+    """Train from the checkpoint `state` to the next checkpoint, and return that."""
     stage = ladder.find(options.stage)
     world_size = dist.get_world_size()
     start = state["step"]
+    # Checkpoints are made at multiples of `every`, wherever a run went on from, and at the end.
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
     model.load_state_dict(state["model"])
@@ -220,15 +223,20 @@ def train_to_next_checkpoint(
     seed_this_rank(job.seed, state)
     gpus = None
     if rank_device().type == "cuda":
-        gpus = placement(options.device, torch.cuda.device_count())[1]
+        _, gpus = placement(options.device, torch.cuda.device_count())
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
-    ranks_per_replica = (
-        1 if stage.splits_batch else options.pipeline or options.tensor or world_size
+    ranks_per_replica = 1
+    if not stage.splits_batch:  # These ranks have parts of one model, and need the same samples.
+        ranks_per_replica = options.pipeline or options.tensor or world_size
+    batches = job.problem.batches(
+        job.global_batch,
+        end,
+        job.seed,
+        rank=dist.get_rank() // ranks_per_replica,
+        world_size=world_size // ranks_per_replica,
+        start=start,
     )
-    share = dist.get_rank() // ranks_per_replica, world_size // ranks_per_replica
-    losses = train(
-        model, job.problem.batches(job.global_batch, end, job.seed, *share, start), job.lr
-    )
+    losses = train(model, batches, job.lr)
     return {
         "step": end,
         "losses": state["losses"] + mean_over_ranks(losses),
@@ -243,7 +251,8 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
     """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has
     none for this rank.
     """
-    # A new rank draws masks that no rank has drawn.
+    # Up to 1,000 seeds and ranks, each step, seed and rank have a sum of their own: a rank that is
+    # new in this run draws masks that no rank has drawn.
     own_seed = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
     torch.manual_seed(own_seed)
     np.random.seed(own_seed % 2**32)
@@ -252,10 +261,10 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
 
 
 def mean_over_ranks(losses: list[float]) -> list[float]:
-    """The losses of the global batches from each rank's own."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, losses)
-    return [statistics.fmean(step) for step in zip(*ranks, strict=True)]
+    """The loss of each global batch: the mean of all ranks' losses of their shares."""
+    losses_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses_by_rank, losses)
+    return [statistics.fmean(step_losses) for step_losses in zip(*losses_by_rank, strict=True)]
 
 
 def say(text: str) -> None:
@@ -275,14 +284,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = len(result["losses"])
         if result["resumed"] == steps:
             say(f"the run in {options.checkpoint} is finished: {steps} steps")
-        say("  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items()))
+        measures = result["evaluation"].items()
+        say("  ".join(f"{name} {value:.4f}" for name, value in measures))
         dist.barrier()
         if rank_device().type == "cuda":
-            dist.destroy_process_group()  # NCCL is told that nobody fails; gloo needs no farewell
+            # Otherwise NCCL would take the end of this process for a failure; gloo does not.
+            dist.destroy_process_group()
         code = 0
     except (ValueError, CourseError) as error:
-        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"ddp_course.train: {rank}{error}", file=sys.stderr)
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        prefix = f"rank {os.environ['RANK']}: " if several else ""
+        print(f"ddp_course.train: {prefix}{error}", file=sys.stderr)
         code = 2 if isinstance(error, ValueError) else 1
     except Exception:
         traceback.print_exc()

@@ -12,4 +12,5 @@ def as_typed(words: str) -> str:
     program = sys.argv[0]
     if shutil.which("ddp-course") or not program.endswith("ddp-course"):
         return f"ddp-course {words}"
-    return f"{min(program, os.path.relpath(program), key=len)} {words}"
+    shortest = min(program, os.path.relpath(program), key=len)
+    return f"{shortest} {words}"

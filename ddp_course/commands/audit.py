@@ -10,8 +10,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="a script that torchrun could start"
     )
-    folder = "after --, for the script; FOLDER stands for a temporary folder"
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=folder)
+    script_arguments = "after --, for the script; FOLDER stands for a temporary folder"
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=script_arguments)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -19,9 +19,10 @@ def main(args: argparse.Namespace) -> int:
     from ..measuring.audit import audit
 
     messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)
-    right = (
+    nothing_found = (
         "none of the six usual mistakes: samples, epochs, weights and checkpoint are as they"
         " should be"
     )
-    print("\n".join(messages) or right)
+    print("\n".join(messages) or nothing_found)
+    # "not seen: …" is about what the script did not do, and is no mistake.
     return int(any(not message.startswith("not seen") for message in messages))

@@ -11,6 +11,7 @@ from ..measuring import claims
 
 def main(args: argparse.Namespace) -> None:
     """Print the table."""
+    # A lesson's name begins with its number, in two digits.
     rows = [
         [claim.number, claim.text, f"{claim.verdict} ({claim.kind})", claim.lesson[:2]]
         for claim in claims.decided()

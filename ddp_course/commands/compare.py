@@ -31,7 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add_training_options(parser)
     gpus = usable_gpus()
-    ranks = max(2, 2 ** (gpus.bit_length() - 1)) if gpus else 4  # They share the batch equally.
+    ranks = 4
+    if gpus:  # The largest power of two, which divides the batch; two ranks may share one GPU.
+        ranks = max(2, 2 ** (gpus.bit_length() - 1))
     parser.add_argument(
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
     )
@@ -99,16 +101,18 @@ def main(args: argparse.Namespace) -> None:
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if value is not None}
     del options["out"]
+    under_torchrun = JOB in os.environ
     rank = 0
-    if JOB in os.environ:
+    if under_torchrun:
         rank, options["world_size"] = join(args.device)
-        options |= {"device_speed": "none", "link": None}
-    if "problem" not in options and emulated.on_gpus(options["device"]):
-        options = large_problem(options["device"], options["world_size"]) | options
+        options |= {"device_speed": "none", "link": None}  # torchrun's are real.
+    if "problem" not in options and emulated.on_gpus(args.device):
+        # An option that was given counts more than the large problem's.
+        options = large_problem(args.device, options["world_size"]) | options
     results = run(**options, progress=rank == 0)
-    if results.device == "cuda" and JOB not in os.environ:
-        gpus = dict.fromkeys(placement(args.device, args.world_size)[1])
-        names = [torch.cuda.get_device_name(gpu) for gpu in gpus]
+    if results.device == "cuda" and not under_torchrun:
+        _, devices = placement(args.device, args.world_size)
+        names = [torch.cuda.get_device_name(gpu) for gpu in dict.fromkeys(devices)]
         results.measured_on = name_devices(names, args.world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -117,9 +121,11 @@ def main(args: argparse.Namespace) -> None:
     # Files come first: the program that reads the table may close the pipe.
     with say_while("drawing, some seconds"):
         written = save(results, args.out)
-    print(table(results), KEY, *(f"wrote {path}" for path in written), "", sep="\n")
+    print(table(results), KEY, sep="\n")
+    for path in written:
+        print(f"wrote {path}")
     print(
-        "How to read it: the loss is everywhere the same, the time of a step is not;"
+        "\nHow to read it: the loss is everywhere the same, the time of a step is not;"
         f" {written[-1]} shows where it goes."
     )
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
@@ -127,7 +133,7 @@ def main(args: argparse.Namespace) -> None:
 
 KEY = """weights differ by: the largest difference of a weight from the single device's
 –: nothing is sent, or torch sends it and counts nothing"""
-COLUMNS = {  # Each title has a field of a stage's result and a format.
+COLUMNS = {  # by title: a field of `StageResult`, and its format
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "speed-up": ("speed_up", ".2f"),
@@ -149,17 +155,19 @@ def table(results: Comparison) -> Shown:
             row.append("–" if value is None else format(value, form))
         rows.append(row)
     titles = ["stage", *COLUMNS]
+    # The values are formatted already: tabulate must not read them as numbers.
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
     text = tabulate([titles, *rows], tablefmt="plain", **layout)
-    unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    return Shown(text, tabulate(unbroken, titles, "html", **layout))
+    for row in rows:  # A browser would break the names of stages.
+        row[0] = row[0].replace(" ", "\N{NO-BREAK SPACE}")
+    return Shown(text, tabulate(rows, titles, "html", **layout))
 
 
 def save(results: Comparison, folder: str | Path) -> list[Path]:
     """Write compare.json and .png into `folder`, each replaced in one go; return their paths."""
-    written = writable_folder(folder)
+    target = writable_folder(folder)
     contents = {
         "compare.json": results.to_json().encode(),
         "compare.png": compare_figure(results).png(dpi=120),
     }
-    return [replace_file(written / name, content) for name, content in contents.items()]
+    return [replace_file(target / name, content) for name, content in contents.items()]

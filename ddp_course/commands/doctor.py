@@ -20,12 +20,10 @@ PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "scikit-learn
 
 def main(args: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
+    # Each section yields the lines of the report: a name, a value, and hints, which say what to do.
+    sections = {"Machine": machine, "Torch": torch_parts, "Links and lessons": lessons}
     problems = []
-    for title, section in {
-        "Machine": machine,
-        "Torch": torch_parts,
-        "Links and lessons": lessons,
-    }.items():
+    for title, section in sections.items():
         print(title)
         try:
             for name, value, *hints in section():
@@ -36,11 +34,9 @@ def main(args: argparse.Namespace | None = None) -> int:
             advice = "; run: make setup" if isinstance(error, ImportError) else ""
             problems.append(str(error).partition("\n")[0] + advice)
             print(f"  ! {problems[-1]}")
-    verdict = (
-        "cannot run here: " + "; ".join(dict.fromkeys(problems))
-        if problems
-        else "runs on this machine."
-    )
+    verdict = "runs on this machine."
+    if problems:  # One that stopped several sections is said once.
+        verdict = "cannot run here: " + "; ".join(dict.fromkeys(problems))
     print(f"\nThe course {verdict}")
     if args and not problems:  # In a notebook the next step is the next cell.
         print('How to read it: "!" says what to set, and the last part what each lesson will use.')
@@ -56,12 +52,12 @@ def machine() -> Iterator[tuple[str, ...]]:
 
     memory = free_memory() / 2**30
     cores = processor_share()
-    two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
+    advice = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    few = [f"four ranks want two cores; {two}"] if cores < 2 else []
-    yield "cores", f"{cores:g}", *few
-    small = [f"four ranks want {NEEDED_GIB:g} GiB; {two}"] if memory < NEEDED_GIB else []
-    yield "memory", f"{memory:.1f} GiB free", *small
+    core_hints = [f"four ranks want two cores; {advice}"] if cores < 2 else []
+    yield "cores", f"{cores:g}", *core_hints
+    memory_hints = [f"four ranks want {NEEDED_GIB:g} GiB; {advice}"] if memory < NEEDED_GIB else []
+    yield "memory", f"{memory:.1f} GiB free", *memory_hints
     yield "Python", platform.python_version()
     for package in PACKAGES:
         yield package, version(package)
@@ -79,7 +75,7 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
         from ..running.launching.launch import launch
 
     yield "torch", torch.__version__
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as gpu_warnings:
         warnings.simplefilter("always")
         has_nccl = usable_gpus() > 0 and dist.is_nccl_available()
     nccl = "no (needs NVIDIA GPUs and Linux)"
@@ -87,12 +83,12 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield "NCCL", nccl
     with say_while("  launching two ranks, some seconds"):
-        used, gpus, where = launch(after_a_sum, world_size=2, timeout=60)[0]
-    yield "two ranks", f"were launched, and their sum on {used} is right"
-    yield "ranks meet on", network_in_words(where != own_network())
+        device, gpus, network_of_ranks = launch(after_a_sum, world_size=2, timeout=60)[0]
+    yield "two ranks", f"were launched, and their sum on {device} is right"
+    yield "ranks meet on", network_in_words(network_of_ranks != own_network())
     names = ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated"
-    if caught:
-        yield "GPUs", names, str(caught[-1].message)  # torch says why they cannot be used.
+    if gpu_warnings:
+        yield "GPUs", names, str(gpu_warnings[-1].message)  # torch says why they cannot be used.
     else:
         yield "GPUs", names
 
@@ -123,8 +119,8 @@ def own_network() -> str:
 
 
 def network_in_words(alone: bool) -> str:
-    """Return where ranks meet, and who else is there; `alone` says that they have left the caller's
-    network.
+    """Return where ranks meet, and who else is there; `alone` says that they have a network of
+    their own.
     """
     from ..running.launching.setting import network
 
@@ -149,12 +145,12 @@ def lessons() -> Iterator[tuple[str, ...]]:
         warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
     yield "01 to 11, 14", "emulated devices and links in virtual time, on the CPU with gloo"
-    real = "2 processes on the CPU with gloo"
+    ranks = "2 processes on the CPU with gloo"
     if gpus == 1:
-        real = "2 ranks share the GPU and talk through gloo"
+        ranks = "2 ranks share the GPU and talk through gloo"
     elif gpus:
-        real = f"{gpus} ranks, a GPU each, with NCCL"
-    yield "On your GPUs", real
+        ranks = f"{gpus} ranks, a GPU each, with NCCL"
+    yield "On your GPUs", ranks
     machines = "torchrun on this machine"
     if reasons["hosts"] is None:
         machines = "torchrun, in 12 on virtual hosts"

@@ -69,7 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """The command itself."""
-    if str(args.folder).startswith("-"):  # ddp-course lab -- --no-browser
+    # In `ddp-course lab -- --no-browser` the parser takes the first option for the folder.
+    if str(args.folder).startswith("-"):
         args.options.insert(0, str(args.folder))
         args.folder = Path("work")
     folder = args.folder.resolve()
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
 
 def lab_options(folder: Path) -> list[str]:
     """What JupyterLab is told for the copies in `folder`, before the options of the learner."""
-    fixed = [
+    options = [
         # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",
         "--MappingKernelManager.cull_connected=True",
@@ -112,10 +113,10 @@ def lab_options(folder: Path) -> list[str]:
     if os.name == "posix":
         # Without a terminal of its own, the server would open login shells, which reset PATH.
         shell = os.environ.get("SHELL", "sh")
-        fixed.append(f"--ServerApp.terminado_settings=shell_command={shell}")
+        options.append(f"--ServerApp.terminado_settings=shell_command={shell}")
         if os.geteuid() == 0:
-            fixed.append("--allow-root")
-    return fixed
+            options.append("--allow-root")
+    return options
 
 
 def prepare_environment(folder: Path) -> None:
@@ -145,7 +146,7 @@ def bring(folder: Path) -> list[str]:
     changed: they stay.
     """
     record_path = folder / RECORD
-    record = {}
+    record = {}  # by file: the digest of the course's version that was copied last
     with suppress(OSError, ValueError):  # Without a record, or a whole one, nothing is overwritten.
         record = json.loads(record_path.read_text())
     both_changed = []
@@ -154,12 +155,13 @@ def bring(folder: Path) -> list[str]:
         copied = folder / name
         learner_digest = digest(copied.read_bytes()) if copied.exists() else None
         course_digest = digest(content)
+        # The learner has no copy, or the course's newest version, or has not changed the copy.
         if learner_digest in (None, course_digest, record.get(name)):
             copied.parent.mkdir(parents=True, exist_ok=True)
             if learner_digest != course_digest:
-                replace_file(
-                    copied, without_outputs(content) if copied.suffix == ".ipynb" else content
-                )
+                if copied.suffix == ".ipynb":
+                    content = without_outputs(content)
+                replace_file(copied, content)
             record[name] = course_digest
         elif record.get(name) != course_digest:
             both_changed.append(name)
@@ -196,7 +198,6 @@ def digest(content: bytes) -> str:
     """
     with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
         cells = json.loads(content)["cells"]
-        content = json.dumps(
-            [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
-        ).encode()
+        sources = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+        content = json.dumps(sources).encode()
     return hashlib.sha256(content).hexdigest()

@@ -1,7 +1,8 @@
 """`every_order`: run a program once, in a way that decides for all orders of its messages.
 
 The run has no buffers (a send ends when its receive is there), and links so slow that every wait is
-late. docs/EVERY_ORDER.md has the argument, and what lies outside of it: there, delays are drawn.
+late. docs/EVERY_ORDER.md has the argument. It does not cover all programs: others run many times,
+and their messages are delayed by random times.
 """
 
 import copy
@@ -21,7 +22,7 @@ from .in_flight import Watch, watching
 from .verdict import Event, Verdict, faults_in, judge
 
 SLOW = Link("10Mbit", "1ms")
-SEEDS = 20  # So many orders are drawn where one run proves nothing.
+DRAWN_ORDERS = 20  # So many orders are drawn where one run proves nothing.
 PROOF = "no buffer was needed, no memory was touched on its way"
 
 
@@ -37,24 +38,28 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
     doubts = "; ".join(sorted({event.text for event in events if event.kind == "doubt"}))
     if not doubts or faults_in(events):
         return judge(events, results, 1, f"right in every order: {PROOF}")
-    others, other_results = run(range(SEEDS), world_size, fn, args, kwargs)
-    proof = f"right in {1 + SEEDS} orders that were tried: {PROOF}; this proves less: {doubts}"
-    return judge(others, results + other_results, 1 + SEEDS, proof)
+    drawn_events, drawn_results = run(range(DRAWN_ORDERS), world_size, fn, args, kwargs)
+    runs = 1 + DRAWN_ORDERS
+    proof = f"right in {runs} orders that were tried: {PROOF}; this proves less: {doubts}"
+    return judge(drawn_events, results + drawn_results, runs, proof)
 
 
 def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
-    """Run the program once for each seed; return what its ranks wrote down, and the results of all
-    ranks for each seed. LaunchTimeout if that takes longer than `timeout` seconds. Raises the error
-    of the program, unless the events have a fault that explains it.
+    """Run the `program` (a function, its arguments and its keyword arguments) once for each seed,
+    None for no delays. Return the events, by time, and the results of all ranks for each seed.
+
+    Raises LaunchTimeout if that takes longer than `timeout` seconds, and the error of the program,
+    unless the events have a fault that explains it.
     """
     results: list = []
     failure = None
     with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
-        given = (log.name, list(seeds), *program)
         try:
             results = launch(
                 run_on_rank,
-                *given,
+                log.name,
+                list(seeds),
+                *program,
                 world_size=world_size,
                 device="cpu",
                 link=SLOW,
@@ -66,7 +71,7 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
     events = sorted(Event(*json.loads(line)) for line in lines)
     if failure and not faults_in(events):
         raise failure
-    return events, list(zip(*results, strict=True))
+    return events, list(zip(*results, strict=True))  # The ranks' results become those of each seed.
 
 
 def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
@@ -75,12 +80,12 @@ def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) 
     with open(log, "ab", buffering=0) as file:
         watch = Watch(file)  # Threads may outlive a run, so that all runs have one watch.
         for seed in seeds:
-            given, named = copy.deepcopy((args, kwargs))
+            own_args, own_kwargs = copy.deepcopy((args, kwargs))
             dist.barrier()
             watch.draw = None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
             try:
                 with watching(watch):
-                    results.append(fn(*given, **named))
+                    results.append(fn(*own_args, **own_kwargs))
                     watch.ended()
             except DeadlockError as error:
                 text = str(error).removeprefix("deadlock: ")

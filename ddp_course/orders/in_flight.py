@@ -19,24 +19,27 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..running.clocks import group, now, own
+from ..running.clocks import group as clocks_group
+from ..running.clocks import now, own
 from ..running.clocks.stalls import line_of
 from ..running.clocks.table import FOREVER
 from ..running.devices import roofline
-from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
+from ..running.torch_inside import TorchDispatchMode, around, is_wrapper, tensors_in
 
-LONGEST_DELAY = 5_000_000_000  # A few messages take so many picoseconds on the slow link.
-FAULTS = {  # These are by whether the network writes the memory, and whether the operation does.
+LONGEST_DELAY = 5_000_000_000  # picoseconds, in which a few messages pass over the slow link
+# A key says whether the network writes the memory, and whether the program's operation does. That
+# both only read it is no fault.
+FAULTS = {
     (True, False): ("touched too early", "reads a buffer that may not have arrived"),
     (True, True): ("touched too early", "writes a buffer that may not have arrived"),
     (False, True): ("overwritten too early", "overwrites a buffer that may not have left"),
 }
-OPERATIONS = ["send", "recv", "barrier", "allgather_into_tensor_coalesced", *group.FORMS]
+OPERATIONS = ["send", "recv", "barrier", "allgather_into_tensor_coalesced", *clocks_group.FORMS]
 
 
 class Flight(NamedTuple):
-    """A message or a collective on its way: `tensors` are pairs of a tensor and whether the network
-    writes it.
+    """A message or a collective on its way, begun at `line`: `what` says why a rank waits for it,
+    such as "to send to rank 1"; `tensors` are pairs of a tensor and whether the network writes it.
     """
 
     what: str
@@ -48,13 +51,16 @@ class Watch(TorchDispatchMode, ContextDecorator):
     """What is on its way in this rank. torch shows it every operation of a thread that has entered
     it. What happens is written to `log`, an event a line. Where delays are drawn (`draw`), whatever
     begins a message or asks for one waits that long.
+
+    `post`, `settle`, `question`, `read` and `start` each stand around a function, and call it as
+    `run`.
     """
 
     def __init__(self, log: IO):
         super().__init__()
         self.log = log
         self.draw: random.Random | None = None
-        self.flights: dict[Any, Flight] = {}  # This maps works.
+        self.flights: dict[Any, Flight] = {}  # by torch's handle (`Work`) of the operation
         self.doubts: set = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,22 +71,24 @@ class Watch(TorchDispatchMode, ContextDecorator):
         # A thread without a clock is the transport's own.
         if self.flights and touches_memory(func) and own() is not None:
             parameters = func._schema.arguments
-            given = kwargs | dict(zip([each.name for each in parameters], args, strict=False))
+            names = [parameter.name for parameter in parameters]
+            operands = kwargs | dict(zip(names, args, strict=False))  # Some have defaults.
             for parameter in parameters:
-                for tensor in roofline.tensors_in(given.get(parameter.name)):
+                for tensor in tensors_in(operands.get(parameter.name)):
                     self.touched(tensor, parameter.is_write, func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
     def tell(self, kind: str, text: str, *lines: str) -> None:
-        """Write an event of this rank down, in one piece."""
-        self.log.write((json.dumps([now(), dist.get_rank(), kind, text, lines]) + "\n").encode())
+        """Write an event of this rank down. All ranks append to one file, so it is one `write`."""
+        event = [now(), dist.get_rank(), kind, text, lines]
+        self.log.write((json.dumps(event) + "\n").encode())
 
     def fault(self, kind: str, text: str, *lines: str) -> None:
         """Write a fault down, and stop: the other ranks go on as far as they can, so that it does
         not matter which of them is the fastest.
         """
         # This flight is never over: a program that catches what the last line raises does not end.
-        self.flights[self] = Flight(text, [], *lines[:1])
+        self.flights[self] = Flight(text, [], lines[0])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
         own().sleep_until(FOREVER, "after a fault")  # type: ignore[union-attr]
 
@@ -99,10 +107,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
     def touched(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
         """An operation reads or writes a tensor: refuse that if its memory is on its way."""
         for flight in list(self.flights.values()):
-            for other, written in flight.tensors:
-                if (written, writes) in FAULTS and overlap(other, tensor):
+            for message, network_writes in flight.tensors:
+                if (network_writes, writes) in FAULTS and overlap(message, tensor):
                     line = line_of(sys._getframe())
-                    kind, touch = FAULTS[written, writes]
+                    kind, touch = FAULTS[network_writes, writes]
                     begun = f"begun ({flight.line}) {flight.what}, and not waited for"
                     self.fault(kind, f"{name} {touch} ({line}): {begun}", flight.line, line)
 
@@ -113,19 +121,20 @@ class Watch(TorchDispatchMode, ContextDecorator):
             self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around an operation of a group, remember what it begins. Its first argument is what the
-        network writes, unless it only sends it; the second one is read.
+        """Around an operation of a group, remember what it begins. Its first argument (a barrier
+        has none) is what the network writes, unless it only sends it; tensors in the second one are
+        read.
         """
         self.delay()
         work = run(group, *args, **kwargs)
         name = run.__name__
         is_root = name == "broadcast" and args[1].rootRank == group.rank()
-        written = name != "send" and not is_root
-        tensors = [(tensor, written) for tensor in roofline.tensors_in(*args[:1])]
-        tensors += [(tensor, False) for tensor in roofline.tensors_in(*args[1:2])]
+        writes_first = name != "send" and not is_root
+        tensors = [(tensor, writes_first) for tensor in tensors_in(*args[:1])]
+        tensors += [(tensor, False) for tensor in tensors_in(*args[1:2])]
         flight = Flight(work.ticket.why, tensors, line_of(sys._getframe()))
-        for tensor, written in tensors:
-            self.touched(tensor, written, name)
+        for tensor, network_writes in tensors:
+            self.touched(tensor, network_writes, name)
             if not tensor.untyped_storage().resizable():
                 self.doubt("NumPy or other code has a part in the memory of a message")
         self.flights[work] = flight
@@ -140,17 +149,15 @@ class Watch(TorchDispatchMode, ContextDecorator):
             self.tell("wait", flight.what, line_of(sys._getframe()))
         return moment
 
-    def question(self, what: str, run: Callable, *args: Any) -> Any:
-        """Around what may come out in another way in another order, note that there is such a
-        thing.
-        """
-        self.doubt(what)
+    def question(self, reason: str, run: Callable, *args: Any) -> Any:
+        """Around a call whose answer may depend on the order, note that one run proves nothing."""
+        self.doubt(reason)
         self.delay()
         return run(*args)
 
     def read(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Around a function that reads a tensor and is no operation."""
-        self.touched(tensor, False, run.__name__)
+        self.touched(tensor, writes=False, name=run.__name__)
         return run(tensor, *args, **kwargs)
 
     def start(self, run: Callable, thread: threading.Thread) -> None:
@@ -182,7 +189,8 @@ def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
     used = memory_of(tensor)
     if max(sent.start, used.start) >= min(sent.stop, used.stop):
         return False
-    return tensor.is_contiguous() or any(overlap(message, part) for part in tensor)
+    # The addresses of a tensor with gaps may lie around the message: its rows decide, one by one.
+    return tensor.is_contiguous() or any(overlap(message, row) for row in tensor)
 
 
 @contextmanager
@@ -191,16 +199,17 @@ def watching(watch: Watch) -> Iterator[None]:
     time: it is no wait.
     """
     asks = partial(watch.question, "it asks whether a message has arrived")
+    receives = partial(watch.question, "it receives from any rank")
     hooks: list = [
         (threading.Thread, "start", watch.start),
         (torch.Tensor, "tolist", watch.read),
         (torch.Tensor, "numpy", watch.read),
         (time, "sleep", lambda run, seconds: run(1e-5)),
-        (group.Work, "settle", watch.settle),
-        (group.Work, "is_completed", asks),
-        (group.Group, "recv_anysource", partial(watch.question, "it receives from any rank")),
-        *[(group.Group, name, watch.post) for name in OPERATIONS],
+        (clocks_group.Work, "settle", watch.settle),
+        (clocks_group.Work, "is_completed", asks),
+        (clocks_group.Group, "recv_anysource", receives),
     ]
+    hooks += [(clocks_group.Group, name, watch.post) for name in OPERATIONS]
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(around(*hook))

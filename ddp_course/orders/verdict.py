@@ -8,11 +8,15 @@ import torch
 
 from ..running.torch_inside import tree_map_only
 
+# Finds the rank and the line of each wait in the text of a deadlock, such as "rank 0 waits to
+# receive from rank 1 since 0.010 s, ring.py line 7: recv(x, 1); rank 1 waits …".
 WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
 
 class Event(NamedTuple):
-    """Something that a rank has written down; `moment` is in virtual seconds."""
+    """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault, whose
+    `kind` is that of a Verdict. `moment` is in virtual seconds.
+    """
 
     moment: float
     rank: int
@@ -58,15 +62,17 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
     """The verdict on the events and the results of all runs; `proof` is that of a program without a
     fault.
     """
-    happened = [event for event in events if event.kind in ("post", "wait")]
     faults = faults_in(events)
-    if faults:  # What a rank has touched is the cause of a deadlock of the others.
-        fault = min(faults, key=lambda event: event.kind == "deadlock")
+    if faults:
+        # A rank that stops at another fault leaves the others in a deadlock, so that comes second.
+        causes = [event for event in faults if event.kind != "deadlock"]
+        fault = (causes or faults)[0]
         happened = [event for event in events if event.kind in ("post", "wait", fault.kind)]
         waits = WAITS.findall(fault.text)
         ranks = [int(rank) for rank, _ in waits] or [fault.rank]
         lines = [line for _, line in waits] or fault.lines
         return Verdict(False, runs, fault.text, fault.kind, ranks, lines, happened)
+    happened = [event for event in events if event.kind in ("post", "wait")]
     if len(set(map(values_of, results))) < 2:
         return Verdict(True, runs, proof, events=happened)
     doubts = [event for event in events if event.kind == "doubt"]
@@ -77,5 +83,5 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
 
 
 def values_of(result: Any) -> str:
-    """All values of a result: as text NaN is like NaN."""
+    """All values of a result as text, so that two results with NaN at one place are alike."""
     return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, result))

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from .torch_inside import group_like, tree_leaves
 from .wire import warm_up
 
-_threads: WeakKeyDictionary = WeakKeyDictionary()  # this maps a process group to its thread
-_failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process group to its error
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # by process group
+_failures: WeakKeyDictionary = WeakKeyDictionary()  # errors by process group
 
 
 @contextmanager
@@ -67,10 +67,12 @@ class CommunicationThread:
 
     def __init__(self, group):
         self.group = group_like(group)
-        self.streams = {}
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
-        finalize(self, self.jobs.put, None)
+        self.streams = {}  # by device
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()  # pairs of a future and a function
+        threading.Thread(
+            target=run_jobs, args=(self.jobs,), name="communication", daemon=True
+        ).start()
+        finalize(self, self.jobs.put, None)  # None ends the thread.
 
     def start(self, function: Callable, device: torch.device) -> Callable:
         """Queue `function(group)`, without gradients; return a function that waits for its result,
@@ -81,12 +83,12 @@ class CommunicationThread:
         processor.
         """
         stream = self.stream(device)
-        job = Future()
-        ready = stream and torch.cuda.current_stream(device).record_event()
-        self.jobs.put((job, lambda: self.carry_out(function, ready, stream)))
+        ready = torch.cuda.current_stream(device).record_event() if stream else None
+        future = Future()
+        self.jobs.put((future, lambda: self.carry_out(function, ready, stream)))
 
         def wait():
-            result, finished = job.result()
+            result, finished = future.result()
             if finished:
                 finished.wait()
             return result
@@ -99,18 +101,21 @@ class CommunicationThread:
         """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its
         end.
         """
-        if stream:  # a new thread's GPU is 0, where leaving the stream would open a context
+        if stream:  # A new thread's GPU is 0, where leaving the stream would open a context.
             torch.cuda.set_device(stream.device)
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
         with failing_together(self.group), torch.no_grad(), on_stream:
             if ready:
                 ready.wait()
-            return function(self.group), stream and stream.record_event()
+            result = function(self.group)
+            finished = stream.record_event() if stream else None
+            return result, finished
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the thread's own stream on a CUDA `device`, or None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
+            # The first job on the new stream connects the ranks.
             nothing = torch.empty(0, device=device)
             self.start(lambda group: warm_up(nothing, group), device)
         return self.streams.get(device)
@@ -133,16 +138,16 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     return outputs
 
 
-def work(jobs: Any) -> None:
-    """Run the thread. It has no reference to its owner, so that both end together; a failed rank
-    never waits for it.
+def run_jobs(jobs: Any) -> None:
+    """Do what the thread does until it gets None. It has no reference to its owner, so that both
+    end together; a failed rank never waits for it.
     """
-    for job, call in iter(jobs.get, None):
+    for future, function in iter(jobs.get, None):
         try:
-            job.set_result(call())
+            future.set_result(function())
         except BaseException as error:
-            job.set_exception(error)
-        del job, call  # a thread that waits for a job must keep no object alive
+            future.set_exception(error)
+        del future, function  # A thread that waits for a job must keep no object alive.
 
 
 def is_queued(device: torch.device) -> bool:

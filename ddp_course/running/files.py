@@ -77,7 +77,7 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 
 
 @contextmanager
-def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
+def claimed(path: Path, patience: float) -> Iterator[None]:
     """Keep other processes out of this block with the same `path`, a file that names the process
     inside.
 

@@ -25,15 +25,14 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 
-CALLS_PER_RANK = 64  # ranks are never more than this many calls apart
-TEXT_BYTES = 200
-MOST_MEMBERS = 128
+CALLS_PER_RANK = 64  # The newest calls are kept: those of ranks further apart are not compared.
+TEXT_BYTES = 200  # A longer description of a call is cut off.
+MOST_MEMBERS = 128  # Ranks from this number on have no place in the record of a call.
 
 # A process takes part in at most one launch, and shares its table.
 _own = SimpleNamespace(memory=None, rank=0)
-# this maps a group's name to the number of our collectives that this rank entered in it
-sequences: dict = {}
-_inside = threading.local()
+sequences: dict = {}  # by group name: how many of our collectives this rank has entered in it
+_inside = threading.local()  # Its `tag` is that of the collective which this thread is in.
 
 
 class Call(Structure):
@@ -84,7 +83,7 @@ def attach(descriptor: int, rank: int, world_size: int) -> None:
 def entry(
     name: str,
     tensors: torch.Tensor | Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[None]:
     """Record a collective while it runs; `tensors` is the tensor, or the list of tensors, that it
     works on.
@@ -117,14 +116,15 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     """Record that a collective begins, and compare it with the other ranks' calls."""
     group_name = (group or dist.group.WORLD).group_name
     members = tuple(dist.get_process_group_ranks(group))
-    sequence = sequences[group_name] = sequences.get(group_name, 0) + 1
-    key = number_of(group_name)
+    sequence = sequences.get(group_name, 0) + 1
+    sequences[group_name] = sequence
+    group_number = number_of(group_name)
     # All ranks record this call in the slot of this number.
-    slot = (key + sequence) % CALLS_PER_RANK
+    slot = (group_number + sequence) % CALLS_PER_RANK
     own = _own.memory[_own.rank][slot]
-    own.sequence = 0
+    own.sequence = 0  # Readers skip a record without a number: this one is being written.
     own.digest = tag()
-    own.group = key
+    own.group = group_number
     own.begin = time.monotonic()
     own.end = 0.0
     own.marks = marks(members)
@@ -141,12 +141,16 @@ def marks(members: tuple) -> Any:
     """Return an array that is True at each rank of a group; only the job's first 128 ranks have a
     place in it.
     """
-    return (c_bool * MOST_MEMBERS)(*(rank in members for rank in range(MOST_MEMBERS)))
+    array = (c_bool * MOST_MEMBERS)()
+    for rank in members:
+        if rank < MOST_MEMBERS:
+            array[rank] = True
+    return array
 
 
 def number_of(text: str) -> int:
-    """Return a number of 30 bits, never 0, that stands for `text` and is the same in all
-    processes.
+    """Return a number from 1 to 2**30 that stands for `text` and is the same in all processes: it
+    fits into the tag of a message.
     """
     return 1 + (crc32(text.encode()) >> 2)
 
@@ -164,7 +168,7 @@ def compare(other: Call, rank: int, own: Call) -> None:
     """Raise MismatchError if `other`, which `rank` recorded for the same call, differs in
     collective or tensors.
     """
-    for _ in range(2):  # the other rank may have been writing its record at the first reading
+    for _ in range(2):  # The other rank may have been writing its record at the first reading.
         if (other.group, other.sequence) != (own.group, own.sequence) or other.digest == own.digest:
             return
     raise MismatchError(

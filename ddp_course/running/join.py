@@ -20,9 +20,9 @@ from .torch_inside import serve_store_on
 # The ranks of each Slurm job meet at a port of their own.
 FIRST_PORT = 20_000
 PORTS = 10_000
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0  # A store that does not answer for so long may be outdated.
 LOOPBACK = "127.0.0.1"
-ALONE = {  # a job of one rank has this environment, and opens its store at any free port
+ALONE = {  # A job of one rank has this environment, and opens its store at any free port.
     "RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
@@ -43,20 +43,21 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     """
     if not dist.is_initialized():
         end_with_torchrun()
-        environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
-        os.environ.update(environment)
+        if "RANK" not in os.environ:  # torchrun has not started this process.
+            os.environ.update(from_slurm(os.environ) or ALONE)
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        _, devices = placement(device, local)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        one_machine = local_world_size == world_size
+        _, devices = placement(device, local_world_size)
         own_device = devices[int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = own_device
         settle_on(own_device)
-        if local == world_size and sys.platform == "linux":
+        if one_machine and sys.platform == "linux":
             # The machine's name may resolve to another card.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         patience = timedelta(seconds=timeout)
-        store = fresh_store(rank, patience, local == world_size)
+        store = fresh_store(rank, patience, one_machine)
         check_step(store, rank)
         backend = common_backend(store, rank, world_size, own_device)
         dist.init_process_group(
@@ -65,17 +66,17 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     return dist.get_rank(), dist.get_world_size()
 
 
-def slurm_step(environ: Mapping[str, str]) -> str:
-    """Job, step and restart of Slurm that a process belongs to; "0.0.0" outside of Slurm."""
+def slurm_step(environ: Mapping[str, str]) -> list[int]:
+    """Job, step and restart of Slurm that a process belongs to; three zeros outside of Slurm."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(environ.get(name, "0") for name in names)
+    return [int(environ.get(name, 0)) for name in names]
 
 
 def check_step(store: dist.Store, rank: int) -> None:
     """Raise LaunchError if the store belongs to another step of Slurm: two steps may have drawn the
     same port, and each would train the other's model.
     """
-    own = slurm_step(os.environ)
+    own = ".".join(map(str, slurm_step(os.environ)))
     if rank == 0:
         store.set("ddp_course/step", own)
     owner = store.get("ddp_course/step").decode()
@@ -91,9 +92,8 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
     have a `cuda:0`.
     """
     store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
-    return agreed_backend(
-        [store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)]
-    )
+    gpus = [store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)]
+    return agreed_backend(gpus)
 
 
 def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store:
@@ -107,7 +107,7 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
     loopback.
     """
     host = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    job_port = int(os.environ["MASTER_PORT"])
 
     def open_store(port):
         if one_machine:
@@ -115,20 +115,22 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return open_store(port) if rank == 0 else dist.TCPStore(host, port, timeout=patience)
-    old = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=patience)
+        if rank == 0:
+            return open_store(job_port)
+        return dist.TCPStore(host, job_port, timeout=patience)
+    old_store = dist.TCPStore(os.environ["MASTER_ADDR"], job_port, timeout=patience)
     if rank > 0:
-        return look_up(old, host, patience)
-    store = open_store(0)
-    old.set("ddp_course/store", str(store.port))
+        return look_up(old_store, host, patience)
+    store = open_store(0)  # 0: any free port
+    old_store.set("ddp_course/store", str(store.port))
     return store
 
 
-def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
-    """Connect to the store whose port is in the store `old`, as soon as that store answers."""
+def look_up(old_store: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
+    """Connect to the store whose port is in `old_store`, as soon as it answers."""
     end = time.monotonic() + patience.total_seconds()
     while True:
-        port = int(old.get("ddp_course/store"))
+        port = int(old_store.get("ddp_course/store"))
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()
             store = dist.TCPStore(host, port, timeout=timedelta(seconds=CONNECT_SECONDS))
@@ -150,11 +152,11 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
-    job, step, restart = map(int, slurm_step(environ).split("."))
-    number = job + 1009 * step + 3001 * restart  # Each step of a job has another port.
-    tasks_here = tasks_on_node(
-        environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environ.get("SLURM_NODEID", 0))
-    )
+    job, step, restart = slurm_step(environ)
+    # Each job, step and restart has a port of its own, far from those of the next jobs.
+    number = job + 1009 * step + 3001 * restart
+    node = int(environ.get("SLURM_NODEID", 0))
+    tasks_here = tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), node)
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -167,8 +169,9 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 def first_node(nodes: str) -> str:
     """Return the first host of a Slurm node list: "gpu03" for "gpu[03-07,11],login"."""
+    # A name; perhaps numbers in brackets, of which the first counts; what follows up to a comma.
     first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in first.groups())
+    return "".join(first.groups(default=""))
 
 
 def tasks_on_node(counts: str, node: int) -> int:

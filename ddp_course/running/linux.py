@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# These names and numbers are those of the kernel's headers.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS = 0x00020000
@@ -32,7 +33,7 @@ MS_PRIVATE = 0x40000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 1
 MADV_COLLAPSE = 25
-LISTENING = "0A"  # the kernel's number for the state of a socket that takes connections
+LISTENING = "0A"  # the state of a socket that takes connections, as /proc/net/tcp writes it
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 PROCESS_LIMIT = (
@@ -120,7 +121,9 @@ def raise_loopback() -> None:
     import fcntl  # Windows does not have this module.
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+        # This is a struct ifreq: the card's name, its flags, and a rest that is not read.
+        request = struct.pack("16sH14x", b"lo", IFF_UP)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
 
 
 def enter_own_network() -> None:
@@ -156,24 +159,25 @@ def users_connected() -> set[int]:
     """Return the numbers of other users with a connection to a listening socket of this process;
     -1 stands for a far end that this machine does not know.
     """
-    inodes = set()
+    own_inodes = set()
     for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # another thread may just have closed it
-            inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
-    doors = set()
+        with suppress(OSError):  # Another thread may just have closed it.
+            own_inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+    listening = set()
     connections = []
-    users = {}
+    user_of = {}
     for table in ("tcp", "tcp6"):
         for line in read(Path("/proc/self/net", table)).splitlines()[1:]:
             _, near, far, state, _, _, _, user, _, inode, *_ = line.split()
-            if inode != "0":  # a socket without one belongs to no process any more
-                users[near, far] = int(user)
-            if inode in inodes and state == LISTENING:
-                doors.add(near)
-            elif inode in inodes:
+            if inode != "0":  # A socket without an inode belongs to no process any more.
+                user_of[near, far] = int(user)
+            if inode in own_inodes and state == LISTENING:
+                listening.add(near)
+            elif inode in own_inodes:
                 connections.append((near, far))
-    accepted = [(near, far) for near, far in connections if near in doors]
-    return {users.get((far, near), -1) for near, far in accepted} - {os.getuid()}
+    # The table also has the sockets at the far ends, if these are on this machine.
+    far_ends = [(far, near) for near, far in connections if near in listening]
+    return {user_of.get(ends, -1) for ends in far_ends} - {os.getuid()}
 
 
 def usable_cores() -> int:
@@ -185,15 +189,15 @@ def usable_cores() -> int:
 
 def processor_share() -> float:
     """Return the usable cores as a fraction: a container may be given half a core."""
-    cores: float = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores: float = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     for folder in cgroup_folders("cpu"):
-        words = (
-            f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
-            f" {read(folder / 'cpu.max')}"
-        )
-        quota, _, period = words.strip().partition(" ")  # both are in microseconds
+        # In each period of so many microseconds the group gets its quota; "max" or -1: no limit.
+        quota, _, period = read(folder / "cpu.max").partition(" ")
+        if not quota:  # Version 1 has a file for each.
+            quota = read(folder / "cpu.cfs_quota_us")
+            period = read(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, int(quota) / int(period))
     return cores
@@ -209,10 +213,9 @@ def free_memory() -> int:
         used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
             details = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-            reclaimable = int(
-                details.get("total_inactive_file") or details.get("inactive_file") or 0
-            )
-            free = min(free, int(limit) - int(used) + reclaimable)
+            # Cached files, which the kernel gives up first; in version 1 the total counts.
+            reclaimable = details.get("total_inactive_file") or details.get("inactive_file", "0")
+            free = min(free, int(limit) - int(used) + int(reclaimable))
     return max(0, free)
 
 
@@ -237,9 +240,10 @@ def cgroup_folders(controller: str) -> list[Path]:
     folders = []
     for line in read(OWN_CGROUPS).splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0" or controller in controllers.split(","):
+        is_version_2 = number == "0"
+        if is_version_2 or controller in controllers.split(","):
             top = CGROUPS
-            if number != "0":
+            if not is_version_2:
                 top /= controller
             own = top / path.lstrip("/")
             folders += [

@@ -41,9 +41,8 @@ def start(
 
     words = [word.replace("{host}", str(number)) for word in command]
     environ = {**os.environ, **virtual_hosts.ON_A_HOST, **(environment or {})}
-    environ["PATH"] = os.pathsep.join(
-        [os.path.dirname(sys.executable), environ.get("PATH", os.defpath)]
-    )
+    own_programs = os.path.dirname(sys.executable)
+    environ["PATH"] = os.pathsep.join([own_programs, environ.get("PATH", os.defpath)])
     return subprocess.Popen(words, stdout=output, stderr=output, env=environ, preexec_fn=move)
 
 
@@ -59,7 +58,8 @@ def stop(process: subprocess.Popen) -> None:
 def main() -> int:
     """Run the command line, and return the greatest of the commands' exit codes."""
     parser = argparse.ArgumentParser(
-        "python -m ddp_course.running.on_hosts", description=__doc__.split(",")[0]
+        "python -m ddp_course.running.on_hosts",
+        description="Run a command on every one of several virtual hosts",
     )
     parser.add_argument(
         "--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)"
@@ -74,9 +74,10 @@ def main() -> int:
         processes = [start(hosts, number, options.command) for number in range(options.hosts)]
     except FileNotFoundError as error:
         parser.error(str(error))
-    except Exception as error:  # whatever the error is, a person should read its reason
+    except Exception as error:  # Whatever the error is, a person should read its reason.
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
+    # Popen's number of a process that a signal has ended is negative: % 256 makes it an exit code.
     return max(process.wait() % 256 for process in processes)
 
 

@@ -27,12 +27,17 @@ def end_with_torchrun() -> None:
         die_with_parent(parent.pid)
         # torchrun runs in the same Python as its ranks. A shell between the two has the job's name
         # in its environment.
-        orphaned = (
-            parent.exe() != psutil.Process().exe() and parent.environ().get(JOB) != os.environ[JOB]
-        )
+        is_torchrun = parent.exe() == psutil.Process().exe()
+        orphaned = not is_torchrun and parent.environ().get(JOB) != os.environ[JOB]
     except psutil.Error:
         orphaned = True
-    if orphaned:  # torchrun had ended already, and another process, such as init, adopted this rank
+    # If torchrun had ended already, another process, such as init, has adopted this rank.
+    if orphaned:
         os._exit(1)
+
+    def end_after_parent():
+        parent.wait()
+        os._exit(1)
+
     if sys.platform != "linux":
-        threading.Thread(target=lambda: (parent.wait(), os._exit(1)), daemon=True).start()
+        threading.Thread(target=end_after_parent, daemon=True).start()

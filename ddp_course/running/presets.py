@@ -1,9 +1,4 @@
-"""Accelerators and links as their makers publish them.
-
-Latencies are those that NCCL assumes for one step of a ring with its protocol for large messages
-(file src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a
-network.
-"""
+"""Accelerators and links as their makers publish them."""
 
 import csv
 from importlib.resources import files
@@ -14,8 +9,9 @@ from . import units
 
 
 class Accelerator(NamedTuple):
-    """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in
-    bytes per second, of a capacity of `capacity_gb`. `cycles` are multiprocessors times clock.
+    """An accelerator: its `rate` in floating-point operations per second of dense 16-bit
+    arithmetic, its memory's bandwidth in bytes per second (`memory`) and capacity. `cycles` are
+    those of all its multiprocessors together, per second.
 
     `link` joins it to its neighbours in a host (a name in LINKS); `network` is in bits per second
     of all cards of such a host.
@@ -27,42 +23,40 @@ class Accelerator(NamedTuple):
     cycles: float
     link: str
     network: float
-    source: str
 
 
 class KnownLink(NamedTuple):
-    """`bandwidth` is in bits per second each way, `latency` is in seconds, `source` is that of the
-    bandwidth.
-    """
+    """A link: its `bandwidth` in bits per second each way, and the `source` of that number."""
 
     bandwidth: float
-    latency: float
     source: str
 
 
 ALIASES = {"A100-80GB": "A100", "H100-80GB": "H100"}
-NVLINK = 3.4e-6
-PCIE = 5.7e-6
-NETWORK = 14e-6
 LINKS = {
-    "NVLink V100": KnownLink(
-        8 * 150e9, NVLINK, "NVIDIA, V100 datasheet: 300 GB/s both ways together"
-    ),
-    "NVLink A100": KnownLink(
-        8 * 300e9, NVLINK, "NVIDIA, A100 datasheet: 600 GB/s both ways together"
-    ),
-    "NVLink H100": KnownLink(
-        8 * 450e9, NVLINK, "NVIDIA, H100 datasheet: 900 GB/s both ways together"
-    ),
+    "NVLink V100": KnownLink(8 * 150e9, "NVIDIA, V100 datasheet: 300 GB/s both ways together"),
+    "NVLink A100": KnownLink(8 * 300e9, "NVIDIA, A100 datasheet: 600 GB/s both ways together"),
+    "NVLink H100": KnownLink(8 * 450e9, "NVIDIA, H100 datasheet: 900 GB/s both ways together"),
     "PCIe 4": KnownLink(
-        16 * 16e9 * 128 / 130, PCIE, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"
+        16 * 16e9 * 128 / 130, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"
     ),
-    "100Gbit Ethernet": KnownLink(100e9, NETWORK, "IEEE 802.3ba"),
-    "10Gbit Ethernet": KnownLink(10e9, NETWORK, "IEEE 802.3ae"),
+    "100Gbit Ethernet": KnownLink(100e9, "IEEE 802.3ba"),
+    "10Gbit Ethernet": KnownLink(10e9, "IEEE 802.3ae"),
     "laptop": KnownLink(
-        1e9, NETWORK, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
+        1e9, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
     ),
 }
+ACCELERATORS = {}
+with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
+    for row in csv.DictReader(file):
+        ACCELERATORS[row["name"]] = Accelerator(
+            rate=1e12 * float(row["tflops"]),
+            memory=1e9 * float(row["memory_gb_per_s"]),
+            capacity_gb=float(row["capacity_gb"]),
+            cycles=1e9 * float(row["multiprocessors"]) * float(row["clock_ghz"]),
+            link=row["link"],
+            network=1e9 * float(row["network_gbit"]),
+        )
 
 
 def bandwidth(text: str) -> float:
@@ -78,25 +72,3 @@ def accelerator(name: str) -> Accelerator:
     if name not in ACCELERATORS:
         raise EmulationError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
     return ACCELERATORS[name]
-
-
-def _accelerators():
-    with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            tflops, memory, capacity, cores, clock = (float(row[name]) for name in _SHEET)
-            yield (
-                row["name"],
-                Accelerator(
-                    1e12 * tflops,
-                    1e9 * memory,
-                    capacity,
-                    1e9 * cores * clock,
-                    row["link"],
-                    1e9 * float(row["network_gbit"]),
-                    row["source"],
-                ),
-            )
-
-
-_SHEET = ("tflops", "memory_gb_per_s", "capacity_gb", "multiprocessors", "clock_ghz")
-ACCELERATORS = dict(_accelerators())

@@ -56,7 +56,7 @@ def positive_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = math.nan  # It is refused below: NaN lies in no range.
     if not 0 < value < 1e9:
         raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25, below 1e9')
     return value
@@ -64,12 +64,13 @@ def positive_number(text: str) -> float:
 
 def _parse(text, units, what, example, zero=False):
     match = re.fullmatch(
-        r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(/s)?\s*", str(text), re.IGNORECASE
+        r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(?:/s)?\s*", str(text), re.IGNORECASE
     )
-    unit = match and match[2].replace("µ", "u").lower()
     try:
-        value = float(match[1]) * units[unit]
-    except (TypeError, KeyError, ValueError):
+        number, unit = match.groups()
+        value = float(number) * units[unit.replace("µ", "u").lower()]
+    except (AttributeError, KeyError, ValueError):
+        # There is no match, or no such unit, or no such number.
         raise EmulationError(f'cannot read the {what} "{text}"; write it like {example}') from None
     if not 0 <= value < math.inf or (value == 0 and not zero):
         least = "zero or more" if zero else "more than zero"

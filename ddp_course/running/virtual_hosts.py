@@ -31,14 +31,15 @@ from typing import Any
 from . import linux
 
 SWITCH_ADDRESS = "10.77.255.254"
-PREFIX = 16
-FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has this many bytes
-# after a pause bytes pass at full speed for this long: the kernel's timers allow no less
+PREFIX = 16  # All addresses begin with 10.77: the first 16 bits are the network's.
+FRAME = 1514  # bytes of an Ethernet frame with 1,500 bytes of payload
+LARGEST_PIECE = 60_000  # bytes, a little less than the 64 KiB of the largest IP packet
+# After a pause bytes pass at full speed for so long: the kernel's timers allow no less.
 BURST_SECONDS = 0.0008
-# a port of the switch queues this many seconds of traffic before it drops packets
+# A port of the switch queues so many seconds of traffic before it drops packets.
 QUEUE_SECONDS = 0.2
 ATTEMPT_SECONDS = 60
-ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # commands on a host get these variables
+ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # Commands on a host get this variable.
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
@@ -51,7 +52,7 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
     linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     hosts = []
-    for _ in range(host_count):  # the open descriptor keeps a network alive
+    for _ in range(host_count):  # The open descriptor keeps a network alive.
         linux.call("unshare", linux.CLONE_NEWNET)
         hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
     linux.call("setns", home, 0)
@@ -83,8 +84,8 @@ def address(number: int) -> str:
 
 
 def name_hosts(host_count: int) -> None:
-    """Put the hosts' names into an /etc/hosts that only these namespaces see; its file has no other
-    name.
+    """Put the hosts' names into an /etc/hosts that only these namespaces see. Its file loses its
+    own name at the end, and lives as long as the mount.
     """
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
@@ -98,10 +99,10 @@ def name_hosts(host_count: int) -> None:
 
 def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
     """Make the bridge, and for every host a cable whose far end is that host's eth0."""
-    from pyroute2 import IPRoute  # this import takes long, and works on Linux only
+    from pyroute2 import IPRoute  # This import takes long, and works on Linux only.
 
     with IPRoute() as ip:
-        ip.link("set", index=1, state="up")
+        ip.link("set", index=1, state="up")  # the loopback
         ip.link("add", ifname="switch", kind="bridge")
         [switch] = ip.link_lookup(ifname="switch")
         ip.link("set", index=switch, state="up")
@@ -128,41 +129,37 @@ def plug_in(number: int, bits_per_second: float) -> None:
     from pyroute2 import IPRoute
 
     with IPRoute() as ip:
-        ip.link("set", index=1, state="up")
+        ip.link("set", index=1, state="up")  # the loopback
         [eth0] = ip.link_lookup(ifname="eth0")
         ip.link("set", index=eth0, state="up", gso_max_size=segment(bits_per_second))
         ip.addr("add", index=eth0, address=address(number), prefixlen=PREFIX)
-        network = {
-            "dst": f"10.77.0.0/{PREFIX}",
-            "oif": eth0,
-            "scope": 253,
-            "prefsrc": address(number),
-            "proto": 2,
-        }
-        ip.route("replace", **network, metrics={"cc_algo": "reno"})
+        ip.route(
+            "replace",
+            dst=f"10.77.0.0/{PREFIX}",
+            oif=eth0,
+            scope=253,  # It is reached without a router.
+            prefsrc=address(number),
+            proto=2,  # The route looks as if the kernel had made it.
+            metrics={"cc_algo": "reno"},
+        )
         limit(ip, eth0, bits_per_second)
 
 
 def limit(ip: Any, index: int, bits_per_second: float) -> None:
     """Attach a token-bucket filter to an interface."""
     rate = bits_per_second / 8
+    # The bucket has room for a piece with its headers, and a slow link's queue for some buckets.
     burst = int(1.25 * segment(bits_per_second)) + FRAME
-    ip.tc(
-        "add",
-        "tbf",
-        index,
-        handle="1:",
-        rate=int(rate),
-        burst=burst,
-        limit=int(rate * QUEUE_SECONDS) + 4 * burst,
-    )
+    queue = int(rate * QUEUE_SECONDS) + 4 * burst
+    ip.tc("add", "tbf", index, handle="1:", rate=int(rate), burst=burst, limit=queue)
 
 
 def segment(bits_per_second: float) -> int:
     """Return the bytes that TCP hands over in one piece: the token bucket lets a piece pass whole,
     and then waits.
     """
-    return int(min(max(bits_per_second / 8 * BURST_SECONDS, 2 * FRAME), 60_000))
+    in_a_burst = bits_per_second / 8 * BURST_SECONDS
+    return int(min(max(in_a_burst, 2 * FRAME), LARGEST_PIECE))
 
 
 @cache
@@ -172,19 +169,20 @@ def forbidden_by() -> str | None:
     """
     if sys.platform != "linux":
         return "virtual hosts need Linux"
-    command = [sys.executable, "-m", __name__]
-    package = Path(__file__).parents[2]
+    package_parent = Path(__file__).parents[2]  # Python finds the package from there.
     try:
         subprocess.run(
-            command,
-            cwd=package,
+            [sys.executable, "-m", __name__],
+            cwd=package_parent,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=ATTEMPT_SECONDS,
             check=True,
         )
     except subprocess.CalledProcessError as error:
-        return explain(error.stderr.decode().rpartition("Error: ")[2].strip() or error)
+        # A traceback's last line has the error's type, and then what it says.
+        reason = error.stderr.decode().rpartition("Error: ")[2].strip()
+        return explain(reason or error)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the attempt to build them failed ({error})"
     return None
@@ -198,5 +196,5 @@ def explain(error: object) -> str:
     )
 
 
-if __name__ == "__main__":
-    build(2, 1e9)
+if __name__ == "__main__":  # `forbidden_by` runs this.
+    build(host_count=2, bits_per_second=1e9)

@@ -23,6 +23,7 @@ def say_while(text: str, wanted: bool = True) -> Iterator[None]:
 
     if wanted and sys.stderr and sys.stderr.isatty():
         print(text, file=sys.stderr)
+        # Nobody joins this thread: it ends as soon as `ended` is set.
         threading.Thread(target=count_seconds).start()
     try:
         yield

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -64,17 +65,10 @@ class Traffic:
             self.messages_received += 1
 
 
-class Card:
-    """The network card of a process: who observes its messages, and the clock that marks them."""
-
-    def __init__(self):
-        # the clock has CUDA events while a GPU is recorded
-        self.clock = EventClock(torch.device("cpu"))
-        self.observers: list[Callable[[Event], None]] = []
-
-
-card = Card()
-_connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups
+# The network card of this process: the functions that are told each Event, and the clock that marks
+# its times; while a GPU is recorded, that is one of CUDA events.
+card = SimpleNamespace(observers=[], clock=EventClock(torch.device("cpu")))
+_connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups.
 
 
 def now(device: torch.device | None = None) -> Any:
@@ -125,13 +119,8 @@ def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> N
     computes on the processor, even where the tensor is on a GPU: the work that was queued on that
     GPU meanwhile does not matter.
     """
-    tell(
-        "span",
-        name,
-        start,
-        None if on_nccl(tensor, group) else clocks.now(),
-        thread="communication",
-    )
+    end = now() if on_nccl(tensor, group) else clocks.now()
+    tell("span", name, start, end, thread="communication")
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,8 +128,8 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     tensor or several.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, by which
-    mismatched shapes and hangs are reported with the numbers of the ranks. In it a tensor of a
-    subclass is an ordinary one.
+    mismatched shapes and hangs are reported with the numbers of the ranks. Within the call torch
+    treats a tensor of a subclass as an ordinary one.
     """
     parameters = signature(function)
     name = function.__name__
@@ -150,8 +139,8 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
         """Take part, and tell observers and the flight recorder."""
         group = parameters.bind(tensors, *args, **kwargs).arguments.get("group")
         with span(name), flight_recorder.entry(name, tensors, group), as_plain_tensors():
-            if members := tensors_in(tensors):
-                warm_up(members[0], group)
+            if found := tensors_in(tensors):
+                warm_up(found[0], group)
             return function(tensors, *args, **kwargs)
 
     return announced
@@ -163,8 +152,8 @@ def naming_absent(group: Group = None) -> Iterator[None]:
     have not come.
 
     A rank whose collective fails says so in the job's store. One that came late fails with the
-    first that gives up, because that one closes its connections. Raises RuntimeError with their
-    names in place of the backend's error.
+    first that gives up, because that one closes its connections. Raises RuntimeError with the
+    numbers of the absent in place of the backend's error.
     """
     try:
         yield
@@ -173,7 +162,7 @@ def naming_absent(group: Group = None) -> Iterator[None]:
         key = f"ddp_course/waited/{members}/"
         store = default_store()
         store.set(f"{key}{dist.get_rank()}", "")
-        if "timed out" not in str(error).lower():
+        if "timed out" not in str(error).lower():  # Only gloo's words tell its errors apart.
             raise
         time.sleep(SECONDS_TO_SAY)
         absent = [rank for rank in members if not store.check([f"{key}{rank}"])]
@@ -192,8 +181,7 @@ class Transfer:
         self.kind = kind
         self.tensor = tensor
         self.peer = peer
-        self.nbytes = tensor.nbytes
-        self.staged = _host_copy(kind, tensor, group)
+        self.buffer = _buffer_for(kind, tensor, group)
         self.start = now()
         self.works: list[Any] = []
 
@@ -213,10 +201,10 @@ class Transfer:
             late = "timed out" in str(error).lower()
             fault = "has not come to" if late else "broke off"
             raise RuntimeError(f"rank {self.peer} {fault} this {self.kind}: {error}") from error
-        self.works = []
-        if self.kind == "recv" and self.staged is not self.tensor:
-            self.tensor.copy_(self.staged)
-        tell(self.kind, self.kind, self.start, bytes=self.nbytes, peer=self.peer)
+        self.works = []  # Another wait does nothing.
+        if self.kind == "recv" and self.buffer is not self.tensor:
+            self.tensor.copy_(self.buffer)
+        tell(self.kind, self.kind, self.start, bytes=self.tensor.nbytes, peer=self.peer)
 
 
 def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
@@ -228,15 +216,14 @@ def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
     started = [transfer for transfer in transfers if transfer.tensor.numel()]
     posts = {"send": dist.isend, "recv": dist.irecv}
     if any(on_nccl(transfer.tensor, group) for transfer in started):
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(posts[each.kind], each.tensor, each.peer, group) for each in started]
-        )
+        batch = [dist.P2POp(posts[each.kind], each.tensor, each.peer, group) for each in started]
+        works = dist.batch_isend_irecv(batch)
         for transfer in started:
             transfer.works = works
         return transfers
     for transfer in started:
         post = posts[transfer.kind]
-        transfer.works = [post(transfer.staged, transfer.peer, group, flight_recorder.tag())]
+        transfer.works = [post(transfer.buffer, transfer.peer, group, flight_recorder.tag())]
     return transfers
 
 
@@ -311,7 +298,8 @@ def neighbours(group: Group = None) -> tuple[int, int, int, int]:
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
+    left = global_rank((rank - 1) % world_size, group)
+    right = global_rank((rank + 1) % world_size, group)
     return rank, world_size, left, right
 
 
@@ -333,14 +321,14 @@ def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.Process
     return group_like(group, members)
 
 
-def _host_copy(kind, tensor, group):
-    """gloo sends host memory only: stage a CUDA tensor through pinned memory, leave all others as
-    they are.
+def _buffer_for(kind, tensor, group):
+    """Return what the backend sends, or receives into: the tensor itself; for one on a GPU, where
+    gloo can use host memory only, a copy in pinned memory.
     """
     if not tensor.is_cuda or on_nccl(tensor, group):
         return tensor
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return staged.copy_(tensor) if kind == "send" else staged
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return buffer.copy_(tensor) if kind == "send" else buffer
 
 
 def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
@@ -350,5 +338,5 @@ def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> N
     if card.observers:
         details = {"thread": threading.current_thread().name, **details}
         event = Event(kind, name, start, now() if end is None else end, **details)
-        for callback in list(card.observers):
+        for callback in list(card.observers):  # One may leave the list meanwhile.
             callback(event)

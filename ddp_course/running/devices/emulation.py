@@ -23,7 +23,7 @@ import torch
 
 from ...errors import EmulationError
 from .. import clocks, wire
-from ..torch_inside import TorchDispatchMode, around, dispatch_modes
+from ..torch_inside import TorchDispatchMode, around, dispatch_modes, tensors_in
 from . import roofline
 
 
@@ -61,10 +61,10 @@ class Emulation:
         self.active = False
         self.operations = [] if record else None
         self.sleep = sleep
-        self.free: dict[int, int] = defaultdict(int)  # this moment of each device is in picoseconds
+        # Both are by device number. `free_at` is in picoseconds, `busy` in seconds of work.
+        self.free_at: dict[int, int] = defaultdict(int)
         self.busy: dict[int, float] = defaultdict(float)
-        # This maps each storage on another device than 0 to its device.
-        self.home = WeakKeyDictionary()
+        self.home = WeakKeyDictionary()  # device numbers by storage, but for those on device 0
         self.flops = self.copied = 0.0
 
     def __enter__(self):
@@ -103,18 +103,18 @@ class Emulation:
         """
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
-        if not self.active:
-            return operation(*args, **kwargs)
-        if not (formula or (moves and (self.device.memory or self.home or operation is TO_COPY))):
+        # Traffic matters where memory has a limit, and where tensors are on several devices.
+        traffic_matters = self.device.memory or self.home or operation is TO_COPY
+        takes_time = formula or (moves and traffic_matters)
+        if not (self.active and takes_time):
             return operation(*args, **kwargs)
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
             self.fetch(target, *args, kwargs)
         result = operation(*args, **kwargs)
         if target:
-            self.home.update(
-                {tensor.untyped_storage(): target for tensor in roofline.tensors_in(result)}
-            )
+            for tensor in tensors_in(result):
+                self.home[tensor.untyped_storage()] = target
         self.book(target, operation, formula, args, kwargs, result)
         return result
 
@@ -126,13 +126,15 @@ class Emulation:
         """
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         nbytes = 0
-        if self.device.memory or self.operations is not None:  # each tensor is read or written once
-            nbytes = sum(tensor.nbytes for tensor in roofline.tensors_in(args, kwargs, result))
+        if self.device.memory or self.operations is not None:
+            # Each tensor is read or written once.
+            nbytes = sum(tensor.nbytes for tensor in tensors_in(args, kwargs, result))
         seconds, bound = self.device.seconds(flops, nbytes)
         if clocks.several_compute():
             clocks.own().take_turn()
-        start = max(self.moment(), self.free[number])
-        end = self.free[number] = start + round(seconds * 1e12)
+        start = max(self.moment(), self.free_at[number])
+        end = start + round(seconds * 1e12)
+        self.free_at[number] = end
         self.busy[number] += seconds
         self.flops += flops
         if self.operations is not None:
@@ -158,25 +160,26 @@ class Emulation:
         """Let the time pass that operands on other devices take over the link to device
         `number`.
         """
-        nbytes = sum(
-            t.nbytes for t in roofline.tensors_in(*operands) if self.number_of(t) != number
-        )
+        tensors = tensors_in(*operands)
+        nbytes = sum(tensor.nbytes for tensor in tensors if self.number_of(tensor) != number)
         link = self.device.link
         if nbytes and link:
             start = wire.now()
-            self.reach(self.moment() + round((link.latency + 8 * nbytes / link.bandwidth) * 1e12))
+            seconds = link.latency + 8 * nbytes / link.bandwidth
+            self.reach(self.moment() + round(seconds * 1e12))
             wire.tell("span", "copy", start)
         self.copied += nbytes
 
-    def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a module's call or a backward pass; a thread that has no device yet runs it on the
-        tensors' device.
+    def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the call of a module, or the backward pass from tensors: either is `work`. A thread
+        that has no device yet runs it on the device of the first of its tensors.
         """
         if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
-            return run(what, *args, **kwargs)
-        tensor = next(iter(what.parameters() if isinstance(what, torch.nn.Module) else what), None)
-        with OnDevice(self, 0 if tensor is None else self.number_of(tensor)):
-            return run(what, *args, **kwargs)
+            return run(work, *args, **kwargs)
+        tensors = work.parameters() if isinstance(work, torch.nn.Module) else work
+        numbers = map(self.number_of, tensors)
+        with OnDevice(self, next(numbers, 0)):
+            return run(work, *args, **kwargs)
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """Return the emulated device of a tensor."""
@@ -199,8 +202,8 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 def destination(operation: Any, kwargs: dict, number: int) -> int:
-    """Return the emulated device of an operation's result: "cpu:1" is device 1, a plain "cpu" is
-    device `number`.
+    """Return the emulated device of an operation's result: that of the operation, `number`, unless
+    it copies to a "cpu:1", which is device 1.
     """
     device = kwargs.get("device") if operation is TO_COPY else None
     return number if device is None or device.index is None else device.index

@@ -1,16 +1,17 @@
 """Which device and which backend each rank gets."""
 
 import os
+import re
 import socket
 import sys
 from functools import cache
 
 import torch
 
-BOTH = "cpu:gloo,cuda:nccl"  # a group with these two backends has one for each kind of tensor
-# NCCL's watchdog must not end a process before it is said which rank is the culprit
+BOTH = "cpu:gloo,cuda:nccl"  # A group with these two backends has one for each kind of tensor.
+# NCCL's watchdog must not end a process before it is said which rank is the culprit.
 QUIET_NCCL = {
-    # NCCL gives up the communicator, and leaves the process alone
+    # NCCL gives up the communicator, and leaves the process alone.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -28,7 +29,7 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     """
     gpus = usable_gpus() if device != "cpu" else 0
     kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device):
         raise ValueError(
             f'unknown device "{device}"; choose "auto", "cpu", "cuda" or one GPU, such as "cuda:0"'
         )
@@ -96,11 +97,11 @@ def agreed_backend(gpus: list[str]) -> str:
     """Return the backend for ranks on `gpus`, a name per rank: NCCL needs a GPU per rank, unless it
     may share them.
     """
-    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
-    one_each = len(set(gpus)) == len(gpus) or shared
-    return (
-        BOTH if one_each and "cpu" not in gpus and torch.distributed.is_nccl_available() else "gloo"
-    )
+    if "cpu" in gpus or not torch.distributed.is_nccl_available():
+        return "gloo"
+    one_each = len(set(gpus)) == len(gpus)
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
+    return BOTH if one_each or may_share else "gloo"
 
 
 def rank_device() -> torch.device:
@@ -110,5 +111,6 @@ def rank_device() -> torch.device:
     chosen = os.environ.get("DDP_COURSE_DEVICE")
     if not chosen:
         gpus = usable_gpus()
-        chosen = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu"
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        chosen = f"cuda:{local_rank % gpus}" if gpus else "cpu"
     return torch.device(chosen)

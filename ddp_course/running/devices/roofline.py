@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_inside import tensors_in as tensors_in
-
 aten = torch.ops.aten
-ATTENTION = {  # attention has names of its own on the CPU; its work is the same
+ATTENTION = {  # Attention has names of its own on the CPU; its work is the same.
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-NO_TRAFFIC = {
+NO_TRAFFIC = {  # These are no views for torch, but touch no element either.
     "_unsafe_view",
     "empty",
     "empty_like",

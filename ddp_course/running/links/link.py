@@ -6,7 +6,7 @@ from ...errors import EmulationError
 from .. import units
 from . import modes
 
-SLOWEST = 1e6  # with fewer bits per second the ranks would need minutes to find each other
+SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find each other.
 
 
 class Link:
@@ -32,8 +32,8 @@ class Link:
                 " rank"
             )
         self.hosts = hosts
-        self.kind = modes.choose(mode, self.latency)
-        self.mode = self.kind.name
+        self.mode_class = modes.choose(mode, self.latency)
+        self.mode = mode
 
     def __repr__(self):
         return f"Link({self})"
@@ -41,7 +41,7 @@ class Link:
     def __str__(self):
         latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
         hosts = f", {self.hosts} hosts" if self.hosts else ""
-        return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.kind.title}"
+        return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.mode_class.title}"
 
     def check(self, world_size: int, backend: str = "gloo") -> None:
         """Raise EmulationError if a launch of `world_size` ranks can never have this link."""
@@ -61,8 +61,9 @@ class Link:
         """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before
         the ranks start.
         """
-        hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
-        self.network = self.kind(hosts, self.bandwidth, self.latency)
+        count = self.hosts or world_size
+        host_of_rank = [rank * count // world_size for rank in range(world_size)]
+        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
         """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and

@@ -2,10 +2,11 @@
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
 Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
-                        has the host of
-                        each rank
+                        has the number of each rank's host
 master_address          is the address at which ranks reach the agent's rendezvous store
 enter(rank)             moves a rank onto the network, before the rank makes any socket
+
+Each mode also has a `title` for messages; MODES has the name by which a Link chooses it.
 """
 
 from ...errors import EmulationError
@@ -22,7 +23,6 @@ class VirtualHosts:
     collectives too.
     """
 
-    name = "hosts"
     title = "virtual hosts"
     master_address = virtual_hosts.SWITCH_ADDRESS
 
@@ -54,7 +54,6 @@ class VirtualHosts:
 class VirtualTime:
     """A message is booked on a model of its hosts' links, and nobody waits for it in real time."""
 
-    name = "virtual"
     title = "virtual time"
     master_address = LOOPBACK
 
@@ -71,8 +70,7 @@ class VirtualTime:
 
 
 Mode = type[VirtualHosts] | type[VirtualTime]
-# The default comes first.
-MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualTime, VirtualHosts)}
+MODES: dict[str, Mode] = {"virtual": VirtualTime, "hosts": VirtualHosts}  # The default comes first.
 
 
 def choose(name: str, latency: float) -> Mode:

@@ -181,6 +181,7 @@ def test_a_launch_inside_a_rank():
         ({"timeout": math.nan}, "timeout is nan"),
         ({"device": "tpu"}, 'unknown device "tpu"; choose'),
         ({"device": 3}, 'unknown device "3"; choose'),
+        ({"device": "cpu:"}, 'unknown device "cpu:"; choose'),
         ({"link": Link}, r"link is the class Link; it must be one made of it: Link\(…\)"),
         ({"device": Device}, r"device is the class Device; it must be one made of it: Device\(…\)"),
         (
