@@ -321,7 +321,7 @@ def explorers():
     return {
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
-        "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0),
+        "buckets": (bucket_explorer({0.1: 50.0}), "row", 0),
         "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
     }
 
