@@ -16,18 +16,20 @@ def rows(name: str) -> list[dict[str, Any]]:
     """
     if name not in SOURCES:
         raise ValueError(f'there is no table "{name}"; choose one of {", ".join(SOURCES)}')
-    rows = []
+    numbers = []
     for line in _lines(name):
-        rows.append({key: _number(value) for key, value in line.items()})
-    return rows
+        numbers.append({key: _number(value) for key, value in line.items()})
+    return numbers
 
 
 def _lines(name):
+    """The lines of a table as dicts of texts."""
     with (files(__package__) / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def _number(text):
+    """The text as a number, if it is one."""
     try:
         return float(text)
     except ValueError:
