@@ -169,9 +169,8 @@ def train_and_measure(
     # TF32's 10 bits of mantissa would make the stages differ.
     torch.backends.cudnn.allow_tf32 = False
     record = Recording()
-    batches = record.stamped(job.batches(rank, shares))
     train = stage.trainer(settings)
-    losses = train(model, batches, job.lr)
+    losses = train(model, record.stamped(job.batches(rank, shares)), job.lr)
     full_speed()  # The evaluation is not timed.
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     difference = 0.0

@@ -83,8 +83,7 @@ def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> floa
 def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
-    all_reduce = str(stage.all_reduce)
-    step = simulate(work, job.world_size, Network(costs), all_reduce, job.bucket_cap_mb)
+    step = simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb)
     return step.step_s
 
 
@@ -116,10 +115,10 @@ def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> f
 
 def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
-    seconds = profile_of_step(job, device, sliced=True).compute_s
-    for nbytes in job.reduced_bytes:
-        seconds += theory.seconds("ring", nbytes, job.world_size, costs)
-    return seconds
+    sending_s = sum(
+        theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
+    )
+    return profile_of_step(job, device, sliced=True).compute_s + sending_s
 
 
 # All take the same arguments, which not all of them need, so that any can be called by its name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -67,17 +67,14 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         """The ranks get the settings, and make data and models of their own."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     @cached_property
     def problem(self) -> problems.Problem:
         """The problem: its data and its models."""
-        # Not every problem knows these: one that does not refuses them.
-        options: dict[str, Any] = {}
-        if self.parameters is not None:
-            options["parameters"] = self.parameters
-        if self.dropout:
-            options["dropout"] = self.dropout
+        settings = {"parameters": self.parameters, "dropout": self.dropout}
+        # Not every problem knows these: None and 0 are not said.
+        options: Any = {name: value for name, value in settings.items() if value}
         dtype = getattr(torch, self.dtype)
         return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
 

@@ -85,12 +85,12 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
     if not dist.is_initialized():
         [(size, _)] = launch(find_size, world_size, world_size=1, device=device)
         return problem_options(size)
-    sizes_and_names: list[Any] = [None]
+    chosen: list[Any] = [None]
     if dist.get_rank() == 0:
-        sizes_and_names = [find_size(world_size)]
-    dist.broadcast_object_list(sizes_and_names)
-    [(size, _)] = sizes_and_names
-    return problem_options(size)
+        size, _ = find_size(world_size)
+        chosen = [size]
+    dist.broadcast_object_list(chosen)
+    return problem_options(*chosen)
 
 
 def sizes(world_size: int) -> Iterator[Size]:

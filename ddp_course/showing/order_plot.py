@@ -84,15 +84,14 @@ def lines_of(verdict: Any) -> list[str]:
     lines = [textwrap.shorten(line, 90) for line in verdict.lines]
     if verdict.kind == "unlike results":
         return lines  # Nobody stops there, and of many ranks nothing says which one was at a line.
+    # One rank begins a message and touches its memory too early; in a deadlock each has a line.
+    signs = [HATCHED, STOPS]
+    ranks = verdict.ranks * 2
     if verdict.kind == "deadlock":
         signs = [STOPS] * len(lines)
-        ranks = verdict.ranks
-    else:
-        # The line that begins the message, and the line that touches its memory too early.
-        signs = [HATCHED, STOPS]
-        ranks = verdict.ranks * 2
-    rows = zip(signs, ranks, lines, strict=False)
-    return [f"{sign} rank {rank}, {line}" for sign, rank, line in rows]
+    return [
+        f"{sign} rank {rank}, {line}" for sign, rank, line in zip(signs, ranks, lines, strict=False)
+    ]
 
 
 def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:

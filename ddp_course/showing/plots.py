@@ -39,7 +39,6 @@ SETTINGS = matplotlib.rc_params_from_file(
     Path(__file__).with_name("course.mplstyle"), use_default_template=False
 )
 style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the course's style.
-LANE_HEIGHT = 0.84  # Lanes are 1 apart, so that a gap is left between them.
 
 
 class Picture(Figure):
@@ -64,7 +63,7 @@ class Picture(Figure):
     @property
     def alt(self) -> str:
         """The alternative text: what can be seen, and the caption."""
-        return ". ".join(part for part in (self.description, self.caption) if part)
+        return ". ".join(filter(None, (self.description, self.caption)))
 
     def png(self, dpi: float | str = "figure") -> bytes:
         """The figure as the bytes of a PNG file."""
@@ -134,8 +133,16 @@ def compare_figure(results: Comparison) -> Picture:
     lanes = sum(len(stage.timeline) for stage in stages)
     height = 6.2 + 0.08 * lanes
     description = f"Four panels comparing {len(stages)} stages"
-    ratios: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, height, message, description, **ratios) as (picture, _):
+    with panels(
+        2,
+        2,
+        12.5,
+        height,
+        message,
+        description,
+        width_ratios=[1, 1.15],
+        height_ratios=[1, 1.25],
+    ) as (picture, _):
         kind = kind_of_time(results)
         # `panels` gets no kind, which would stand in one panel: the title of each says its own.
         picture.kind = f"losses measured; times {kind}"
@@ -172,8 +179,8 @@ def comparison_message(results: Comparison) -> str:
     if not gains:
         return distance
     noun = "devices" if results.emulated_device else "ranks"
-    speed_ups = f"{', '.join(gains)} times as fast as one device"
-    return f"{results.world_size} {noun} are {speed_ups}; {distance}"
+    speed_ups = ", ".join(gains)
+    return f"{results.world_size} {noun} are {speed_ups} times as fast as one device; {distance}"
 
 
 def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
@@ -276,8 +283,14 @@ def draw_bars(
             top = max(top, theory[label])
             [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
             axes.legend([line], [dash])
-        above: Any = {"xytext": (0, 5), "textcoords": "offset points"}
-        axes.annotate(form.format(height), (place, top), ha="center", fontsize=9, **above)
+        axes.annotate(
+            form.format(height),
+            (place, top),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     axes.set_xticks(places, list(heights))
     highest = max([*heights.values(), *theory.values(), 0])
     axes.set_ylim(top=1.2 * highest if highest else 1)
@@ -314,12 +327,13 @@ def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) 
     """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin` (in s): compute
     above, the communication thread below.
     """
-    height = LANE_HEIGHT
+    # A lane is 0.84 high; where messages are in its lower half, each half is 0.42 high.
+    height = 0.84
     if any(lane == "network" for _, _, _, lane, *_ in spans):
-        height = LANE_HEIGHT / 2
+        height = 0.42
     # Neighbours of one name and lane are drawn at once: a trace has hundreds of them.
     for (name, lane), neighbours in groupby(spans, key=itemgetter(0, 3)):
-        top = row if lane == "network" else row - LANE_HEIGHT / 2
+        top = row if lane == "network" else row - 0.42
         axes.broken_barh(
             [(1000 * (start - begin), 1000 * (end - start)) for _, start, end, *_ in neighbours],
             (top, height),
@@ -394,11 +408,10 @@ def curves(
     are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` the places on the
     x axis that get a number. `kind` says what `series` are.
     """
-    theory = theory or {}
-    bands = bands or {}
     kind = with_lines(kind, theory)
+    bands = bands or {}
     with panels(height=height, message=title, kind=kind) as (picture, axes):
-        for label, values in theory.items():
+        for label, values in (theory or {}).items():
             line = draw_line(axes, "-" if points else "--", label, *values)
             if not points and len(set(line.get_ydata())) == 1:
                 name_at_its_end(axes, line)
@@ -424,10 +437,17 @@ def draw_line(axes: Axes, look: str, label: str, xs: Any, ys: Any, colour: Any =
 
 def name_at_its_end(axes: Axes, line: Any) -> None:
     """Write the name of a flat line above its right end: a legend would cover the line."""
-    right_end = (1, line.get_ydata()[0])
-    place: Any = {"xycoords": axes.get_yaxis_transform(), "ha": "right"}  # x: 1 is the right edge.
-    place |= {"xytext": (0, 3), "textcoords": "offset points"}
-    axes.annotate(line.get_label(), right_end, fontsize=9, **place)
+    height, *_ = line.get_ydata()
+    right_end = (1, height)  # With the transform below, x is 1 at the right edge.
+    axes.annotate(
+        line.get_label(),
+        right_end,
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
     line.set_label(f"_{line.get_label()}")  # The legend leaves out a label that begins so.
 
 

@@ -98,13 +98,20 @@ def _chunk(axes, x, y, contributors, world_size):
     for rank in range(world_size):
         left = x + rank * width
         colour = RANK_COLOURS[rank] if rank in contributors else "#F2F2F2"
-        look = {"color": colour, "edgecolor": "white", "linewidth": 0.8}
-        axes.barh(y, width, height=0.72, left=left, align="edge", **look)
+        axes.barh(
+            y,
+            width,
+            height=0.72,
+            left=left,
+            align="edge",
+            color=colour,
+            edgecolor="white",
+            linewidth=0.8,
+        )
         if rank in contributors:
             axes.text(left + width / 2, y + 0.37, str(rank), color="white", fontsize=9, **CENTRE)
     if len(contributors) == world_size:
-        frame = {"fill": False, "edgecolor": "black", "linewidth": 2}
-        axes.barh(y, 1.2, height=0.72, left=x, align="edge", **frame)
+        axes.barh(y, 1.2, 0.72, left=x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
 PASSES = {  # Each pass of a pipeline has a colour.
@@ -125,9 +132,17 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
     height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
     ratios = [len(rows) + 1 for rows in timetables.values()]
-    form: Any = {"sharex": True, "height_ratios": ratios, "kind": "derived"}
-    message = ". ".join(titles)
-    with panels(len(timetables), 1, 9.4, height, message, "A timetable", **form) as (picture, _):
+    with panels(
+        len(timetables),
+        1,
+        9.4,
+        height,
+        message=". ".join(titles),
+        description="A timetable",
+        kind="derived",
+        sharex=True,
+        height_ratios=ratios,
+    ) as (picture, _):
         for axes, rows, title in zip(picture.axes, timetables.values(), titles, strict=True):
             for rank, row in enumerate(rows):
                 for span in row:

@@ -10,7 +10,7 @@ import base64
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pkgutil import resolve_name
 from typing import Any
 
@@ -174,8 +174,7 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
     """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
     `Prediction`.
     """
-    positive = max(value, 1e-300)  # A ratio to 0 is not defined.
-    return min(answers, key=lambda answer: abs(math.log(answer / positive)))
+    return min(answers, key=lambda answer: abs(math.log(answer / value)))
 
 
 @explorer(
@@ -201,8 +200,16 @@ def alpha_beta_explorer(
         lines[label(name)] = (sizes, times_ms, ALGORITHM_COLOURS[name])
     setting = f"{world_size} ranks, {bandwidth}/s, {latency}"
     title = f"Fastest on {setting}:\nsmall: {fastest(lines, 0)};\nlarge: {fastest(lines, -1)}"
-    form: Any = {"log": "xy", "height": 3.9, "kind": "derived"}
-    picture = plots.curves({}, "size of the message", "time (ms)", title, lines, **form)
+    picture = plots.curves(
+        {},
+        "size of the message",
+        "time (ms)",
+        title,
+        theory=lines,
+        log="xy",
+        height=3.9,
+        kind="derived",
+    )
     [axes] = picture.axes
     axes.set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
     # Minor ticks took half of the time to draw, and no reader needs them.
@@ -260,8 +267,15 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     if no_pipeline:
         conclusion += "; five layers are no pipeline"
     title = f"{world_size} devices, p/b is {share:g} % of one device's step: {conclusion}"
-    look: Any = {"width": 11, "form": "{:.2g}", "kind": "derived"}
-    return plots.bars(speed_ups, "times as fast as one device", title, colours, **look)
+    return plots.bars(
+        speed_ups,
+        "times as fast as one device",
+        title,
+        colours,
+        width=11,
+        form="{:.2g}",
+        kind="derived",
+    )
 
 
 def bucket_explorer(
@@ -289,11 +303,7 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
     """
     positions = [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)]
     slider = choice("bucket cap (MiB)", len(steps) // 2, positions)
-
-    def draw(row):
-        """The figure for the position of the slider."""
-        return bucket_figure(steps, measured, row)
-
+    draw = partial(bucket_figure, steps, measured)
     return Explorer(draw, f"{__name__}:caps_explorer", steps, measured, row=slider)
 
 
@@ -303,8 +313,10 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     message = f"cap {cap:g} MiB: buckets: {buckets}, step {step_ms:.1f} ms, {hidden:.0f} % hidden"
     caps, _, simulated_ms, *_ = zip(*steps, strict=True)
     measured_caps, measured_ms = zip(*measured, strict=True)
-    form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
-    with panels(2, 1, message=message, **form) as (picture, (above, below)):
+    with panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3]) as (
+        picture,
+        (above, below),
+    ):
         plots.draw_lane(above, 0, spans)
         plots.name_spans(picture, [spans], loc="outside lower center")
         above.set(xlim=(0, 1.05 * max(simulated_ms)), ylim=(0.6, -0.6), yticks=[])
