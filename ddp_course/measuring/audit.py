@@ -95,9 +95,9 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     """Run the script as this rank's `__main__` and note what it does; the patches here end with the
     rank's process.
     """
-    epochs: list[Epoch] = []
+    epochs = []
     states = []
-    groups: list[dict] = []  # These are the parameters of the optimizer that made the last step.
+    groups = []  # These are the parameters of the optimizer that made the last step.
     iterate = data.DataLoader.__iter__
     save = torch.save
 

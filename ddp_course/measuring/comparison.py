@@ -3,8 +3,6 @@
 `run` trains and returns a `Comparison`; `results` says what each of its fields is.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable
@@ -88,7 +86,7 @@ def measure_stages(
     stages = list(dict.fromkeys([ladder.find("1"), *wanted]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single_weights = None
-    results: list[StageResult] = []
+    results = []
     for stage in stages:
         ranks = run_stage(stage, job, device, link, single_weights)
         if stage.key == "1":

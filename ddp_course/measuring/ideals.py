@@ -14,8 +14,6 @@ pipeline        micro-batches through K parts: a pass begins when its rank is fr
                 has arrived
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -142,7 +140,7 @@ def events_of(
     """When each block, a module with its parameters, begins its passes and has its gradients, by
     the device's clock.
     """
-    events: list[Event] = []
+    events = []
     numbers = {}
     missing = {}  # The block of each parameter that has no gradient yet.
     for number, (module, parameters) in enumerate(blocks):
@@ -185,7 +183,7 @@ def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs
     now = 0.0
     worked = 0.0  # This is `now` without the waits for parameters, as the events count.
     link_free = 0.0
-    arrivals: dict[tuple[str, int], float] = {}
+    arrivals = {}
 
     def travel(block):
         """When the parameters or gradients of a block, which are ready now, have gone around."""

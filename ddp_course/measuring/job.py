@@ -1,7 +1,5 @@
 """A job: what every stage of a comparison trains, checked before anything starts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -74,7 +72,7 @@ class Job:
         """The problem: its data and its models."""
         settings = {"parameters": self.parameters, "dropout": self.dropout}
         # Not every problem knows these: None and 0 are not said.
-        options: Any = {name: value for name, value in settings.items() if value}
+        options = {name: value for name, value in settings.items() if value}
         dtype = getattr(torch, self.dtype)
         return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
 
@@ -112,7 +110,7 @@ class Job:
     @cached_property
     def reduced_bytes(self) -> list[int]:
         """Bytes of each all-reduce of activations in a step, if layers are split over all ranks."""
-        sizes: list[int] = []
+        sizes = []
         inputs, targets = next(self.batches())
         cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
         return sizes

@@ -58,7 +58,7 @@ def on_your_gpus(stages: str) -> Comparison:
         device_speed="none",
         link=None,
         progress=True,
-        **(problem_options(size) | {"steps": steps}),
+        **problem_options(size, steps),
     )
     workers = {"1": "process", "2": "threads"}.get(stages, "processes")
     results.measured_on = name_devices(names[:world_size], world_size, workers)
@@ -66,7 +66,7 @@ def on_your_gpus(stages: str) -> Comparison:
     return results
 
 
-def problem_options(size: Size) -> dict[str, Any]:
+def problem_options(size: Size, steps: int = 20) -> dict[str, Any]:
     """The options of `comparison.run` that train the bytes GPT of this size."""
     return {
         "problem": "bytes",
@@ -74,7 +74,7 @@ def problem_options(size: Size) -> dict[str, Any]:
         "global_batch": size.global_batch,
         "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
         "lr": RATE,
-        "steps": 20,
+        "steps": steps,
     }
 
 

@@ -4,8 +4,6 @@ record = Recording()
 train(model, record.stamped(batches), lr)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 

@@ -97,7 +97,7 @@ def lines_of(verdict: Any) -> list[str]:
 def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
     """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
     ranks = {event.rank for event in events}
-    bars: dict = {rank: [] for rank in sorted(ranks)}
+    bars = {rank: [] for rank in sorted(ranks)}
     posts = defaultdict(list)  # The moments of each rank's messages that it has not waited for.
     for moment, rank, kind, text, _ in events:
         if kind == "post":
@@ -113,7 +113,7 @@ def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
 
 def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
     """The bars in as few lanes as they need for none to cover another."""
-    lanes: list = [[]]
+    lanes = [[]]
     for bar in sorted(bars):
         free_lanes = [lane for lane in lanes if not lane or lane[-1].end <= bar.start]
         if free_lanes:

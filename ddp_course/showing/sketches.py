@@ -61,7 +61,7 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     progress = f"{complete} of {world_size**2} chunks complete"
     message = f"after step {step} of {len(schedule)}: {progress}"
     outlook = "all ranks have all sums"
-    sent_chunks: list[int] = []
+    sent_chunks = []
     if step < len(schedule):
         phase, sent_chunks = schedule[step]
         outlook = f"next: {phase}"
