@@ -96,7 +96,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     rank's process.
     """
     epochs = []
-    states = []
+    saves = []
     groups = []  # These are the parameters of the optimizer that made the last step.
     iterate = data.DataLoader.__iter__
     save = torch.save
@@ -117,7 +117,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
             epochs[-1].trained = True
 
     data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
-    torch.save = lambda state, *_, **__: states.append(state)
+    torch.save = lambda state, *_, **__: saves.append(names_of(state))
     # The launch has made the process group, and ends it.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     register_optimizer_step_post_hook(note_step)
@@ -128,7 +128,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     vectors = [tensor.detach().reshape(-1) for group in groups for tensor in group["params"]]
     weights = torch.cat(vectors).double() if vectors else None
     trained_epochs = [epoch for epoch in epochs if epoch.trained]
-    return Report(trained_epochs, [names_of(state) for state in states], weights)
+    return Report(trained_epochs, saves, weights)
 
 
 def run_script(source: str, arguments: list[str]) -> None:

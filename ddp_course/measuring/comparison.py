@@ -25,7 +25,7 @@ from .job import Job, make_job
 from .recording import Recording
 from .results import Comparison, RankReport, StageResult, summarise
 
-DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
+DEFAULT_STAGES = "1,2,3,4,5,6,torch"
 
 
 def run(
@@ -124,19 +124,28 @@ def run_stage(
     """
     if isinstance(device, Device):
         names = [f"cpu:{number}" for number in range(job.world_size)]
+        device = device.over(link)  # Copies between the devices of one process take its time.
     else:
         _, names = placement(device, job.world_size)
     settings = {"bucket_cap_mb": job.bucket_cap_mb, "devices": names}
     if dist.is_initialized():
         return run_on_this_job(stage, job, settings, single_weights)
-    options: dict[str, Any] = {"world_size": job.world_size, "link": link, "timeout": job.timeout}
+    world_size = job.world_size
     if stage.one_process:
-        options |= {"world_size": 1, "link": None}
-    # Copies between several devices of one process take the time of the link.
-    options["device"] = device.over(link) if isinstance(device, Device) else device
-    if job.progress:
-        options["progress"] = (stage.name, job.steps)
-    return launch(train_and_measure, stage, job, settings, single_weights, **options)
+        world_size = 1
+        link = None
+    return launch(
+        train_and_measure,
+        stage,
+        job,
+        settings,
+        single_weights,
+        world_size=world_size,
+        device=device,
+        link=link,
+        timeout=job.timeout,
+        progress=(stage.name, job.steps) if job.progress else False,
+    )
 
 
 def run_on_this_job(

@@ -36,7 +36,7 @@ def device_and_link(
     if speed not in ("auto", "none"):
         device = Device(speed)
     elif speed == "auto" and isinstance(device, str):
-        device = default_device(job, chosen_link.bandwidth if chosen_link else None)
+        device = default_device(job, chosen_link)
     if link == "auto":
         bandwidth = "200Mbit"
         if isinstance(device, Device):
@@ -50,13 +50,15 @@ def on_gpus(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and usable_gpus() > 0)
 
 
-def default_device(job: Job, bandwidth: float | None = None) -> Device:
-    """The device on which a step of the whole batch takes STEP_SECONDS; longer for a link of
-    `bandwidth` bits per second that would otherwise be slow beside it. K does not matter.
+def default_device(job: Job, link: Link | None = None) -> Device:
+    """The device on which a step of the whole batch takes STEP_SECONDS; longer beside a `link` that
+    would otherwise be slow. K does not matter.
     """
     flops = job.work(Device("1GFLOP/s")).flops
-    sending_s = 8 * job.gradient_bytes / (SHARE * bandwidth) if bandwidth else 0.0
-    return Device(f"{flops / max(STEP_SECONDS, sending_s):.2g}FLOP/s")
+    step_s = STEP_SECONDS
+    if link:
+        step_s = max(step_s, 8 * job.gradient_bytes / (SHARE * link.bandwidth))
+    return Device(f"{flops / step_s:.2g}FLOP/s")
 
 
 def default_bandwidth(job: Job, device: Device) -> float:

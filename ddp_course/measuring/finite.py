@@ -12,7 +12,7 @@ from ..errors import NotFiniteError
 from ..running.torch_inside import after_backward, backward_pass
 
 
-def watch(model: torch.nn.Module) -> list:
+def watch(model: nn.Module) -> list:
     """Check each gradient of `model` on this rank before it is averaged; call this before wrapping
     the model.
 

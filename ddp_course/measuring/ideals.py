@@ -215,6 +215,5 @@ def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
     moments = [moment for moment, kind, _ in events if kind != "done"]
     seconds = [end - begin for begin, end in pairwise(moments)]
     middle = len(seconds) // 2
-    forward = seconds[:middle]
-    backward = seconds[middle:]  # It goes through the blocks from the last to the first.
-    return forward, backward[::-1]
+    # The backward pass goes through the blocks from the last to the first.
+    return seconds[:middle], seconds[middle:][::-1]

@@ -82,15 +82,15 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
     """The options of `comparison.run` for a problem of which one GPU needs at least 50 ms for a
     step; the ranks of a job all call this, and rank 0 tries the sizes.
     """
+    found: list[Any] = [None]
     if not dist.is_initialized():
-        [(size, _)] = launch(find_size, world_size, world_size=1, device=device)
-        return problem_options(size)
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0:
-        size, _ = find_size(world_size)
-        chosen = [size]
-    dist.broadcast_object_list(chosen)
-    return problem_options(*chosen)
+        found = launch(find_size, world_size, world_size=1, device=device)
+    else:
+        if dist.get_rank() == 0:
+            found = [find_size(world_size)]
+        dist.broadcast_object_list(found)
+    [(size, _)] = found
+    return problem_options(size)
 
 
 def sizes(world_size: int) -> Iterator[Size]:

@@ -41,16 +41,12 @@ class Recording:
                 yield batch
                 continue
             context: AbstractContextManager[list] = nullcontext([])
-            if self.has_spans(number):
+            if not self.on_gpu or number % 2 == 1:
                 context = timeline.recording()
             with wire.counting() as self.traffic, context as spans:
                 yield batch
             self.spans.append(spans)
             self.began.append(clocks.now())
-
-    def has_spans(self, step: int) -> bool:
-        """Whether the spans of a step are recorded; on a GPU it is not timed then."""
-        return not self.on_gpu or step % 2 == 1
 
     def steps(self, with_spans: bool) -> list[int]:
         """Numbers of the steps after the warm-up, at least the last; on a GPU only those with
@@ -59,7 +55,8 @@ class Recording:
         last = len(self.spans) - 1
         numbers = list(range(min(WARM_UP, last), last + 1))
         if self.on_gpu:
-            return [step for step in numbers if self.has_spans(step) == with_spans] or [last]
+            # There steps with an odd number have spans, and the others are timed.
+            return [step for step in numbers if (step % 2 == 1) == with_spans] or [last]
         return numbers
 
     def seconds(self, step: int) -> float:

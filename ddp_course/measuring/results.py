@@ -1,7 +1,5 @@
 """The results of a comparison. Their fields are the keys of compare.json."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -98,7 +96,7 @@ class Comparison:
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Comparison:
+    def from_json(cls, text: str) -> "Comparison":
         """The comparison of which `to_json` made this text."""
         fields = json.loads(text)
         fields["stages"] = [StageResult(**stage) for stage in fields["stages"]]

@@ -7,13 +7,12 @@ facebookresearch/HolisticTraceAnalysis, MIT licence, tests/data/nccl_parser_conf
 import gzip
 import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .timeline import Span
 
-TWO_A100S = Path(str(files(__package__) / "facts" / "resnet50_ddp_2xa100_rank0.json.gz"))
+TWO_A100S = Path(__file__).with_name("facts") / "resnet50_ddp_2xa100_rank0.json.gz"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from IPython.display import display
 
 from .plots import Picture, panels
 
-MESSAGES_PER_RANK = 6  # A figure has those without a wait first, then the latest that had one.
+# A figure has so many messages of a rank: those without a wait first, then the latest. A text has
+# as many events.
+MOST_OF_A_RANK = 6
 COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
@@ -34,7 +36,7 @@ def show(verdict: Any) -> None:
     print(verdict)
     ranks = verdict.ranks or sorted({event.rank for event in verdict.events})
     events = [event for event in verdict.events if event.rank in ranks]
-    for moment, rank, kind, text, lines in events[-MESSAGES_PER_RANK * len(ranks) :]:
+    for moment, rank, kind, text, lines in events[-MOST_OF_A_RANK * len(ranks) :]:
         indent = "    " * ranks.index(rank)
         # The text of a fault is long, and has been printed with the verdict.
         happened = f"{kind} {text}" if kind in ("post", "wait") else kind
@@ -108,7 +110,7 @@ def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
     end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
     for (rank, text), starts in posts.items():
         bars[rank] += [Bar(start, end, text, waited_for=False) for start in starts]
-    return {rank: lanes_of(messages[-MESSAGES_PER_RANK:]) for rank, messages in bars.items()}
+    return {rank: lanes_of(messages[-MOST_OF_A_RANK:]) for rank, messages in bars.items()}
 
 
 def lanes_of(bars: list[Bar]) -> list[list[Bar]]:

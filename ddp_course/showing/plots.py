@@ -76,10 +76,9 @@ class Picture(Figure):
         from IPython.display import display
 
         image = base64.b64encode(self.png()).decode()
-        metadata = {"image/png": {"alt": self.alt}}
         display(
             {"image/png": image, "text/plain": self.message or "figure"},
-            metadata=metadata,
+            metadata={"image/png": {"alt": self.alt}},
             raw=True,
         )
         if self.message:
@@ -227,8 +226,8 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
             ends = [row - 0.42, row + 0.42]
             axes.plot([stage.ideal_ms] * 2, ends, "black", linewidth=2, label=name)
             end_ms = max(end_ms, stage.ideal_ms)
-        text = f" {step_text(stage, waiting_ms)}"
-        axes.text(end_ms + 0.01 * longest_ms, row, text, va="center", fontsize=9)
+        place = end_ms + 0.01 * longest_ms
+        axes.text(place, row, step_text(stage, waiting_ms), va="center", fontsize=9)
     name_rows(axes, [stage.label for stage in stages])
     # The texts beside the bars need the room.
     axes.set(xlim=(0, 1.75 * longest_ms), xlabel="time of a step (ms, median, slowest rank)")
@@ -240,8 +239,8 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
 
 
 def step_text(stage: StageResult, waiting_ms: float) -> str:
-    """The text beside a bar: "95.2 ms, 3.4 times as fast, 12 waiting"."""
-    parts = [f"{stage.step_ms:.1f} ms"]
+    """The text beside a bar, after a space: " 95.2 ms, 3.4 times as fast, 12 waiting"."""
+    parts = [f" {stage.step_ms:.1f} ms"]
     if stage.stage != "1":
         parts.append(f"{stage.speed_up:.1f} times as fast")
     if waiting_ms >= 0.05:  # Less would not change the first number.
@@ -328,9 +327,7 @@ def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) 
     above, the communication thread below.
     """
     # A lane is 0.84 high; where messages are in its lower half, each half is 0.42 high.
-    height = 0.84
-    if any(lane == "network" for _, _, _, lane, *_ in spans):
-        height = 0.42
+    height = 0.42 if any(lane == "network" for _, _, _, lane, *_ in spans) else 0.84
     # Neighbours of one name and lane are drawn at once: a trace has hundreds of them.
     for (name, lane), neighbours in groupby(spans, key=itemgetter(0, 3)):
         top = row if lane == "network" else row - 0.42
@@ -378,10 +375,9 @@ def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> N
     are all too short to be seen.
     """
     spans = [span for lane in lanes for span in lane]
-    begin = min(start for _, start, *_ in spans)
-    end_of_all = max(end for _, _, end, *_ in spans)
-    shortest = (end_of_all - begin) / 1000  # A figure has fewer than 1,000 pixels for all spans.
-    visible = {name for name, start, end, *_ in spans if end - start > shortest}
+    seconds = max(end for _, _, end, *_ in spans) - min(start for _, start, *_ in spans)
+    # A figure has fewer than 1,000 pixels for all spans together.
+    visible = {name for name, start, end, *_ in spans if end - start > seconds / 1000}
     names = [name for name in SPAN_COLOURS if name in visible]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
     drawing.legend(handles, names, ncols=5, handlelength=1.2, **place)
@@ -437,8 +433,8 @@ def draw_line(axes: Axes, look: str, label: str, xs: Any, ys: Any, colour: Any =
 
 def name_at_its_end(axes: Axes, line: Any) -> None:
     """Write the name of a flat line above its right end: a legend would cover the line."""
-    height, *_ = line.get_ydata()
-    right_end = (1, height)  # With the transform below, x is 1 at the right edge.
+    # With the transform below, x is 1 at the right edge.
+    right_end = (1, line.get_ydata()[0])
     axes.annotate(
         line.get_label(),
         right_end,

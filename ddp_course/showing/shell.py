@@ -51,8 +51,7 @@ def _output(process, timeout):
     """What the process prints, at its end; until then a bar counts the seconds that it may take."""
     for _ in progress(range(int(timeout)), desc="at most", unit="s", leave=False):
         with suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=1)
-            return output
+            return process.communicate(timeout=1)[0]
     raise subprocess.TimeoutExpired(process.args, timeout)
 
 

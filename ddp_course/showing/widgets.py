@@ -17,6 +17,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
+from ..measuring import theory
 from ..running.learners_copy import keep
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
@@ -49,7 +50,7 @@ class Explorer(ipywidgets.VBox):
             control.observe(self.redraw, "value")
         self.redraw()
 
-    def redraw(self, change: Any = None) -> None:
+    def redraw(self, *_: Any) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
         # The browser keeps this much room while it loads the new image: without it the page below
@@ -93,7 +94,7 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
             controls = {}
             for name, (title, values) in sliders.items():
                 controls[name] = choice(title, call.arguments[name], values)
-            # In its module the figure's name stands for `make`, so that this finds the maker.
+            # In its module the figure's name stands for `make`.
             maker = f"{figure.__module__}:{figure.__name__}"
             return Explorer(figure, maker, *call.args, **controls)
 
@@ -122,11 +123,12 @@ def ring_stepper(world_size: int = 4) -> Any:
     step = ipywidgets.IntSlider(description="step", layout=_LAYOUT, style=_WIDE)
     # The kernel decides how many steps there are; the browser keeps button and slider in step.
     ipywidgets.dlink((ranks, "value"), (step, "max"), lambda ranks: 2 * (ranks - 1))
-    maker = f"{__name__}:ring_stepper"
-    stepper = Explorer(sketches.ring_step, maker, world_size, world_size=ranks, step=step)
+    stepper = Explorer(
+        sketches.ring_step, f"{__name__}:ring_stepper", world_size, world_size=ranks, step=step
+    )
     play = ipywidgets.Play(min=0, max=step.max, interval=1200, repeat=True)
-    ipywidgets.jslink((step, "value"), (play, "value"))
-    ipywidgets.jslink((step, "max"), (play, "max"))
+    for trait in ("value", "max"):
+        ipywidgets.jslink((step, trait), (play, trait))
     stepper.children = [ranks, ipywidgets.HBox([play, step]), stepper.image, stepper.message]
     return stepper
 
@@ -141,8 +143,9 @@ class Prediction(ipywidgets.VBox):
         self.answers = list(answers)
         options = [("I have not decided", None)]
         options += [(str(answer), answer) for answer in self.answers]
-        layout = ipywidgets.Layout(width="auto")
-        self.buttons = ipywidgets.RadioButtons(options=options, layout=layout)
+        self.buttons = ipywidgets.RadioButtons(
+            options=options, layout=ipywidgets.Layout(width="auto")
+        )
         super().__init__([ipywidgets.HTML(f"<b>{question}</b>"), self.buttons])
 
     def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
@@ -188,7 +191,6 @@ def alpha_beta_explorer(
     """Which of four all-reduces is the fastest for which message size, from the closed forms of
     `theory`.
     """
-    from ..measuring import theory
     from ..running.units import bits_per_second, seconds
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
 
@@ -239,7 +241,7 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     percent of a step of one device.
     """
     from .. import ladder
-    from ..measuring import ideals, theory
+    from ..measuring import ideals
     from ..measuring.job import make_job
     from ..running.devices import Device
 

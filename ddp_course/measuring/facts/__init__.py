@@ -23,13 +23,11 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def _lines(name):
-    """The lines of a table as dicts of texts."""
     with (files(__package__) / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def _number(text):
-    """The text as a number, if it is one."""
     try:
         return float(text)
     except ValueError:

@@ -54,8 +54,7 @@ def profile(name: str, compute_s: float) -> Profile:
     """
     sizes = list(layers(name))
     unit = compute_s / (3 * sum(work for _, work in sizes))
-    rows = [Layer("", work * unit, 2 * work * unit, 4 * size) for size, work in sizes]
-    return Profile(tuple(rows))
+    return Profile(tuple(Layer("", work * unit, 2 * work * unit, 4 * size) for size, work in sizes))
 
 
 def _convolution(channels_in, channels_out, kernel, side, groups=1):

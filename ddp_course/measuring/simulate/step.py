@@ -92,9 +92,11 @@ def simulate(
             spans.append(Span("communication", start, link_free, "network"))
     wait_end = max(now, link_free)
     end = wait_end + profile.update_s
-    spans.append(Span("backward", forward_end, now))
-    spans.append(Span("wait", now, wait_end))
-    spans.append(Span("update", wait_end, end))
+    spans += [
+        Span("backward", forward_end, now),
+        Span("wait", now, wait_end),
+        Span("update", wait_end, end),
+    ]
     spans = sorted((span for span in spans if span.seconds > 0), key=lambda span: span.start)
     return Step(
         world_size=world_size,
