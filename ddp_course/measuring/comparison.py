@@ -124,7 +124,7 @@ def run_stage(
     """
     if isinstance(device, Device):
         names = [f"cpu:{number}" for number in range(job.world_size)]
-        device = device.over(link)  # Copies between the devices of one process take its time.
+        device = device.over(link)  # Copies between devices of one process take the link's time.
     else:
         _, names = placement(device, job.world_size)
     settings = {"bucket_cap_mb": job.bucket_cap_mb, "devices": names}

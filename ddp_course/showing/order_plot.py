@@ -67,7 +67,7 @@ def timeline(verdict: Any) -> Picture:
                 row += 1
             axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
         for moment, rank, kind, *_ in verdict.events:
-            # A rank that has not waited for a message has stopped all the same: at its end.
+            # A message that nobody waits for stops no rank: it is found at the rank's end.
             if rank in verdict.ranks and kind not in ("post", "wait", "not waited for"):
                 axes.plot(
                     1000 * moment, middles[rank], "x", color=FAULT, markersize=12, markeredgewidth=3
