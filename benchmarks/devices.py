@@ -163,7 +163,7 @@ def train(job: Job, stage: str) -> list[float]:
     record = Recording()
     batches = record.stamped(job.batches(dist.get_rank(), job.world_size))
     ladder.find(stage).trainer({"bucket_cap_mb": job.bucket_cap_mb})(job.model(), batches, job.lr)
-    return [record.seconds(step) for step in record.steps(drawn=False)]
+    return [record.seconds(step) for step in record.steps(with_spans=False)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

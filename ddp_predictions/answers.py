@@ -204,10 +204,7 @@ class Answer:
         description = "Stacked bars of seconds, and bars of memory, by way"
         height = 1.6 + 0.42 * len(answers)
         form: Any = {"kind": "derived", "sharey": True, "width_ratios": [2, 1]}
-        with panels(1, 2, 10, height, message, description, title=message, **form) as (
-            picture,
-            axes,
-        ):
+        with panels(1, 2, 10, height, message, description, **form) as (picture, axes):
             for row, other in enumerate(answers):
                 draw_step(axes[0], row, other)
                 colour = "#0072B2" if other.fits else "#8C8C8C"

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
     )
     parser.add_argument(
-        "--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}"
+        "--stages", default=DEFAULT_STAGES, help=f"there are {', '.join(ladder.STAGES)}"
     )
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0"

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -56,75 +56,68 @@ def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
     not seen.
     """
     with tempfile.TemporaryDirectory() as folder:
-        places = {FOLDER: folder}
-        arguments = [places.get(argument, argument) for argument in arguments]
-        ranks: list[Report] = launch(run_watched, source, arguments, world_size=2, device="cpu")
-    writers = [number for number, rank in enumerate(ranks) if rank.saves]
+        given = [argument.replace(FOLDER, folder) for argument in arguments]
+        reports = launch(run_watched, source, given, world_size=2, device="cpu")
+    return list(mistakes(reports))
+
+
+def mistakes(ranks: list[Report]) -> Iterator[str]:
+    """Yield a line for each mistake that the ranks' reports show, and for what they cannot show."""
+    world_size = len(ranks)
+    # The samples of each rank's first epoch. A sampler's padding repeats fewer than `world_size`.
+    shares = [rank.epochs[0].samples for rank in ranks if rank.epochs]
+    if any(len(set(one) & set(other)) >= world_size for one, other in pairwise(shares)):
+        yield "ranks train on the same samples: no DistributedSampler"
+    if any(len(share) - len(set(share)) >= world_size for share in shares):
+        yield "a rank trains on samples twice: each worker yields all of them, share them out"
+    neighbours = [pair for rank in ranks for pair in pairwise(rank.epochs)]
+    if any(epoch.shuffles and epoch.samples == later.samples for epoch, later in neighbours):
+        yield "every epoch has the same order: set_epoch is not called"
     weights = [rank.weights for rank in ranks if rank.weights is not None]
-    firsts = [samples_of_first(rank.epochs) for rank in ranks]
-    first, *others = map(set, firsts)
-    # A sampler's padding repeats fewer than K samples.
-    messages = {
-        "ranks train on the same samples: no DistributedSampler": any(
-            len(first & other) >= len(ranks) for other in others
-        ),
-        "a rank trains on samples twice: each worker yields all of them, share them out": any(
-            len(samples) - len(set(samples)) >= len(ranks) for samples in firsts
-        ),
-        "every epoch has the same order: set_epoch is not called": any(
-            before.shuffles and before.samples == after.samples
-            for rank in ranks
-            for before, after in pairwise(rank.epochs)
-        ),
-        (
+    if any(not torch.equal(one, other) for one, other in pairwise(weights)):
+        yield (
             "the ranks' weights differ: the model is not wrapped, or the loss does not come from"
             " its wrapper"
-        ): any(not torch.equal(left, right) for left, right in pairwise(weights)),
-        f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
-        "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
-            name.startswith("module.") for rank in ranks for names in rank.saves for name in names
-        ),
-        "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(
-            rank.epochs for rank in ranks
-        ),
-        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": (
-            not weights
-        ),
-    }
-    return [message for message, true in messages.items() if true]
-
-
-def samples_of_first(epochs: list[Epoch]) -> list[int]:
-    """The samples of a rank's first epoch, if it has one."""
-    return epochs[0].samples if epochs else []
+        )
+    writers = [number for number, rank in enumerate(ranks) if rank.saves]
+    if len(writers) > 1:
+        yield f"ranks {writers} all write the checkpoint: only rank 0 should"
+    names = [name for rank in ranks for saved in rank.saves for name in saved]
+    if any(name.startswith("module.") for name in names):
+        yield "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's"
+    if not shares:
+        yield "not seen: which samples the ranks train on, for no DataLoader was trained on"
+    if not weights:
+        yield "not seen: whether the ranks' weights stay equal, for no optimizer made a step"
 
 
 def run_watched(source: str, arguments: list[str]) -> Report:
     """Run the script as this rank's `__main__` and note what it does; the patches here end with the
     rank's process.
     """
-    epochs: list[Epoch] = []
-    optimizers = []
-    states = []
-    batches = data.DataLoader.__iter__
+    epochs = []
+    saves = []
+    groups = []  # These are the parameters of the optimizer that made the last step.
+    iterate = data.DataLoader.__iter__
     save = torch.save
 
     def note_samples(loader):
         """Iterate over a DataLoader, and keep the samples of this pass."""
         epoch = Epoch([], getattr(loader.sampler, "shuffle", False))
         epochs.append(epoch)
-        for batch in batches(loader):
+        for batch in iterate(loader):
             epoch.samples.extend(samples_of(batch))
             yield batch
 
     def note_step(optimizer, *_):
-        """Keep the optimizer, and that it has trained on the latest pass over the data."""
-        optimizers[:] = [optimizer]
+        """Keep the optimizer's parameters, and that the latest pass over the data trained."""
+        nonlocal groups
+        groups = optimizer.param_groups
         if epochs:
             epochs[-1].trained = True
 
     data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
-    torch.save = lambda state, *_, **__: states.append(state)
+    torch.save = lambda state, *_, **__: saves.append(names_of(state))
     # The launch has made the process group, and ends it.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     register_optimizer_step_post_hook(note_step)
@@ -132,11 +125,10 @@ def run_watched(source: str, arguments: list[str]) -> Report:
         run_script(source, arguments)
     finally:
         torch.save = save  # The launch itself saves this rank's result.
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    weights = [parameter.detach().reshape(-1) for parameters in groups for parameter in parameters]
-    whole = torch.cat(weights).double() if weights else None
-    trained = [epoch for epoch in epochs if epoch.trained]
-    return Report(trained, list(map(names_of, states)), whole)
+    vectors = [tensor.detach().reshape(-1) for group in groups for tensor in group["params"]]
+    weights = torch.cat(vectors).double() if vectors else None
+    trained_epochs = [epoch for epoch in epochs if epoch.trained]
+    return Report(trained_epochs, saves, weights)
 
 
 def run_script(source: str, arguments: list[str]) -> None:
@@ -149,6 +141,7 @@ def run_script(source: str, arguments: list[str]) -> None:
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
     )
     sys.argv = ["script", *arguments]
+    # From here a traceback takes the lines that it shows.
     linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
     with redirect_stdout(StringIO()):
         exec(compile(source, "script", "exec"), {"__name__": "__main__"})
@@ -159,11 +152,12 @@ def samples_of(batch: Any) -> list[int]:
     sampler are.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    sums = []
-    for parts in zip(*tensors, strict=False):
-        content = b"".join(part.numpy(force=True).tobytes() for part in parts)
-        sums.append(crc32(content))
-    return sums
+    checksums = []
+    # Row i of the inputs, of the targets and of what else there is belong to sample i.
+    for rows in zip(*tensors, strict=False):
+        content = b"".join(row.numpy(force=True).tobytes() for row in rows)
+        checksums.append(crc32(content))
+    return checksums
 
 
 def names_of(state: Any) -> list[str]:
@@ -173,4 +167,6 @@ def names_of(state: Any) -> list[str]:
     if not isinstance(state, dict):
         return []
     names = [str(name) for name, value in state.items() if isinstance(value, torch.Tensor)]
-    return names + [name for value in state.values() for name in names_of(value)]
+    for value in state.values():
+        names += names_of(value)
+    return names

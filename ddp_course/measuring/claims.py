@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..running.files import course_folder
 
 KINDS = ("measured", "virtual time", "counted", "simulated", "derived")
+# These are the lines that `decide` prints.
 PRINTED = re.compile(rf"“(.*)”\nClaim (\d+) \(({'|'.join(KINDS)})\): (.*)\n(.*)")
 
 
@@ -45,13 +46,17 @@ def verdict(outcomes: dict[str, bool]) -> str:
     """The verdict on outcomes by condition. Where of "K = 2", "K = 4", "K = 16", … only the first
     two hold, it is "holds up to K = 4".
     """
-    true = [name for name, holds in outcomes.items() if holds]
-    if len(true) == len(outcomes):
+    conditions = list(outcomes)
+    met = [name for name, holds in outcomes.items() if holds]
+    if met == conditions:
         return "holds"
-    scale = all(re.fullmatch(r"K = \d+", name) for name in outcomes)
-    if scale and len(true) > 1 and true == list(outcomes)[: len(true)]:
-        return f"holds up to {true[-1]}"
-    return f"holds only if {' or '.join(true)}" if true else "false"
+    if not met:
+        return "false"
+    by_size = all(re.fullmatch(r"K = \d+", name) for name in conditions)
+    # Of one size alone "only if K = 2" is clearer.
+    if by_size and len(met) > 1 and met == conditions[: len(met)]:
+        return f"holds up to {met[-1]}"
+    return f"holds only if {' or '.join(met)}"
 
 
 def decided() -> list[Decision]:
@@ -59,7 +64,9 @@ def decided() -> list[Decision]:
     decisions = []
     for path in sorted(course_folder("notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
-            for text, number, kind, verdict, why in PRINTED.findall(printed):
-                decisions.append(Decision(int(number), text, kind, verdict, why, path.stem))
+            printed = ""
+            for output in cell.get("outputs", ()):
+                printed += "".join(output.get("text", ()))
+            for text, number, kind, outcome, why in PRINTED.findall(printed):
+                decisions.append(Decision(int(number), text, kind, outcome, why, path.stem))
     return sorted(decisions)

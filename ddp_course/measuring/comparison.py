@@ -3,8 +3,6 @@
 `run` trains and returns a `Comparison`; `results` says what each of its fields is.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable
@@ -27,7 +25,7 @@ from .job import Job, make_job
 from .recording import Recording
 from .results import Comparison, RankReport, StageResult, summarise
 
-DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
+DEFAULT_STAGES = "1,2,3,4,5,6,torch"
 
 
 def run(
@@ -60,7 +58,7 @@ def run(
     real_device = device if isinstance(device, str) else "cpu"
     backend, devices = placement(real_device, world_size)
     with say_while("preparing, some seconds", progress):
-        device, link = device_and_link(job, device, device_speed, link, link_mode)
+        used_device, used_link = device_and_link(job, device, device_speed, link, link_mode)
     return Comparison(
         problem=problem,
         world_size=world_size,
@@ -72,9 +70,9 @@ def run(
         torch=torch.__version__,
         device=devices[0].split(":")[0],
         backend=dist.get_backend() if dist.is_initialized() else backend,
-        emulated_device=device.describe() if isinstance(device, Device) else None,
-        link=link.describe() if link else None,
-        stages=measure_stages(wanted, job, device, link),
+        emulated_device=used_device.describe() if isinstance(used_device, Device) else None,
+        link=used_link.describe() if used_link else None,
+        stages=measure_stages(wanted, job, used_device, used_link),
     )
 
 
@@ -87,12 +85,12 @@ def measure_stages(
     """
     stages = list(dict.fromkeys([ladder.find("1"), *wanted]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
-    single = None
-    results: list[StageResult] = []
+    single_weights = None
+    results = []
     for stage in stages:
-        ranks = run_stage(stage, job, device, link, single)
+        ranks = run_stage(stage, job, device, link, single_weights)
         if stage.key == "1":
-            single = ranks[0].weights
+            single_weights = ranks[0].weights
         result = summarise(stage, ranks)
         refuse_not_finite(result)
         results.append(result)
@@ -108,66 +106,87 @@ def refuse_not_finite(result: StageResult) -> None:
     """Raise NotFiniteError at the first step whose loss is no number."""
     for step, loss in enumerate(result.loss, 1):
         if not math.isfinite(loss):
-            since = f"the loss of {result.name} is no longer a number from step {step} on"
-            raise NotFiniteError(f"{since}: choose a smaller --lr")
+            raise NotFiniteError(
+                f"the loss of {result.name} is no longer a number from step {step} on: choose a"
+                " smaller --lr"
+            )
 
 
 def run_stage(
-    stage: Stage, job: Job, device: Device | str, link: Link | None, single: torch.Tensor | None
+    stage: Stage,
+    job: Job,
+    device: Device | str,
+    link: Link | None,
+    single_weights: torch.Tensor | None,
 ) -> list[RankReport]:
-    """Train with one stage on all its ranks; return what each reports. `single` has the weights of
-    stage 1.
+    """Train with one stage on all its ranks; return what each reports. `single_weights` are those
+    that stage 1 ended with, None while it runs.
     """
     if isinstance(device, Device):
         names = [f"cpu:{number}" for number in range(job.world_size)]
+        device = device.over(link)  # Copies between devices of one process take the link's time.
     else:
         _, names = placement(device, job.world_size)
     settings = {"bucket_cap_mb": job.bucket_cap_mb, "devices": names}
     if dist.is_initialized():
-        return run_on_this_job(stage, job, settings, single)
-    where: dict[str, Any] = {"world_size": job.world_size, "link": link}
+        return run_on_this_job(stage, job, settings, single_weights)
+    world_size = job.world_size
     if stage.one_process:
-        where = {"world_size": 1, "link": None}
-    where["device"] = device.over(link) if isinstance(device, Device) else device
-    where["progress"] = job.progress and (stage.name, job.steps)
-    return launch(train_and_measure, stage, job, settings, single, timeout=job.timeout, **where)
+        world_size = 1
+        link = None
+    return launch(
+        train_and_measure,
+        stage,
+        job,
+        settings,
+        single_weights,
+        world_size=world_size,
+        device=device,
+        link=link,
+        timeout=job.timeout,
+        progress=(stage.name, job.steps) if job.progress else False,
+    )
 
 
 def run_on_this_job(
-    stage: Stage, job: Job, settings: dict, single: torch.Tensor | None
+    stage: Stage, job: Job, settings: dict, single_weights: torch.Tensor | None
 ) -> list[RankReport]:
     """What each rank that torchrun has started reports of one stage; every rank calls this."""
     dist.barrier()
     began = time.perf_counter()
     report = None
     if dist.get_rank() == 0 or not stage.one_process:
-        report = train_and_measure(stage, job, settings, single)
+        report = train_and_measure(stage, job, settings, single_weights)
         report.record.zero = began  # Every machine has a clock of its own.
-    ranks: list[Any] = [None] * job.world_size
-    dist.all_gather_object(ranks, report)
-    return [report for report in ranks if report]
+    reports: list[Any] = [None] * job.world_size
+    dist.all_gather_object(reports, report)
+    return [report for report in reports if report]
 
 
 def train_and_measure(
-    stage: Stage, job: Job, settings: dict, single: torch.Tensor | None
+    stage: Stage, job: Job, settings: dict, single_weights: torch.Tensor | None
 ) -> RankReport:
     """What each rank runs: train with `stage`, and report times, traffic, losses and the distance
-    to `single`.
+    to `single_weights`.
     """
     job = replace(job, device=str(rank_device()))
-    share = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
+    rank, shares = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
     model = job.model()
     torch.set_num_threads(1)  # On the CPU a device is one core in every stage.
     # TF32's 10 bits of mantissa would make the stages differ.
     torch.backends.cudnn.allow_tf32 = False
     record = Recording()
-    losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
+    train = stage.trainer(settings)
+    losses = train(model, record.stamped(job.batches(rank, shares)), job.lr)
     full_speed()  # The evaluation is not timed.
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+    difference = 0.0
+    if single_weights is not None:
+        difference = (weights - single_weights).abs().max().item()
     return RankReport(
         record=record,
         loss=losses,
-        difference=0.0 if single is None else (weights - single).abs().max().item(),
+        difference=difference,
         evaluation=job.problem.evaluate(model) if dist.get_rank() == 0 else None,
         weights=weights if stage.key == "1" else None,
     )

@@ -12,7 +12,7 @@ from ..errors import NotFiniteError
 from ..running.torch_inside import after_backward, backward_pass
 
 
-def watch(model: torch.nn.Module) -> list:
+def watch(model: nn.Module) -> list:
     """Check each gradient of `model` on this rank before it is averaged; call this before wrapping
     the model.
 
@@ -24,21 +24,21 @@ def watch(model: torch.nn.Module) -> list:
     names = {
         parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-    later = Later(names)
+    sums = SumsOfPass(names)
 
     def check_parameter(parameter):
         """Look at a gradient that has just been made, now or on a GPU at the end of the pass."""
         if parameter.is_cuda:
-            later.note(parameter)
+            sums.note(parameter)
         else:
             check(parameter.grad, names[parameter])
 
     return [parameter.register_post_accumulate_grad_hook(check_parameter) for parameter in names]
 
 
-class Later:
-    """The sums of one backward pass, which are started as its gradients are made and read when the
-    pass is over.
+class SumsOfPass:
+    """The sums of the gradients of one backward pass, by the parameters' `names`: each is started
+    as its gradient is made, and all are read when the pass is over.
     """
 
     def __init__(self, names):
@@ -53,7 +53,8 @@ class Later:
             self.backward_pass = backward_pass()
             after_backward(self.check_sums)
         if not parameter.grad.is_sparse:
-            gradient = parameter.grad.as_subclass(torch.Tensor)  # It may be a part of one.
+            # A part of a sharded parameter's gradient refuses to be summed as one.
+            gradient = parameter.grad.as_subclass(torch.Tensor)
             self.sums[self.names[parameter]] = gradient.sum(dtype=torch.float64)
 
     def check_sums(self) -> None:
@@ -61,11 +62,12 @@ class Later:
         sums = self.sums
         self.sums = {}
         totals = torch.stack(list(sums.values())).tolist() if sums else []
-        bad = [name for name, total in zip(sums, totals, strict=True) if not math.isfinite(total)]
-        if bad:
-            more = f", and of {len(bad) - 1} more parameters," if bad[1:] else ""
+        names = [name for name, total in zip(sums, totals, strict=True) if not math.isfinite(total)]
+        if names:
+            first, *others = names
+            more = f", and of {len(others)} more parameters," if others else ""
             raise NotFiniteError(
-                f"rank {this_rank()}: the gradient of {bad[0]}{more} has NaN or infinite elements"
+                f"rank {this_rank()}: the gradient of {first}{more} has NaN or infinite elements"
                 " on this rank, from before the average. Look at this rank's batch and at the"
                 " learning rate."
             )
@@ -82,13 +84,19 @@ def check(gradient: torch.Tensor, name: str) -> None:
     """
     if gradient.is_sparse:
         return
-    gradient = gradient.as_subclass(torch.Tensor)  # It may be a part of one.
-    if math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
-        return  # Finite terms may have a sum that is too large for the dtype.
-    kinds = {"NaN": gradient.isnan(), "infinite": gradient.isinf()}
+    # A part of a sharded parameter's gradient refuses to be summed as one.
+    gradient = gradient.as_subclass(torch.Tensor)
+    # Finite terms may have a sum that is too large for the dtype.
+    if math.isfinite(gradient.sum().item()) or gradient.isfinite().all():
+        return
+    kinds = []
+    if gradient.isnan().any():
+        kinds.append("NaN")
+    if gradient.isinf().any():
+        kinds.append("infinite")
+    bad_elements = int((~gradient.isfinite()).sum())
     raise NotFiniteError(
-        f"rank {this_rank()}: {int((~gradient.isfinite()).sum())} of {gradient.numel()} elements of"
-        f" the gradient of {name} are not finite"
-        f" ({' and '.join(kind for kind, elements in kinds.items() if elements.any())}). Nothing"
-        " was averaged. Look at this rank's batch and at the learning rate."
+        f"rank {this_rank()}: {bad_elements} of {gradient.numel()} elements of the gradient of"
+        f" {name} are not finite ({' and '.join(kinds)}). Nothing was averaged. Look at this rank's"
+        " batch and at the learning rate."
     )

@@ -8,14 +8,11 @@ copied          C/K + K-1 copies, one after the other, of weights and gradients 
                 shards of the inputs, the outputs and the outputs' gradients
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
-                block and the
-                sums of gradients share the link, one after the other
+                block and the sums of gradients share the link, one after the other
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
 pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
                 has arrived
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -73,18 +70,19 @@ def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> floa
     inputs, _ = next(job.batches())
     with torch.no_grad():
         outputs = model(inputs)
-    wholes = [parameter.nbytes for parameter in model.parameters()] * 2
+    weights = [parameter.nbytes for parameter in model.parameters()]
+    # Shards of the inputs go out, those of the outputs come back, and their gradients go out.
     shards = [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
-    copies_s = sum(costs.message(nbytes) for nbytes in [*wholes, *shards])
+    # Weights go out, and gradients of the same sizes come back.
+    copies_s = sum(costs.message(nbytes) for nbytes in [*weights, *weights, *shards])
     return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
 
 
 def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
-    return simulate(
-        work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb
-    ).step_s
+    step = simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb)
+    return step.step_s
 
 
 def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
@@ -102,24 +100,26 @@ def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
 def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step of a pipeline."""
     parts = split(layers_of(job.model()), job.world_size)
-    batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
-    events = events_of(
-        nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device
-    )
+    blocks = [(part, list(part.parameters())) for part in parts]
+    microbatch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
+    events = events_of(nn.Sequential(*parts), blocks, microbatch, device)
+    forward, backward = passes_of(events)
     schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
     messages = [nbytes / MICROBATCHES * costs.beta for nbytes in job.activation_bytes]
-    rows = timetable(schedule, *passes_of(events), message=messages, latency=costs.alpha)
-    return max(row[-1][2] for row in rows) + job.work(device, job.world_size).update_s
+    rows = timetable(schedule, forward, backward, message=messages, latency=costs.alpha)
+    passes_s = max(end for row in rows for _, _, end in row)
+    return passes_s + job.work(device, job.world_size).update_s
 
 
 def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
-    seconds = profile_of_step(job, device, sliced=True).compute_s
-    return seconds + sum(
+    sending_s = sum(
         theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
     )
+    return profile_of_step(job, device, sliced=True).compute_s + sending_s
 
 
+# All take the same arguments, which not all of them need, so that any can be called by its name.
 STEPS = {
     "alone": compute_seconds,
     "averaged": averaged_seconds,
@@ -140,34 +140,33 @@ def events_of(
     """When each block, a module with its parameters, begins its passes and has its gradients, by
     the device's clock.
     """
-    events: list[Event] = []
-    missing = {
-        parameter: number
-        for number, (_, parameters) in enumerate(blocks)
-        for parameter in parameters
-    }
+    events = []
+    numbers = {}
+    missing = {}  # The block of each parameter that has no gradient yet.
+    for number, (module, parameters) in enumerate(blocks):
+        numbers[module] = number
+        missing |= dict.fromkeys(parameters, number)
     with device.emulate(sleep=False) as emulation:
 
         def note(kind, number):
             """Write down what begins or is done now."""
             events.append((emulation.busy_s, kind, number))
 
-        def ready(parameter):
-            """A gradient is made: with the last one of its block the block is done."""
+        def note_gradient(parameter):
+            """With the last gradient of a block the block is done."""
             number = missing.pop(parameter)
             if number not in missing.values():
                 note("done", number)
 
-        def after(module, inputs, outputs):
+        def note_backward(module, inputs, outputs):
             """A block's backward pass begins when its output has a gradient."""
             outputs.register_hook(lambda _: note("backward", numbers[module]))
 
-        numbers = {module: number for number, (module, _) in enumerate(blocks)}
-        for module, parameters in blocks:
+        for module in numbers:
             module.register_forward_pre_hook(lambda module, _: note("forward", numbers[module]))
-            module.register_forward_hook(after)
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(ready)
+            module.register_forward_hook(note_backward)
+        for parameter in list(missing):
+            parameter.register_post_accumulate_grad_hook(note_gradient)
         inputs, targets = batch
         cross_entropy(model(inputs), targets).backward()
         note("end", 0)
@@ -182,35 +181,39 @@ def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs
     block leaves then.
     """
     now = 0.0
-    worked = 0.0
-    line_free = 0.0
-    arrival: dict[tuple[str, int], float] = {}
+    worked = 0.0  # This is `now` without the waits for parameters, as the events count.
+    link_free = 0.0
+    arrivals = {}
 
-    def travel(number):
-        """When a block that is ready now has gone around the link."""
-        nonlocal line_free
-        around = (world_size - 1) * costs.message(sizes[number] / world_size)
-        line_free = max(now, line_free) + around
-        return line_free
+    def travel(block):
+        """When the parameters or gradients of a block, which are ready now, have gone around."""
+        nonlocal link_free
+        around = (world_size - 1) * costs.message(sizes[block] / world_size)
+        link_free = max(now, link_free) + around
+        return link_free
 
-    for place, (moment, kind, number) in enumerate(events):
+    for place, (moment, kind, block) in enumerate(events):
         now = now + moment - worked
         worked = moment
         if kind == "done":
-            travel(number)
+            travel(block)  # Its gradients are summed.
         elif kind != "end":
-            now = max(now, arrival.get((kind, number)) or travel(number))
-            later = [block for _, other, block in events[place + 1 :] if other == kind]
-            if later:
-                arrival[kind, later[0]] = travel(later[0])
-    return max(now, line_free)
+            if (kind, block) not in arrivals:  # The first block of each pass is not prefetched.
+                arrivals[kind, block] = travel(block)
+            now = max(now, arrivals[kind, block])
+            blocks_to_come = [later for _, other, later in events[place + 1 :] if other == kind]
+            if blocks_to_come:
+                following = blocks_to_come[0]
+                arrivals[kind, following] = travel(following)
+    return max(now, link_free)
 
 
 def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
-    """Seconds of the forward and of the backward passes of blocks that follow each other, in their
-    order.
+    """Seconds of the forward and of the backward passes of blocks that follow each other, both in
+    the order of the blocks.
     """
     moments = [moment for moment, kind, _ in events if kind != "done"]
     seconds = [end - begin for begin, end in pairwise(moments)]
     middle = len(seconds) // 2
-    return seconds[:middle], seconds[: middle - 1 : -1]
+    # The backward pass goes through the blocks from the last to the first.
+    return seconds[:middle], seconds[middle:][::-1]

@@ -1,10 +1,8 @@
 """A job: what every stage of a comparison trains, checked before anything starts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -67,16 +65,16 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         """The ranks get the settings, and make data and models of their own."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     @cached_property
     def problem(self) -> problems.Problem:
         """The problem: its data and its models."""
-        options = {"parameters": self.parameters, "dropout": self.dropout or None}
-        chosen = {name: value for name, value in options.items() if value is not None}
-        return problems.make(
-            self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **chosen
-        )
+        settings = {"parameters": self.parameters, "dropout": self.dropout}
+        # Not every problem knows these: None and 0 are not said.
+        options = {name: value for name, value in settings.items() if value}
+        dtype = getattr(torch, self.dtype)
+        return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
 
     def model(self) -> torch.nn.Module:
         """A new model with the job's weights."""
@@ -101,18 +99,18 @@ class Job:
     @cached_property
     def activation_bytes(self) -> list[int]:
         """Bytes of one batch's activations at each cut of a pipeline over all ranks."""
-        flowing, _ = next(self.batches())
+        activation, _ = next(self.batches())
         sizes = []
         with torch.no_grad():
             for part in split(layers_of(self.model()), self.world_size)[:-1]:
-                flowing = part(flowing)
-                sizes.append(flowing.nbytes)
+                activation = part(activation)
+                sizes.append(activation.nbytes)
         return sizes
 
     @cached_property
     def reduced_bytes(self) -> list[int]:
         """Bytes of each all-reduce of activations in a step, if layers are split over all ranks."""
-        sizes: list[int] = []
+        sizes = []
         inputs, targets = next(self.batches())
         cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
         return sizes
@@ -149,11 +147,13 @@ def make_job(
     """
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
-    own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
-    steps = own.steps if steps is None else steps
-    lr = own.learning_rate if lr is None else lr
+    options = {} if parameters is None else {"parameters": parameters}
+    defaults = problems.make(problem, **options)
+    steps = defaults.steps if steps is None else steps
+    lr = defaults.learning_rate if lr is None else lr
     if global_batch is None:
-        global_batch = max(world_size, own.global_batch // world_size * world_size)
+        share = max(1, defaults.global_batch // world_size)
+        global_batch = share * world_size
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
     # This call refuses a batch that is too large or that ranks cannot share equally.
     next(job.batches(0, world_size))
@@ -170,20 +170,27 @@ def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = Fal
     model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))
     optimizer = SGD(model.parameters(), lr=0.0)
-    ready = {}
+    ready_s = {}
     with device.emulate(sleep=False) as emulation:
+
+        def note(parameter):
+            """Remember when the device had made this gradient."""
+            ready_s[parameter] = emulation.busy_s
+
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: ready.update({p: emulation.busy_s})
-            )
+            parameter.register_post_accumulate_grad_hook(note)
         loss = cross_entropy(model(inputs), targets)
-        now = forward = emulation.busy_s
+        forward_s = emulation.busy_s
         loss.backward()
-        end = emulation.busy_s
+        end_s = emulation.busy_s
         optimizer.step()
+    # Gradients are made from the last parameter to the first: a `Layer` lasts from one to the next.
     layers = []
-    for parameter in reversed([p for p in model.parameters() if p in ready]):
-        layers.append(Layer("", 0.0, max(0.0, ready[parameter] - now), parameter.nbytes))
-        now = max(now, ready[parameter])
-    layers.append(Layer("", forward, end - now, 0.0))
-    return Profile(tuple(reversed(layers)), emulation.busy_s - end, emulation.flops)
+    now = forward_s
+    for parameter in reversed([p for p in model.parameters() if p in ready_s]):
+        backward_s = max(0.0, ready_s[parameter] - now)
+        layers.append(Layer("", 0.0, backward_s, parameter.nbytes))
+        now = max(now, ready_s[parameter])
+    # The forward pass, and what of the backward pass follows the last gradient, are in one more.
+    layers.append(Layer("", forward_s, end_s - now, gradient_bytes=0.0))
+    return Profile(tuple(reversed(layers)), emulation.busy_s - end_s, emulation.flops)

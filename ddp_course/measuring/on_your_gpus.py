@@ -21,8 +21,8 @@ from .results import Comparison, StageResult
 from .timing import stopwatch
 
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
-WIDEST = 768
-LARGEST_SHARE = 256  # samples of one device
+WIDEST = 768  # No model is wider.
+LARGEST_SHARE = 256  # No device gets more samples.
 FAST_ENOUGH = 0.75  # The sentence about a larger batch speaks of this part of K times the speed.
 MANY = 3  # Of more stages only two are named in the sentence.
 RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
@@ -58,7 +58,7 @@ def on_your_gpus(stages: str) -> Comparison:
         device_speed="none",
         link=None,
         progress=True,
-        **(problem_options(size) | {"steps": steps}),
+        **problem_options(size, steps),
     )
     workers = {"1": "process", "2": "threads"}.get(stages, "processes")
     results.measured_on = name_devices(names[:world_size], world_size, workers)
@@ -66,7 +66,7 @@ def on_your_gpus(stages: str) -> Comparison:
     return results
 
 
-def problem_options(size: Size) -> dict[str, Any]:
+def problem_options(size: Size, steps: int = 20) -> dict[str, Any]:
     """The options of `comparison.run` that train the bytes GPT of this size."""
     return {
         "problem": "bytes",
@@ -74,7 +74,7 @@ def problem_options(size: Size) -> dict[str, Any]:
         "global_batch": size.global_batch,
         "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
         "lr": RATE,
-        "steps": 20,
+        "steps": steps,
     }
 
 
@@ -82,13 +82,15 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
     """The options of `comparison.run` for a problem of which one GPU needs at least 50 ms for a
     step; the ranks of a job all call this, and rank 0 tries the sizes.
     """
+    found: list[Any] = [None]
     if not dist.is_initialized():
-        return problem_options(launch(find_size, world_size, world_size=1, device=device)[0][0])
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0:
-        chosen = [find_size(world_size)[0]]
-    dist.broadcast_object_list(chosen)
-    return problem_options(chosen[0])
+        found = launch(find_size, world_size, world_size=1, device=device)
+    else:
+        if dist.get_rank() == 0:
+            found = [find_size(world_size)]
+        dist.broadcast_object_list(found)
+    [(size, _)] = found
+    return problem_options(size)
 
 
 def sizes(world_size: int) -> Iterator[Size]:
@@ -98,7 +100,9 @@ def sizes(world_size: int) -> Iterator[Size]:
     batch = 4 * world_size  # Stage 8 cuts a batch into four.
     width = 32 * world_size
     while batch <= LARGEST_SHARE * world_size:
-        layers = max(2, world_size - 2, -(-width // 64))
+        # Embedding and head are parts of a pipeline, too.
+        layers = max(2, world_size - 2, math.ceil(width / 64))
+        # A layer of a GPT has 12 width² parameters, and the rest of the model about 600 width.
         yield Size(12 * layers * width**2 + 600 * width, batch)
         if 2 * width <= WIDEST:
             width *= 2
@@ -128,14 +132,16 @@ def step_seconds(size: Size) -> float:
 
 def profile_step(size: Size, file: str) -> None:
     """On each rank: train with stage 6; rank 0 writes a trace of its third step to `file`."""
-    share = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
     model = problem.model()
+    batches = problem.batches(size.global_batch, 4, 0, rank, dist.get_world_size())
+    train = ladder.find("6").trainer({})
     third = torch.profiler.schedule(wait=0, warmup=3, active=1, repeat=1)
     with torch.profiler.profile(schedule=third, acc_events=True) as profiler:
         model.register_forward_pre_hook(lambda *_: profiler.step())
-        ladder.find("6").trainer({})(model, problem.batches(size.global_batch, 4, 0, *share), RATE)
-    if share[0] == 0:
+        train(model, batches, RATE)
+    if rank == 0:
         profiler.export_chrome_trace(file)
 
 
@@ -143,9 +149,11 @@ def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
     """How many times as many samples a batch needs so that `ranks` GPUs have `FAST_ENOUGH` of their
     speed, if a step of one takes as many times as long, and messages take what they take now.
     """
-    messages_ms = together_ms - alone_ms / ranks
-    saved_ms = alone_ms / ranks * (1 / FAST_ENOUGH - 1)  # So much may messages take now.
-    return math.ceil(messages_ms / saved_ms)
+    compute_ms = alone_ms / ranks
+    messages_ms = together_ms - compute_ms
+    # With this batch messages may take so long. Compute grows with the batch, and messages do not.
+    allowed_ms = compute_ms / FAST_ENOUGH - compute_ms
+    return math.ceil(messages_ms / allowed_ms)
 
 
 def name_devices(names: list[str], ranks: int, workers: str = "processes") -> str:
@@ -165,17 +173,19 @@ def message(results: Comparison, gpus: int) -> str:
     size = f"{results.parameters:,} parameters and {results.global_batch} samples"
     parts = [f"One device needs {alone.step_ms:.0f} ms for a step of {size}"]
     if len(others) > MANY:
-        others = sorted(others, key=lambda stage: stage.step_ms)[:: len(others) - 1]
-    explained = ""
+        fastest, *_, slowest = sorted(others, key=lambda stage: stage.step_ms)
+        others = [fastest, slowest]
+    last_reason = ""
     for stage in others:
         devices, reason = devices_and_reason(stage, alone.step_ms, ranks, gpus)
         ratio = stage.step_ms / alone.step_ms
-        part = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
         if ratio < 1:
             part = f"with {stage.name} {devices} are {1 / ratio:.1f} times as fast as one"
-        elif reason != explained:  # The same reason is given once.
-            part += f": {reason}"
-            explained = reason
+        else:
+            part = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
+            if reason != last_reason:  # The same reason is given once.
+                part += f": {reason}"
+                last_reason = reason
         parts.append(part)
     return "; ".join(parts)
 

@@ -4,8 +4,6 @@ record = Recording()
 train(model, record.stamped(batches), lr)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -42,21 +40,24 @@ class Recording:
                 full_speed()
                 yield batch
                 continue
-            drawn = not self.on_gpu or number % 2 == 1
-            step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
-            with wire.counting() as self.traffic, step as spans:
+            context: AbstractContextManager[list] = nullcontext([])
+            if not self.on_gpu or number % 2 == 1:
+                context = timeline.recording()
+            with wire.counting() as self.traffic, context as spans:
                 yield batch
             self.spans.append(spans)
             self.began.append(clocks.now())
 
-    def steps(self, drawn: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least the last; on a GPU only those that are
-        `drawn`, or timed.
+    def steps(self, with_spans: bool) -> list[int]:
+        """Numbers of the steps after the warm-up, at least the last; on a GPU only those with
+        spans, or only those that are timed.
         """
-        numbers = range(min(WARM_UP, len(self.spans) - 1), len(self.spans))
+        last = len(self.spans) - 1
+        numbers = list(range(min(WARM_UP, last), last + 1))
         if self.on_gpu:
-            return [number for number in numbers if number % 2 == drawn] or [numbers[-1]]
-        return list(numbers)
+            # There steps with an odd number have spans, and the others are timed.
+            return [step for step in numbers if (step % 2 == 1) == with_spans] or [last]
+        return numbers
 
     def seconds(self, step: int) -> float:
         """How long a step took."""

@@ -1,7 +1,5 @@
 """The results of a comparison. Their fields are the keys of compare.json."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -98,7 +96,7 @@ class Comparison:
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Comparison:
+    def from_json(cls, text: str) -> "Comparison":
         """The comparison of which `to_json` made this text."""
         fields = json.loads(text)
         fields["stages"] = [StageResult(**stage) for stage in fields["stages"]]
@@ -112,22 +110,22 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     median.
     """
     records = [rank.record for rank in ranks]
-    timed = seconds_of_slowest(records, records[0].steps(drawn=False))
-    drawn = seconds_of_slowest(records, records[0].steps(drawn=True))
-    median = statistics.median(drawn.values())
-    typical = min(drawn, key=lambda step: abs(drawn[step] - median))
+    timed_s = seconds_of_slowest(records, records[0].steps(with_spans=False))
+    recorded_s = seconds_of_slowest(records, records[0].steps(with_spans=True))
+    median = statistics.median(recorded_s.values())
+    typical = min(recorded_s, key=lambda step: abs(recorded_s[step] - median))
     lanes = lanes_of(records, typical)
     exposed = max(timeline.exposed(record.spans[typical]) for record in records)
     # On real devices nobody sees the copies between the threads of one process.
-    observed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
+    unseen = stage.all_reduce and all(name != "communication" for name, *_ in lanes[0])
     counted = [record.traffic for record in records] if stage.counted else []
     messages = [traffic.messages_sent + traffic.messages_received for traffic in counted]
     losses = zip(*(rank.loss for rank in ranks), strict=True)
     return StageResult(
         stage=stage.key,
         name=stage.name,
-        step_ms=1000 * statistics.median(timed.values()),
-        communication_ms=1000 * exposed if observed else None,
+        step_ms=1000 * statistics.median(timed_s.values()),
+        communication_ms=None if unseen else 1000 * exposed,
         bytes_sent_max=max((traffic.bytes_sent for traffic in counted), default=None),
         bytes_received_max=max((traffic.bytes_received for traffic in counted), default=None),
         messages_max=max(messages, default=None),
@@ -155,7 +153,8 @@ def lanes_of(records: list[Recording], step: int) -> list[list[list]]:
         for spans in timeline.laid_out(record.spans[step]):
             lane = []
             for span in spans:
-                edges = (timeline.between(begin, edge) for edge in (span.start, span.end))
-                lane.append([span.name, *edges, span.lane])
+                start = timeline.between(begin, span.start)
+                end = timeline.between(begin, span.end)
+                lane.append([span.name, start, end, span.lane])
             lanes.append(lane)
     return lanes

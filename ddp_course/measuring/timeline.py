@@ -100,8 +100,8 @@ class Recorder:
         None.
         """
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
-        first = tensor is None or threading.current_thread() is self.thread
-        number = 0 if first else device_number(tensor)
+        on_first = tensor is None or threading.current_thread() is self.thread
+        number = 0 if on_first else device_number(tensor)
         start = wire.now(gpu)
         try:
             yield
@@ -129,11 +129,11 @@ class Recorder:
 
     def before_update(self, *_: Any) -> None:
         """Remember when an optimizer begins."""
-        self.update = wire.now()
+        self.update_start = wire.now()
 
     def after_update(self, *_: Any) -> None:
         """Note an update."""
-        self.spans.append(Span("update", self.update, wire.now()))
+        self.spans.append(Span("update", self.update_start, wire.now()))
 
     def communication(self, event: wire.Event) -> None:
         """Note a collective, or that this thread waited for one."""
@@ -164,15 +164,14 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
     lanes = defaultdict(list)
     for span in _with_waits(list(spans)):
         lanes[span.device].append(span)
-    first, *others = [
-        _without_overlap(lanes[number]) for number in range(max(lanes, default=0) + 1)
-    ]
-    elsewhere = [span for lane in others for span in lane]
+    devices = range(max(lanes, default=0) + 1)
+    first, *others = [_without_overlap(lanes[device]) for device in devices]
+    spans_of_others = [span for lane in others for span in lane]
     waits = []
     for before, after in pairwise(first):
         gap = Span("wait", before.end, after.start)
-        busy = any(span.start < gap.end and gap.start < span.end for span in elsewhere)
-        if before.end < after.start and busy:
+        busy = any(span.start < gap.end and gap.start < span.end for span in spans_of_others)
+        if gap.seconds > 0 and busy:
             waits.append(gap)
     if waits:
         first = sorted([*first, *waits], key=lambda span: span.start)
@@ -197,15 +196,19 @@ def _with_waits(spans):
     not recorded.
     """
     passes = [span for span in spans if span.name == "backward" and span.device == 0]
-    away = [span.start for span in spans if span.name == "communication" and span.lane == "network"]
+    messages = [span for span in spans if span.name == "communication" and span.lane == "network"]
     # In virtual time autograd waits for a future just before the reducer's own wait, which then
     # takes no time.
-    recorded = any(
+    has_wait = any(
         span.name in BLOCKING and span.lane == "compute" and span.seconds > 0 for span in spans
     )
-    if recorded or not passes or not away or not passes[-1].start < max(away) < passes[-1].end:
+    if has_wait or not passes or not messages:
         return spans
-    return [*spans, Span("wait", max(away), passes[-1].end)]
+    last_departure = max(span.start for span in messages)
+    end = passes[-1].end
+    if not passes[-1].start < last_departure < end:
+        return spans
+    return [*spans, Span("wait", last_departure, end)]
 
 
 def _without_overlap(spans):
@@ -216,10 +219,10 @@ def _without_overlap(spans):
     pieces = []
     edges = {edge for span in computing for edge in (span.start, span.end)}
     for start, end in pairwise(sorted(edges)):
-        around = [span for span in computing if span.start <= start and end <= span.end]
-        if not around:
+        covering = [span for span in computing if span.start <= start and end <= span.end]
+        if not covering:
             continue
-        top = min(around, key=lambda span: ON_TOP.index(span.name))
+        top = min(covering, key=lambda span: ON_TOP.index(span.name))
         if pieces and pieces[-1].name == top.name and pieces[-1].end == start:
             pieces[-1] = pieces[-1]._replace(end=end)
         else:
@@ -235,5 +238,9 @@ def hidden_share(spans: list[Span]) -> float:
     if not passes or not total:
         return 0.0
     begin = min(span.start for span in passes)
+    # What is not hidden is at the end of the pass: a wait inside of it.
     end = max(span.end for span in passes) - exposed(spans)
-    return sum(max(0.0, min(s.end, end) - max(s.start, begin)) for s in communication) / total
+    hidden = 0.0
+    for span in communication:
+        hidden += max(0.0, min(span.end, end) - max(span.start, begin))
+    return hidden / total

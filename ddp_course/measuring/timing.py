@@ -33,8 +33,8 @@ def time_collective(
     ranks = launch(
         _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device=device
     )
-    seconds = [times for _, times in ranks]
-    return min(max(repeat) for repeat in zip(*seconds, strict=True))
+    times_by_rank = [times for _, times in ranks]
+    return min(max(repeat) for repeat in zip(*times_by_rank, strict=True))
 
 
 def count_traffic(
@@ -53,6 +53,7 @@ def _on_rank(collective, nbytes, repeats):
     """
     tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank(), device=rank_device())
     times = []
+    # The collective works in place: each call gets a copy, so that numbers do not grow.
     with wire.counting() as traffic:
         collective(tensor.clone())
     for _ in range(repeats):

@@ -7,13 +7,12 @@ facebookresearch/HolisticTraceAnalysis, MIT licence, tests/data/nccl_parser_conf
 import gzip
 import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .timeline import Span
 
-TWO_A100S = Path(str(files(__package__) / "facts" / "resnet50_ddp_2xa100_rank0.json.gz"))
+TWO_A100S = Path(__file__).with_name("facts") / "resnet50_ddp_2xa100_rank0.json.gz"
 
 
 @dataclass(frozen=True)
@@ -54,37 +53,43 @@ def read(path: str | Path | None = None) -> list[Step]:
         )
     steps = [event for event in events if _is(event, "user_annotation", "ProfilerStep#")]
     if steps:
-        return [_step(events, event["ts"], event["ts"] + event["dur"]) for event in steps]
+        return [_step(events, event["ts"], _end(event)) for event in steps]
     begin = min(event["ts"] for event in events)
-    return [_step(events, begin, max(event["ts"] + event["dur"] for event in events))]
+    return [_step(events, begin, max(map(_end, events)))]
 
 
 def _step(events, begin, end):
     """What the processor began between `begin` and `end` (microseconds), and the kernels that it
-    launched.
+    launched, which may run after `end`.
     """
     events = [event for event in events if begin <= event["ts"]]
-    inside = [event for event in events if event["ts"] < end]
-    passes = [(event, _pass_of(event)) for event in inside]
-    processor = [_span(event, name, begin) for event, name in passes if name]
-    launches = {
-        event["args"]["correlation"]: (event["ts"] - begin) / 1e6
-        for event in inside
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
-    }
+    processor = []
+    launches = {}  # When the processor launched a kernel, by the number that both events have.
+    for event in events:
+        if event["ts"] >= end:
+            continue
+        name = _pass_of(event)
+        if name:
+            processor.append(_span(event, name, begin))
+        args = event.get("args", {})
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+            launches[args["correlation"]] = (event["ts"] - begin) / 1e6
     gpu = []
     reduced = []
     for event in sorted(events, key=lambda event: event["ts"]):
-        launch = launches.get(event.get("args", {}).get("correlation"))
+        args = event.get("args", {})
+        launch = launches.get(args.get("correlation"))
         if event.get("cat") != "kernel" or launch is None:
             continue
         if "nccl" in event["name"].lower():
             gpu.append(_span(event, "communication", begin, "network"))
-            if event["args"].get("Collective name") == "allreduce":
-                reduced.append((gpu[-1], event["args"]["In msg nelems"]))
+            if args.get("Collective name") == "allreduce":
+                reduced.append((gpu[-1], args["In msg nelems"]))
         else:
+            # A kernel belongs to the pass that launched it, or to the forward pass.
             names = [span.name for span in processor if span.start <= launch < span.end]
-            gpu.append(_span(event, names[0] if names else "forward", begin))
+            name = names[0] if names else "forward"
+            gpu.append(_span(event, name, begin))
     return Step(gpu, processor, reduced, (end - begin) / 1e6)
 
 
@@ -99,9 +104,15 @@ def _pass_of(event: dict[str, Any]) -> str:
 
 
 def _is(event: dict[str, Any], category: str, beginning: str) -> bool:
+    """Whether an event is of this category, and its name begins so."""
     return event.get("cat") == category and event["name"].startswith(beginning)
 
 
+def _end(event):
+    return event["ts"] + event["dur"]
+
+
 def _span(event, name, begin, lane="compute"):
+    """The span of an event, in seconds from `begin`."""
     start = (event["ts"] - begin) / 1e6
     return Span(name, start, start + event["dur"] / 1e6, lane)

@@ -2,34 +2,35 @@
 
 from importlib import import_module
 
-from .source import diff, source  # noqa: F401 (or the module would hide the function)
+# This is imported at once: left to `__getattr__`, `showing.source` would be the module.
+from .source import diff, source  # noqa: F401
 
-_NAMES = {
-    "plots": (
-        "plots",
-        "curves",
-        "bars",
-        "images",
-        "timeline_figure",
-        "compare_figure",
-        "STAGE_COLOURS",
-    ),
-    "sketches": ("sketches",),
-    "widgets": ("widgets", "predict"),
-    "shell": ("command", "progress"),
-    "trace_plot": ("trace", "own_trace"),
-    "simulator_plots": ("scaling_figure",),
+_HOMES = {
+    "plots": "plots",
+    "curves": "plots",
+    "bars": "plots",
+    "images": "plots",
+    "timeline_figure": "plots",
+    "compare_figure": "plots",
+    "STAGE_COLOURS": "plots",
+    "sketches": "sketches",
+    "widgets": "widgets",
+    "predict": "widgets",
+    "command": "shell",
+    "progress": "shell",
+    "trace": "trace_plot",
+    "own_trace": "trace_plot",
+    "scaling_figure": "simulator_plots",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted([*_HOME, "diff", "source"])
+__all__ = sorted([*_HOMES, "diff", "source"])
 
 
 def __getattr__(name):
     """Import on first use: matplotlib and ipywidgets take a while to load."""
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_HOME[name]}", __name__)
-    # Where the module lacks the name, the name means the module.
+    module = import_module(f".{_HOMES[name]}", __name__)
+    # A module has no attribute of its own name: then the module is meant.
     return getattr(module, name, module)
 
 

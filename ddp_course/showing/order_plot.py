@@ -9,20 +9,22 @@ from IPython.display import display
 
 from .plots import Picture, panels
 
-LAST = 6  # So many messages of a rank are drawn: those without a wait, and the latest.
+# A figure has so many messages of a rank: those without a wait first, then the latest. A text has
+# as many events.
+MOST_OF_A_RANK = 6
 COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
-BEGUN = "▨"  # This stands before a line that begins a message, which is hatched in the figure,
-STOPS = "×"  # and this before a line at which a rank goes no further.
+HATCHED = "▨"  # This sign stands before a line that begins a message, whose bar is hatched.
+STOPS = "×"  # This sign stands before a line at which a rank goes no further.
 
 
 class Bar(NamedTuple):
-    """A message on its way, in virtual milliseconds."""
+    """A message on its way, in virtual milliseconds; `text` is that of its events."""
 
     start: float
     end: float
-    what: str
+    text: str
     waited_for: bool
 
 
@@ -32,97 +34,117 @@ def show(verdict: Any) -> None:
         display(timeline(verdict))
         return
     print(verdict)
-    about = verdict.ranks or sorted({event.rank for event in verdict.events})
-    rows = [event for event in verdict.events if event.rank in about]
-    for moment, rank, kind, what, lines in rows[-LAST * len(about) :]:
-        column = "    " * about.index(rank)
-        said = f"{kind} {what}" if kind in ("post", "wait") else kind
-        place = f"  ({lines[-1].partition(':')[0]})" if lines else ""
-        print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {said}{place}")
+    ranks = verdict.ranks or sorted({event.rank for event in verdict.events})
+    events = [event for event in verdict.events if event.rank in ranks]
+    for moment, rank, kind, text, lines in events[-MOST_OF_A_RANK * len(ranks) :]:
+        indent = "    " * ranks.index(rank)
+        # The text of a fault is long, and has been printed with the verdict.
+        happened = f"{kind} {text}" if kind in ("post", "wait") else kind
+        place = ""
+        if lines:
+            file_and_number, _, _ = lines[-1].partition(":")
+            place = f"  ({file_and_number})"
+        print(f"{1000 * moment:10.3f} ms  {indent}rank {rank}: {happened}{place}")
 
 
 def timeline(verdict: Any) -> Picture:
     """A row for each rank, and on it a bar for each message, from its post to its wait. A bar that
     nobody has waited for is hatched, a cross is where a rank stops, and the lines stand below.
     """
-    bars = bars_of(verdict.events)
+    lanes_by_rank = lanes_of_ranks(verdict.events)
     lines = lines_of(verdict)
-    height = 1.6 + 0.2 * len(lines) + 0.3 * sum(map(len, bars.values()))
-    description = f"A timeline of {len(bars)} ranks, messages as bars"
-    title = verdict.kind or verdict.proof
-    with panels(1, 1, 8.4, height, str(verdict), description, "virtual time", title) as (
-        picture,
-        axes,
-    ):
-        top = 0
+    height = 1.6 + 0.2 * len(lines) + 0.3 * sum(map(len, lanes_by_rank.values()))
+    description = f"A timeline of {len(lanes_by_rank)} ranks, messages as bars"
+    with panels(1, 1, 8.4, height, str(verdict), description, "virtual time") as (picture, axes):
+        axes.set_title(verdict.kind or verdict.proof)
+        row = 0
         middles = {}
-        for rank, lanes in bars.items():
-            middles[rank] = top + (len(lanes) - 1) / 2
-            for lane in lanes:
-                for bar in lane:
-                    draw(axes, top, bar)
-                top += 1
-            axes.axhline(top - 0.5, color="#BBBBBB", linewidth=0.8)
+        for rank, lanes in lanes_by_rank.items():
+            middles[rank] = row + (len(lanes) - 1) / 2
+            for bars in lanes:
+                for bar in bars:
+                    draw(axes, row, bar)
+                row += 1
+            axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
         for moment, rank, kind, *_ in verdict.events:
+            # A message that nobody waits for stops no rank: it is found at the rank's end.
             if rank in verdict.ranks and kind not in ("post", "wait", "not waited for"):
-                place = (1000 * moment, middles[rank])
-                axes.plot(*place, "x", color=FAULT, markersize=12, markeredgewidth=3)
+                axes.plot(
+                    1000 * moment, middles[rank], "x", color=FAULT, markersize=12, markeredgewidth=3
+                )
         axes.set_yticks(list(middles.values()), [f"rank {rank}" for rank in middles])
-        axes.set_ylim(top - 0.4, -0.6)
+        axes.set_ylim(row - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("\n".join(["time (ms)", *lines]), loc="left")
     return picture
 
 
 def lines_of(verdict: Any) -> list[str]:
-    """The program's lines of a fault, each with its rank and its sign in the figure."""
-    signs = [STOPS] * len(verdict.lines) if verdict.kind == "deadlock" else [BEGUN, STOPS]
-    ranks = verdict.ranks * len(verdict.lines)
+    """The program's lines of a verdict; those of a fault with their sign in the figure and their
+    rank.
+    """
+    lines = [textwrap.shorten(line, 90) for line in verdict.lines]
+    if verdict.kind == "unlike results":
+        return lines  # Nobody stops there, and of many ranks nothing says which one was at a line.
+    # One rank begins a message and touches its memory too early; in a deadlock each has a line.
+    signs = [HATCHED, STOPS]
+    ranks = verdict.ranks * 2
+    if verdict.kind == "deadlock":
+        signs = [STOPS] * len(lines)
     return [
-        f"{sign} rank {rank}, {textwrap.shorten(line, 90)}"
-        for sign, rank, line in zip(signs, ranks, verdict.lines, strict=False)
+        f"{sign} rank {rank}, {line}" for sign, rank, line in zip(signs, ranks, lines, strict=False)
     ]
 
 
-def bars_of(events: list) -> dict[int, list[list[Bar]]]:
+def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
     """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
     ranks = {event.rank for event in events}
-    bars: dict = {rank: [] for rank in sorted(ranks)}
-    begun = defaultdict(list)
-    for moment, rank, kind, what, _ in events:
+    bars = {rank: [] for rank in sorted(ranks)}
+    posts = defaultdict(list)  # The moments of each rank's messages that it has not waited for.
+    for moment, rank, kind, text, _ in events:
         if kind == "post":
-            begun[rank, what].append(1000 * moment)
+            posts[rank, text].append(1000 * moment)
         elif kind == "wait":
-            bars[rank].append(Bar(begun[rank, what].pop(0), 1000 * moment, what, True))
+            start = posts[rank, text].pop(0)
+            bars[rank].append(Bar(start, 1000 * moment, text, waited_for=True))
     end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
-    for (rank, what), starts in begun.items():
-        bars[rank] += [Bar(start, end, what, False) for start in starts]
-    return {rank: lanes_of(own[-LAST:]) for rank, own in bars.items()}
+    for (rank, text), starts in posts.items():
+        bars[rank] += [Bar(start, end, text, waited_for=False) for start in starts]
+    return {rank: lanes_of(messages[-MOST_OF_A_RANK:]) for rank, messages in bars.items()}
 
 
 def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
     """The bars in as few lanes as they need for none to cover another."""
-    lanes: list = [[]]
+    lanes = [[]]
     for bar in sorted(bars):
-        free = [lane for lane in lanes if not lane or lane[-1].end <= bar.start]
-        if free:
-            free[0].append(bar)
+        free_lanes = [lane for lane in lanes if not lane or lane[-1].end <= bar.start]
+        if free_lanes:
+            free_lanes[0].append(bar)
         else:
             lanes.append([bar])
     return lanes
 
 
 def draw(axes: Any, row: int, bar: Bar) -> None:
-    """Draw a bar with its name: "to 1", "from 2" or "all_reduce"."""
-    # It is "to send to rank 1", "to receive from rank 1", or "for ranks [0, 1] in all_reduce".
-    _, verb, preposition, *_, last = bar.what.split()
-    colour = COLOURS.get(verb, COLLECTIVE)
+    """Draw a bar with its name."""
+    colour, name = colour_and_name(bar.text)
     look: Any = {"facecolor": colour, "edgecolor": "white"}
     letters: Any = {"color": "white"}
     if not bar.waited_for:
         look = {"facecolor": "white", "edgecolor": FAULT, "hatch": "////"}
         letters = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
     axes.broken_barh([(bar.start, bar.end - bar.start)], (row - 0.42, 0.84), **look)
-    name = f"{preposition} {last}" if verb in COLOURS else last
     middle = (bar.start + bar.end) / 2
     axes.text(middle, row, name, ha="center", va="center", fontsize=9, **letters)
+
+
+def colour_and_name(text: str) -> tuple[str, str]:
+    """How a bar looks and is called: "to send to rank 1" is blue and called "to 1", "to receive
+    from rank 2" is green and called "from 2", and "for ranks [0, 1] in all_reduce" is grey and
+    called "all_reduce".
+    """
+    words = text.split()
+    verb = words[1]
+    if verb in COLOURS:
+        return COLOURS[verb], f"{words[2]} {words[-1]}"
+    return COLLECTIVE, words[-1]

@@ -63,7 +63,7 @@ class Picture(Figure):
     @property
     def alt(self) -> str:
         """The alternative text: what can be seen, and the caption."""
-        return ". ".join(part for part in (self.description, self.caption) if part)
+        return ". ".join(filter(None, (self.description, self.caption)))
 
     def png(self, dpi: float | str = "figure") -> bytes:
         """The figure as the bytes of a PNG file."""
@@ -76,10 +76,9 @@ class Picture(Figure):
         from IPython.display import display
 
         image = base64.b64encode(self.png()).decode()
-        metadata = {"image/png": {"alt": self.alt}}
         display(
             {"image/png": image, "text/plain": self.message or "figure"},
-            metadata=metadata,
+            metadata={"image/png": {"alt": self.alt}},
             raw=True,
         )
         if self.message:
@@ -95,21 +94,20 @@ def panels(
     message: str = "",
     description: str = "",
     kind: str = "",
-    title: str = "",
     **options: Any,
 ) -> Iterator[tuple[Picture, Any]]:
     """A new figure and its axes, drawn in the course's style in this block; `options` are those of
     `Figure.subplots`.
 
-    The kind stands along the right edge of the first axes, and the title above them, on as many
-    lines as it needs.
+    Where there is a kind, it stands along the right edge of the first axes, and the message is
+    their title, on as many lines as it needs.
     """
     with style():
         picture = Picture(width, height, message.replace("\n", " "), description, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
             first = picture.axes[0]
-            first.set_title(title, wrap=True)
+            first.set_title(message, wrap=True)
             first.annotate(
                 kind,
                 (1, 1),
@@ -132,11 +130,20 @@ def compare_figure(results: Comparison) -> Picture:
     stages = results.stages
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
+    height = 6.2 + 0.08 * lanes
     description = f"Four panels comparing {len(stages)} stages"
-    ratios: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, description, **ratios) as (picture, _):
+    with panels(
+        2,
+        2,
+        12.5,
+        height,
+        message,
+        description,
+        width_ratios=[1, 1.15],
+        height_ratios=[1, 1.25],
+    ) as (picture, _):
         kind = kind_of_time(results)
-        # Each panel's title says its own kind.
+        # `panels` gets no kind, which would stand in one panel: the title of each says its own.
         picture.kind = f"losses measured; times {kind}"
         if any(stage.bytes_sent_max and stage.bytes_formula for stage in stages):
             picture.kind += "; bytes counted; formulas derived"
@@ -145,14 +152,19 @@ def compare_figure(results: Comparison) -> Picture:
         draw_step_times(step_times, stages, kind)
         draw_traffic(traffic, stages)
         draw_stage_timelines(timelines, stages, kind)
-        emulated = results.emulated_device
-        device = f"emulated devices of {emulated['text']}" if emulated else results.device
-        ranks = f"{results.world_size} ranks"
-        where = f"{results.problem}, {ranks}, {device}, {link_text(results.link)}"
-        if results.measured_on:
-            where = f"measured on {results.measured_on}"
-        picture.suptitle(f"{where}\n{textwrap.fill(message, 120)}", fontsize=11, fontweight="bold")
+        title = f"{setting_of(results)}\n{textwrap.fill(message, 120)}"
+        picture.suptitle(title, fontsize=11, fontweight="bold")
     return picture
+
+
+def setting_of(results: Comparison) -> str:
+    """On what a comparison ran: the real devices in words, or problem, ranks, devices and links."""
+    if results.measured_on:
+        return f"measured on {results.measured_on}"
+    emulated = results.emulated_device
+    device = f"emulated devices of {emulated['text']}" if emulated else results.device
+    ranks = f"{results.world_size} ranks"
+    return f"{results.problem}, {ranks}, {device}, {link_text(results.link)}"
 
 
 def comparison_message(results: Comparison) -> str:
@@ -162,11 +174,12 @@ def comparison_message(results: Comparison) -> str:
     for stage in results.stages:
         if stage.stage in names:
             gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
-    same = f"all end within {results.max_abs_diff:.1e} of one device"
+    distance = f"all end within {results.max_abs_diff:.1e} of one device"
     if not gains:
-        return same
+        return distance
     noun = "devices" if results.emulated_device else "ranks"
-    return f"{results.world_size} {noun} are {', '.join(gains)} times as fast as one device; {same}"
+    speed_ups = ", ".join(gains)
+    return f"{results.world_size} {noun} are {speed_ups} times as fast as one device; {distance}"
 
 
 def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
@@ -200,53 +213,55 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
     """A bar per stage: compute, then communication that was not hidden; a mark across it is the
     prediction.
     """
-    longest = max(stage.step_ms for stage in stages)
-    for position, stage in enumerate(stages):
-        waiting = stage.communication_ms or 0.0
-        computing = max(0.0, stage.step_ms - waiting)
-        axes.barh(position, computing, color=stage.colour, height=0.62)
-        hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
-        axes.barh(position, waiting, left=computing, edgecolor=stage.colour, **hatched)
-        ideal = stage.ideal_ms
-        if ideal:
-            name = "predicted: compute, then the formula" if position == 0 else ""
-            axes.plot(
-                [ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name
-            )
-        place = max(stage.step_ms, ideal or 0.0) + longest * 0.01
-        axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
+    hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
+    longest_ms = max(stage.step_ms for stage in stages)
+    for row, stage in enumerate(stages):
+        waiting_ms = stage.communication_ms or 0.0
+        computing_ms = max(0.0, stage.step_ms - waiting_ms)
+        axes.barh(row, computing_ms, color=stage.colour, height=0.62)
+        axes.barh(row, waiting_ms, left=computing_ms, edgecolor=stage.colour, **hatched)
+        end_ms = stage.step_ms
+        if stage.ideal_ms:
+            name = "predicted: compute, then the formula" if row == 0 else ""
+            ends = [row - 0.42, row + 0.42]
+            axes.plot([stage.ideal_ms] * 2, ends, "black", linewidth=2, label=name)
+            end_ms = max(end_ms, stage.ideal_ms)
+        place = end_ms + 0.01 * longest_ms
+        axes.text(place, row, step_text(stage, waiting_ms), va="center", fontsize=9)
     name_rows(axes, [stage.label for stage in stages])
-    axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
+    # The texts beside the bars need the room.
+    axes.set(xlim=(0, 1.75 * longest_ms), xlabel="time of a step (ms, median, slowest rank)")
     axes.set_title(f"Step time ({kind}): compute, and waiting for others")
+    # Two bars of no length, in grey, put the meaning of the fillings into the legend.
     axes.barh(0, 0, color="#777777", label="compute")
     axes.barh(0, 0, label="waiting for others", edgecolor="#777777", **hatched)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
-def step_text(stage: StageResult, waiting: float) -> str:
-    """The text beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
-    parts = [f"{stage.step_ms:.1f} ms"]
+def step_text(stage: StageResult, waiting_ms: float) -> str:
+    """The text beside a bar, after a space: " 95.2 ms, 3.4 times as fast, 12 waiting"."""
+    parts = [f" {stage.step_ms:.1f} ms"]
     if stage.stage != "1":
         parts.append(f"{stage.speed_up:.1f} times as fast")
-    if waiting >= 0.05:
-        parts.append(f"{waiting:.0f} waiting")
+    if waiting_ms >= 0.05:  # Less would not change the first number.
+        parts.append(f"{waiting_ms:.0f} waiting")
     return ", ".join(parts)
 
 
 def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    heights = {}
-    formulas = {}
+    sent_mb = {}
+    formula_mb = {}
     colours = {}
     for stage in stages:
         if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
             label = textwrap.fill(stage.label, 12)
-            heights[label] = stage.bytes_sent_max / 1e6
-            formulas[label] = stage.bytes_formula / 1e6
+            sent_mb[label] = stage.bytes_sent_max / 1e6
+            formula_mb[label] = stage.bytes_formula / 1e6
             colours[label] = stage.colour
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
-    if heights:
-        draw_bars(axes, heights, colours, formulas, form="{:.2f}")
+    if sent_mb:
+        draw_bars(axes, sent_mb, colours, formula_mb, form="{:.2f}")
         axes.set_ylabel("MB per step")
     else:
         words = "nothing to count: bytes are counted\nonly on the course's own wire"
@@ -257,20 +272,27 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
 def draw_bars(
     axes: Axes, heights: dict, colours: dict, theory: dict, form: str, dash: str = "formula"
 ) -> None:
-    """Draw the bars and dashes of `bars`, each bar with its number."""
+    """Draw the bars and dashes of `bars`, each bar with its number above both."""
     places = range(len(heights))
-    shades = [colours.get(label, "#0072B2") for label in heights]
-    axes.bar(places, list(heights.values()), width=0.6, color=shades)
-    for place, (label, value) in enumerate(heights.items()):
-        top = max(value, theory.get(label, value), 0)
-        above: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
-        axes.annotate(form.format(value), (place, top), (0, 5), **above)
+    bar_colours = [colours.get(label, "#0072B2") for label in heights]
+    axes.bar(places, list(heights.values()), width=0.6, color=bar_colours)
+    for place, (label, height) in enumerate(heights.items()):
+        top = max(height, 0)
         if label in theory:
+            top = max(top, theory[label])
             [line] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
             axes.legend([line], [dash])
+        axes.annotate(
+            form.format(height),
+            (place, top),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     axes.set_xticks(places, list(heights))
     highest = max([*heights.values(), *theory.values(), 0])
-    axes.set_ylim(top=highest * 1.2 if highest else 1)
+    axes.set_ylim(top=1.2 * highest if highest else 1)
     axes.grid(axis="x", visible=False)
 
 
@@ -279,13 +301,13 @@ def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> No
     thread.
     """
     row = 0.0
-    ticks = []
+    middles = []
     for stage in stages:
-        ticks.append(row + (len(stage.timeline) - 1) / 2)
+        middles.append(row + (len(stage.timeline) - 1) / 2)
         for rank, spans in enumerate(stage.timeline):
             draw_lane(axes, row + rank, spans)
-        row += len(stage.timeline) + 0.7
-    axes.set_yticks(ticks, [stage.label for stage in stages])
+        row += len(stage.timeline) + 0.7  # A gap is left between stages.
+    axes.set_yticks(middles, [stage.label for stage in stages])
     axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
     axes.set_title(f"One step of every stage, a lane per rank ({kind})")
@@ -301,16 +323,16 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) -> None:
-    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin`: compute above,
-    the communication thread below.
+    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin` (in s): compute
+    above, the communication thread below.
     """
-    two = any(span[3] == "network" for span in spans)
-    # Neighbours of one kind are drawn at once: a trace has hundreds of them.
-    for (name, lane), group in groupby(spans, key=itemgetter(0, 3)):
+    # A lane is 0.84 high; where messages are in its lower half, each half is 0.42 high.
+    height = 0.42 if any(lane == "network" for _, _, _, lane, *_ in spans) else 0.84
+    # Neighbours of one name and lane are drawn at once: a trace has hundreds of them.
+    for (name, lane), neighbours in groupby(spans, key=itemgetter(0, 3)):
         top = row if lane == "network" else row - 0.42
-        height = 0.42 if two else 0.84
         axes.broken_barh(
-            [(1000 * (start - begin), 1000 * (end - start)) for _, start, end, *_ in group],
+            [(1000 * (start - begin), 1000 * (end - start)) for _, start, end, *_ in neighbours],
             (top, height),
             facecolors=SPAN_COLOURS[name],
             edgecolor="white",
@@ -339,7 +361,7 @@ def timeline_figure(
         begins = [min(begins)] * len(lanes)
     height = 1.7 + 0.45 * len(lanes)
     description = f"Timeline with {len(lanes)} lanes"
-    with panels(1, 1, 8.4, height, title, description, kind, title) as (picture, axes):
+    with panels(1, 1, 8.4, height, title, description, kind) as (picture, axes):
         for row, (lane, begin) in enumerate(zip(lanes, begins, strict=True)):
             draw_lane(axes, row, lane, begin)
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
@@ -349,12 +371,13 @@ def timeline_figure(
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
-    """A legend of a figure or of its axes for the spans of these lanes, but for those that are too
-    short to be seen.
+    """A legend of a figure or of its axes for the spans of these lanes, but for names whose spans
+    are all too short to be seen.
     """
     spans = [span for lane in lanes for span in lane]
-    width = max(span[2] for span in spans) - min(span[1] for span in spans)
-    visible = {name for name, start, end, *_ in spans if end - start > width / 1000}
+    seconds = max(end for _, _, end, *_ in spans) - min(start for _, start, *_ in spans)
+    # A figure has fewer than 1,000 pixels for all spans together.
+    visible = {name for name, start, end, *_ in spans if end - start > seconds / 1000}
     names = [name for name in SPAN_COLOURS if name in visible]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
     drawing.legend(handles, names, ncols=5, handlelength=1.2, **place)
@@ -383,7 +406,7 @@ def curves(
     """
     kind = with_lines(kind, theory)
     bands = bands or {}
-    with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
+    with panels(height=height, message=title, kind=kind) as (picture, axes):
         for label, values in (theory or {}).items():
             line = draw_line(axes, "-" if points else "--", label, *values)
             if not points and len(set(line.get_ydata())) == 1:
@@ -396,7 +419,8 @@ def curves(
                 axes.fill_between(*bands[label], color=line.get_color(), alpha=0.18, linewidth=0)
         scale(axes, log, ticks)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
+        _, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
             axes.legend()
     return picture
 
@@ -409,16 +433,25 @@ def draw_line(axes: Axes, look: str, label: str, xs: Any, ys: Any, colour: Any =
 
 def name_at_its_end(axes: Axes, line: Any) -> None:
     """Write the name of a flat line above its right end: a legend would cover the line."""
-    end = (1, line.get_ydata()[0])
-    beside = axes.get_yaxis_transform()
-    axes.annotate(line.get_label(), end, (0, 3), beside, "offset points", ha="right", fontsize=9)
-    line.set_label(f"_{line.get_label()}")
+    # With the transform below, x is 1 at the right edge.
+    right_end = (1, line.get_ydata()[0])
+    axes.annotate(
+        line.get_label(),
+        right_end,
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
+    line.set_label(f"_{line.get_label()}")  # The legend leaves out a label that begins so.
 
 
 def with_lines(kind: str, theory: Any) -> str:
     """The kind of a figure with lines of theory: "measured; lines derived"."""
-    complete = any(word in kind for word in ("derived", "simulated", "published"))
-    return f"{kind}; lines derived" if theory and kind and not complete else kind
+    if not theory or any(word in kind for word in ("derived", "simulated", "published")):
+        return kind
+    return f"{kind}; lines derived"
 
 
 def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
@@ -430,9 +463,9 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
     if ticks:
         axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
     elif "x" not in log:
-        axes.xaxis.set_major_locator(
-            MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
-        )
+        # Steps and ranks are whole numbers: they get no tick at 2.5.
+        whole = all(line.get_xdata().dtype.kind == "i" for line in axes.lines)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
     low, high = axes.dataLim.intervaly
     # The axis begins at 0, unless that would squeeze all curves into the top of the figure.
     if "y" not in log and 0 <= low < high / 3:
@@ -454,7 +487,7 @@ def bars(
     across the bars, and `dash` says what they are.
     """
     kind = with_lines(kind, theory)
-    with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
+    with panels(width=width, height=3.4, message=title, kind=kind) as (picture, axes):
         draw_bars(axes, heights, colours or {}, theory or {}, form, dash)
         axes.set_ylabel(ylabel)
     return picture
@@ -462,29 +495,31 @@ def bars(
 
 def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
-    with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, axes):
-        for axis, image, name in zip(axes, pictures, titles, strict=True):
-            axis.imshow(image.squeeze().tolist(), cmap="Greys")
-            axis.set_title(name, loc="center")
-            axis.set_axis_off()
+    with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, row):
+        for axes, image, name in zip(row, pictures, titles, strict=True):
+            axes.imshow(image.squeeze().tolist(), cmap="Greys")
+            axes.set_title(name, loc="center")
+            axes.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")
     return picture
 
 
-def logarithmic(axes: Axes, axis: str) -> None:
+def logarithmic(axes: Axes, name: str) -> None:
     """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1,000), not powers."""
-    getattr(axes, f"set_{axis}scale")("log")
-    ticks = getattr(axes, f"{axis}axis")
-    low, high = ticks.get_data_interval()
-    wide = high / max(low, 1e-300) > 300
-    ticks.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-    ticks.set_major_formatter("{x:,.9g}")
-    ticks.set_minor_formatter(NullFormatter())
+    getattr(axes, f"set_{name}scale")("log")
+    axis = getattr(axes, f"{name}axis")
+    low, high = axis.get_data_interval()
+    # Over a few decades 1, 2 and 5 of each get a tick; over more, powers of ten alone.
+    few = high <= 300 * low
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axis.set_major_formatter("{x:,.9g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def link_text(link: dict[str, Any] | None) -> str:
     """An emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
     if not link:
         return "links as they are"
-    mode = {"hosts": " (virtual hosts)", "virtual": " (virtual time)"}[link["mode"]]
-    return f"links of {EngFormatter('bit/s')(link['bandwidth_bits_s'])}{mode}"
+    mode = {"hosts": "virtual hosts", "virtual": "virtual time"}[link["mode"]]
+    bandwidth = EngFormatter("bit/s")(link["bandwidth_bits_s"])
+    return f"links of {bandwidth} ({mode})"

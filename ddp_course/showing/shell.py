@@ -9,7 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from tqdm.auto import tqdm as progress  # cells that take long show it, too
+from tqdm.auto import tqdm as progress  # Lessons call it `show.progress` around long loops.
 
 from ..running.files import course_folder
 
@@ -30,22 +30,21 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
     all of them ended, after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
-        running = [_start(line, folder) for line in lines]  # torchrun leaves its logs in `folder`.
+        # torchrun leaves its logs in `folder`.
+        processes = [_start(line, folder) for line in lines]
         try:
-            for line, process in zip(lines, running, strict=True):
-                output = _output(process, timeout)
-                lines_of_output = [
-                    text
-                    for text in output.splitlines()
-                    if text.strip() and not re.match(NOISE, text)
-                ]
-                print(f"$ {line}", *lines_of_output[-20:], sep="\n")
+            for line, process in zip(lines, processes, strict=True):
+                printed = []
+                for text in _output(process, timeout).splitlines():
+                    if text.strip() and not re.match(NOISE, text):
+                        printed.append(text)
+                print(f"$ {line}", *printed[-20:], sep="\n")
         finally:
-            for process in running:
+            for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)  # torchrun then ends its ranks.
                     process.wait()
-    return [process.returncode for process in running]
+    return [process.returncode for process in processes]
 
 
 def _output(process, timeout):
@@ -57,6 +56,7 @@ def _output(process, timeout):
 
 
 def _start(line, folder):
+    """Start a command line, in a process group of its own that can be ended as one."""
     clinic = str(course_folder("exercises") / "clinic")
     program, *arguments = shlex.split(line.replace("FOLDER", folder).replace("CLINIC", clinic))
     if program not in PROGRAMS:

@@ -22,8 +22,8 @@ def label(algorithm: str) -> str:
 
 
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
-    """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step,
-    …]}.
+    """Efficiency against K, a line per algorithm, the knee marked; `steps` are {algorithm: [Step,
+    …]}, by growing K.
     """
     knees = {name: knee(row) for name, row in steps.items()}
     parts = []
@@ -35,21 +35,15 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
     message = "; ".join(parts)
     with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
-            ranks = [step.world_size for step in row]
-            efficiencies = [100 * step.efficiency for step in row]
-            colour = ALGORITHM_COLOURS[name]
-            axes.plot(ranks, efficiencies, "o-", ms=3.5, color=colour, label=label(name))
-            if knees[name] and knees[name] != ranks[-1]:
-                height = efficiencies[ranks.index(knees[name])]
-                axes.plot(
-                    knees[name],
-                    height,
-                    "o",
-                    ms=11,
-                    markerfacecolor="none",
-                    markeredgewidth=1.8,
-                    color=colour,
-                )
+            efficiencies = {step.world_size: 100 * step.efficiency for step in row}
+            ranks = list(efficiencies)
+            look: Any = {"color": ALGORITHM_COLOURS[name], "markersize": 3.5}
+            axes.plot(ranks, efficiencies.values(), "o-", label=label(name), **look)
+            end = knees[name]
+            # At the largest K there may be no knee: the figure ends, not the scaling.
+            if end and end != ranks[-1]:
+                look |= {"markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.8}
+                axes.plot(end, efficiencies[end], "o", **look)
         axes.axhline(
             100 * KNEE, color="#777777", linewidth=1, linestyle=":", label=f"{KNEE:.0%} efficient"
         )

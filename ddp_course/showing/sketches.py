@@ -25,21 +25,25 @@ def ring_states(world_size: int) -> list[Any]:
     The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the
     first message.
     """
-    states = [[[frozenset([rank])] * world_size for rank in range(world_size)]]
-    for _, sent in ring_schedule(world_size):
-        states.append([list(chunks) for chunks in states[-1]])
-        for rank, chunk in enumerate(sent):
-            states[-1][(rank + 1) % world_size][chunk] |= states[-2][rank][chunk]
+    state = [[frozenset([rank])] * world_size for rank in range(world_size)]
+    states = [state]
+    for _, sent_chunks in ring_schedule(world_size):
+        before = state
+        state = [list(chunks) for chunks in before]
+        for rank, chunk in enumerate(sent_chunks):
+            state[(rank + 1) % world_size][chunk] |= before[rank][chunk]
+        states.append(state)
     return states
 
 
 def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
     """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
     schedule = []
+    # First a rank sends its own chunk; the one after it has all sums when the allgather begins.
     for phase, first in (("reduce-scatter", 0), ("allgather", 1)):
         for step in range(world_size - 1):
-            sent = [(rank + first - step) % world_size for rank in range(world_size)]
-            schedule.append((phase, sent))
+            sent_chunks = [(rank + first - step) % world_size for rank in range(world_size)]
+            schedule.append((phase, sent_chunks))
     return schedule
 
 
@@ -53,29 +57,31 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     schedule = ring_schedule(world_size)
     step = min(step, len(schedule))
     state = ring_states(world_size)[step]
-    done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
-    complete = f"{done} of {world_size**2} chunks complete"
-    message = f"after step {step} of {len(schedule)}: {complete}"
-    following = "all ranks have all sums"
-    sent: list[int] = []
+    complete = sum(len(summed) == world_size for chunks in state for summed in chunks)
+    progress = f"{complete} of {world_size**2} chunks complete"
+    message = f"after step {step} of {len(schedule)}: {progress}"
+    outlook = "all ranks have all sums"
+    sent_chunks = []
     if step < len(schedule):
-        phase, sent = schedule[step]
-        following = f"next: {phase}"
+        phase, sent_chunks = schedule[step]
+        outlook = f"next: {phase}"
     height = 0.62 * world_size + 1.4
     width = max(5.6, 1.7 * world_size + 0.6)
     with panels(1, 1, width, height, message, "A grid of ranks and chunks") as (picture, axes):
         axes.set_axis_off()
+        # A chunk is 1.2 wide and 0.72 high; ranks are 1.7 apart, and chunks 1.
         for rank, chunks in enumerate(state):
             axes.text(1.7 * rank + 0.6, -0.55, f"rank {rank}", ha="center", fontweight="bold")
+            # There are as many chunks as ranks.
             axes.text(-0.42, rank + 0.36, f"chunk {rank}", ha="right", va="center", fontsize=9)
             for chunk, contributors in enumerate(chunks):
                 _chunk(axes, 1.7 * rank, chunk, contributors, world_size)
-        for rank, chunk in enumerate(sent):
+        for rank, chunk in enumerate(sent_chunks):
             start = 1.7 * rank + 1.2
             _arrow(axes, start, start + 0.5, chunk + 0.36)
             if rank == world_size - 1:
                 _arrow(axes, -0.36, 0, chunk + 0.36)
-        title = f"Step {step} of {len(schedule)}, {complete}; {following}"
+        title = f"Step {step} of {len(schedule)}, {progress}; {outlook}"
         axes.set_title(title, loc="center")
         axes.set(xlim=(-1.5, 1.7 * world_size + 0.3), ylim=(world_size + 0.1, -1.0))
     return picture
@@ -83,29 +89,29 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
 
 def _arrow(axes, start, end, y):
     line = {"arrowstyle": "-|>", "color": "#222222", "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", (end, y), (start, y), arrowprops=line)
+    axes.annotate("", xy=(end, y), xytext=(start, y), arrowprops=line)
 
 
 def _chunk(axes, x, y, contributors, world_size):
-    """One chunk of one rank: a stripe for every rank whose gradient is in it."""
+    """Draw one chunk of one rank: a stripe for every rank whose gradient is in it."""
     width = 1.2 / world_size
     for rank in range(world_size):
+        left = x + rank * width
         colour = RANK_COLOURS[rank] if rank in contributors else "#F2F2F2"
         axes.barh(
             y,
             width,
-            0.72,
-            x + rank * width,
+            height=0.72,
+            left=left,
             align="edge",
             color=colour,
             edgecolor="white",
             linewidth=0.8,
         )
         if rank in contributors:
-            centre = (x + (rank + 0.5) * width, y + 0.37)
-            axes.text(*centre, str(rank), color="white", fontsize=9, **CENTRE)
+            axes.text(left + width / 2, y + 0.37, str(rank), color="white", fontsize=9, **CENTRE)
     if len(contributors) == world_size:
-        axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
+        axes.barh(y, 1.2, 0.72, left=x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
 PASSES = {  # Each pass of a pipeline has a colour.
@@ -122,46 +128,54 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
     row per rank.
     """
-    last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
+    longest = max(duration(rows) for rows in timetables.values())
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
     height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
     ratios = [len(rows) + 1 for rows in timetables.values()]
-    form: Any = {"sharex": True, "height_ratios": ratios, "kind": "derived"}
-    message = ". ".join(titles)
-    with panels(len(timetables), 1, 9.4, height, message, "A timetable", **form) as (picture, _):
+    with panels(
+        len(timetables),
+        1,
+        9.4,
+        height,
+        message=". ".join(titles),
+        description="A timetable",
+        kind="derived",
+        sharex=True,
+        height_ratios=ratios,
+    ) as (picture, _):
         for axes, rows, title in zip(picture.axes, timetables.values(), titles, strict=True):
             for rank, row in enumerate(rows):
                 for span in row:
-                    _pass(axes, rank, len(rows), span, last)
+                    _pass(axes, rank, len(rows), span, longest)
             name_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
-            axes.set(xlim=(0, last), title=title)
+            axes.set(xlim=(0, longest), title=title)
         axes.set_xlabel("time (forward passes of a micro-batch)")
     return picture
+
+
+def duration(rows: Sequence[Any]) -> float:
+    """When the last pass of a timetable ends."""
+    return max(end for row in rows for _, _, end in row)
 
 
 def idle(rows: Sequence[Any]) -> float:
     """The share (0 to 1) of the time of a timetable in which a rank idles, on average."""
     busy = sum(end - start for row in rows for _, start, end in row)
-    return 1 - busy / (len(rows) * max(end for row in rows for _, _, end in row))
+    return 1 - busy / (len(rows) * duration(rows))
 
 
-def _pass(axes, rank, ranks, span, last):
+def _pass(axes, rank, ranks, span, longest):
+    """Draw a pass, with its letter and its micro-batch where they can be read."""
     instruction, start, end = span
     letter = instruction.letter
     colour = PASSES[letter]
-    second = instruction.stage >= ranks
-    face = "white" if second else colour
-    edge = colour if second else "white"
+    is_outline = instruction.stage >= ranks
+    face = "white" if is_outline else colour
+    edge = colour if is_outline else "white"
     bar = [(start, end - start)]
     axes.broken_barh(bar, (rank - 0.4, 0.8), facecolors=face, edgecolor=edge)
-    size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
+    size = min(9, 330 * (end - start) / longest)  # A label of three letters fits at this size.
     if size >= 5:
-        shade = "black" if letter == "F" or second else "white"
-        axes.text(
-            (start + end) / 2,
-            rank,
-            f"{letter}{instruction.microbatch}",
-            fontsize=size,
-            color=shade,
-            **CENTRE,
-        )
+        letters = "black" if letter == "F" or is_outline else "white"
+        name = f"{letter}{instruction.microbatch}"
+        axes.text((start + end) / 2, rank, name, fontsize=size, color=letters, **CENTRE)

@@ -9,8 +9,9 @@ from ..running.devices.placement import usable_gpus
 from ..running.launching.launch import launch
 from .plots import Picture, draw_lane, name_rows, name_spans, panels
 
-BEFORE_MS = 4.0  # The lower panel shows so much of the step before the first all-reduce begins,
-AFTER_MS = 3.0  # and so much after that.
+# The lower panel shows this much of the step before and after the first all-reduce begins.
+BEFORE_MS = 4.0
+AFTER_MS = 3.0
 
 
 def trace(path: str | Path | None = None, step: int = 0) -> Picture:
@@ -22,27 +23,31 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
     for `traces.read`.
     """
     recorded = traces.read(path)[step]
-    computing, sending = (1000 * recorded.seconds_in(lane) for lane in ("compute", "network"))
+    step_ms = 1000 * recorded.seconds
+    computing_ms = 1000 * recorded.seconds_in("compute")
+    sending_ms = 1000 * recorded.seconds_in("network")
+    hidden_percent = 100 * hidden_share(recorded.gpu)
     message = (
-        f"The GPU computes for {computing:.0f} of {1000 * recorded.seconds:.0f} ms;"
-        f" {len(recorded.reduced)} all-reduces take {sending:.0f} ms, on a stream of their own,"
-        f" {100 * hidden_share(recorded.gpu):.0f} % of it hidden under the backward pass"
+        f"The GPU computes for {computing_ms:.0f} of {step_ms:.0f} ms;"
+        f" {len(recorded.reduced)} all-reduces take {sending_ms:.0f} ms, on a stream of their own,"
+        f" {hidden_percent:.0f} % of it hidden under the backward pass"
     )
     description = "A timeline of processor and GPU, and a part of it enlarged"
-    with panels(2, 1, 8.4, 4.4, message, description, "measured", message) as (picture, axes):
-        for axis in axes:
-            for row, spans in enumerate((recorded.processor, recorded.gpu)):
-                draw_lane(axis, row, spans)
-            name_rows(axis, ["processor", "GPU"])
+    with panels(2, 1, 8.4, 4.4, message, description, "measured") as (picture, (whole, part)):
+        for axes in (whole, part):
+            draw_lane(axes, 0, recorded.processor)
+            draw_lane(axes, 1, recorded.gpu)
+            name_rows(axes, ["processor", "GPU"])
         for number, (span, count) in enumerate(recorded.reduced):
-            height = 1.62 + 0.25 * (number % 3)  # Numbers side by side do not cover each other.
-            axes[0].annotate(f"{count:,}", (1000 * span.start, height), fontsize=9)
-        middle = 500 * recorded.seconds
+            # Three heights in turn: numbers side by side do not cover each other.
+            height = 1.62 + 0.25 * (number % 3)
+            whole.annotate(f"{count:,}", (1000 * span.start, height), fontsize=9)
+        shown_ms = step_ms / 2  # Without an all-reduce it is the middle of the step.
         if recorded.reduced:
             first, _ = recorded.reduced[0]
-            middle = 1000 * first.start
-        axes[0].set(xlim=(0, 1000 * recorded.seconds), ylim=(2.2, -0.6))
-        axes[1].set(xlim=(middle - BEFORE_MS, middle + AFTER_MS), xlabel="time (ms)")
+            shown_ms = 1000 * first.start
+        whole.set(xlim=(0, step_ms), ylim=(2.2, -0.6))
+        part.set(xlim=(shown_ms - BEFORE_MS, shown_ms + AFTER_MS), xlabel="time (ms)")
         name_spans(picture, [recorded.gpu], loc="outside lower center")
     return picture
 

@@ -9,15 +9,15 @@ function's name and plain values.
 import base64
 import inspect
 import math
-import re
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pkgutil import resolve_name
 from typing import Any
 
 import ipywidgets
 from IPython.display import display
 
+from ..measuring import theory
 from ..running.learners_copy import keep
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
@@ -50,12 +50,14 @@ class Explorer(ipywidgets.VBox):
             control.observe(self.redraw, "value")
         self.redraw()
 
-    def redraw(self, change: Any = None) -> None:
+    def redraw(self, *_: Any) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
         # The browser keeps this much room while it loads the new image: without it the page below
         # would jump.
-        self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
+        width, height = picture.bbox.size
+        self.image.width = str(int(width))
+        self.image.height = str(int(height))
         self.image.value = picture.png()
         self.message.value = picture.caption
         self.alt = picture.alt
@@ -69,8 +71,9 @@ class Explorer(ipywidgets.VBox):
         bundle |= {
             "image/png": base64.b64encode(self.image.value).decode(),
             "text/plain": self.message.value,
+            MIME: self.recipe,
         }
-        return bundle | {MIME: self.recipe}, {"image/png": {"alt": self.alt}}
+        return bundle, {"image/png": {"alt": self.alt}}
 
 
 def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
@@ -88,13 +91,12 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
             """An explorer that begins with the arguments of this call."""
             call = inspect.signature(figure).bind(*arguments, **named)
             call.apply_defaults()
-            controls = {
-                name: choice(title, call.arguments[name], values)
-                for name, (title, values) in sliders.items()
-            }
-            return Explorer(
-                figure, f"{figure.__module__}:{figure.__name__}", *call.args, **controls
-            )
+            controls = {}
+            for name, (title, values) in sliders.items():
+                controls[name] = choice(title, call.arguments[name], values)
+            # In its module the figure's name stands for `make`.
+            maker = f"{figure.__module__}:{figure.__name__}"
+            return Explorer(figure, maker, *call.args, **controls)
 
         return make
 
@@ -119,6 +121,7 @@ def ring_stepper(world_size: int = 4) -> Any:
     """
     ranks = choice("ranks K", world_size, range(2, 9))
     step = ipywidgets.IntSlider(description="step", layout=_LAYOUT, style=_WIDE)
+    # The kernel decides how many steps there are; the browser keeps button and slider in step.
     ipywidgets.dlink((ranks, "value"), (step, "max"), lambda ranks: 2 * (ranks - 1))
     stepper = Explorer(
         sketches.ring_step, f"{__name__}:ring_stepper", world_size, world_size=ranks, step=step
@@ -126,7 +129,7 @@ def ring_stepper(world_size: int = 4) -> Any:
     play = ipywidgets.Play(min=0, max=step.max, interval=1200, repeat=True)
     for trait in ("value", "max"):
         ipywidgets.jslink((step, trait), (play, trait))
-    stepper.children = [ranks, ipywidgets.HBox([play, step]), *stepper.children[2:]]
+    stepper.children = [ranks, ipywidgets.HBox([play, step]), stepper.image, stepper.message]
     return stepper
 
 
@@ -138,10 +141,8 @@ class Prediction(ipywidgets.VBox):
     def __init__(self, question, answers):
         self.question = question
         self.answers = list(answers)
-        options = [
-            ("I have not decided", None),
-            *((str(answer), answer) for answer in self.answers),
-        ]
+        options = [("I have not decided", None)]
+        options += [(str(answer), answer) for answer in self.answers]
         self.buttons = ipywidgets.RadioButtons(
             options=options, layout=ipywidgets.Layout(width="auto")
         )
@@ -176,7 +177,7 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
     """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
     `Prediction`.
     """
-    return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
+    return min(answers, key=lambda answer: abs(math.log(answer / value)))
 
 
 @explorer(
@@ -190,33 +191,41 @@ def alpha_beta_explorer(
     """Which of four all-reduces is the fastest for which message size, from the closed forms of
     `theory`.
     """
-    from ..measuring import theory
     from ..running.units import bits_per_second, seconds
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
 
     costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
-    sizes = [2.0**power for power in range(6, 31, 2)]
+    sizes = [2.0**power for power in range(6, 31, 2)]  # These are 64 bytes to 1 GiB.
     lines = {}
     for name in CONTENDERS:
-        times = [1000 * theory.seconds(name, size, world_size, costs) for size in sizes]
-        lines[label(name)] = (sizes, times, ALGORITHM_COLOURS[name])
-    first, last = (fastest(lines, at) for at in (0, -1))
-    title = (
-        f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
-    )
+        times_ms = [1000 * theory.seconds(name, size, world_size, costs) for size in sizes]
+        lines[label(name)] = (sizes, times_ms, ALGORITHM_COLOURS[name])
+    setting = f"{world_size} ranks, {bandwidth}/s, {latency}"
+    title = f"Fastest on {setting}:\nsmall: {fastest(lines, 0)};\nlarge: {fastest(lines, -1)}"
     picture = plots.curves(
-        {}, "size of the message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived"
+        {},
+        "size of the message",
+        "time (ms)",
+        title,
+        theory=lines,
+        log="xy",
+        height=3.9,
+        kind="derived",
     )
-    picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
+    [axes] = picture.axes
+    axes.set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
     # Minor ticks took half of the time to draw, and no reader needs them.
-    picture.axes[0].minorticks_off()
+    axes.minorticks_off()
     return picture
 
 
-def fastest(lines: dict[str, Any], at: int) -> str:
-    """The names of the algorithms whose time at one message size is within 1 % of the shortest."""
-    times = {name: line[1][at] for name, line in lines.items()}
-    return ", ".join(name for name, time in times.items() if time <= 1.01 * min(times.values()))
+def fastest(lines: dict[str, Any], place: int) -> str:
+    """The names of the algorithms whose time for the message size at this place of their line is
+    within 1 % of the shortest.
+    """
+    times = {name: times_ms[place] for name, (_, times_ms, _) in lines.items()}
+    longest = 1.01 * min(times.values())
+    return ", ".join(name for name, time in times.items() if time <= longest)
 
 
 @explorer(
@@ -232,34 +241,43 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     percent of a step of one device.
     """
     from .. import ladder
-    from ..measuring import ideals, theory
+    from ..measuring import ideals
     from ..measuring.job import make_job
     from ..running.devices import Device
 
     job = make_job("digits", world_size)
-    device = Device("1GFLOP/s")
-    one_s = job.work(device).compute_s
-    costs = theory.Costs.of_link(
-        8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s
-    )
-    heights = {}
+    device = Device("1GFLOP/s")  # Any would do: only ratios are shown.
+    alone_s = job.work(device).compute_s
+    bandwidth = 8 * job.gradient_bytes / (share / 100 * alone_s)
+    costs = theory.Costs.of_link(bandwidth, latency / 100 * alone_s)
+    no_pipeline = world_size > 5  # The model has five layers to share out.
+    speed_ups = {}
     colours = {}
     best = 1.0
-    end = "none is faster than one"
+    conclusion = "none is faster than one"
     for stage in ladder.STAGES.values():
-        if stage.step is None or (stage.step == "pipelined" and world_size > 5):
+        if stage.step is None or (stage.step == "pipelined" and no_pipeline):
             continue
-        label = re.sub("(?<=-)| ", "\n", stage.name)
-        heights[label] = one_s / ideals.STEPS[stage.step](stage, job, device, costs)
+        # A label has a line for each word, and for each part of a word with a hyphen.
+        label = stage.name.replace("-", "-\n").replace(" ", "\n")
+        speed_up = alone_s / ideals.STEPS[stage.step](stage, job, device, costs)
+        speed_ups[label] = speed_up
         colours[label] = stage.colour
-        if heights[label] > best:
-            best = heights[label]
-            end = f"{stage.name} is {best:.1f} times as fast as one"
-    if world_size > 5:
-        end += "; five layers are no pipeline"
-    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {end}"
-    look: Any = {"width": 11, "form": "{:.2g}", "kind": "derived"}
-    return plots.bars(heights, "times as fast as one device", title, colours, **look)
+        if speed_up > best:
+            best = speed_up
+            conclusion = f"{stage.name} is {best:.1f} times as fast as one"
+    if no_pipeline:
+        conclusion += "; five layers are no pipeline"
+    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {conclusion}"
+    return plots.bars(
+        speed_ups,
+        "times as fast as one device",
+        title,
+        colours,
+        width=11,
+        form="{:.2g}",
+        kind="derived",
+    )
 
 
 def bucket_explorer(
@@ -273,51 +291,45 @@ def bucket_explorer(
     rows = []
     for cap in caps:
         step = simulate(profile, world_size, network, bucket_cap_mb=cap)
-        hidden = 1 - min(1.0, step.exposed_s / step.communication_s) if step.communication_s else 1
+        hidden = 1.0
+        if step.communication_s:
+            hidden -= min(1.0, step.exposed_s / step.communication_s)
         spans = [[span.name, span.start, span.end, span.lane] for span in step.spans]
         rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
     return caps_explorer(rows, list(measured.items()))
 
 
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
-    """`steps` are [cap, number of buckets, ms, share that is hidden, spans], `measured` [cap,
-    ms].
+    """The explorer made of plain values, which a recipe can hold: `steps` are [cap, number of
+    buckets, ms, percent that is hidden, spans], `measured` [cap, ms].
     """
-    cap = choice(
-        "bucket cap (MiB)",
-        len(steps) // 2,
-        [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)],
-    )
-    return Explorer(
-        lambda cap: bucket_figure(steps, measured, cap),
-        f"{__name__}:caps_explorer",
-        steps,
-        measured,
-        cap=cap,
-    )
+    positions = [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)]
+    slider = choice("bucket cap (MiB)", len(steps) // 2, positions)
+    draw = partial(bucket_figure, steps, measured)
+    return Explorer(draw, f"{__name__}:caps_explorer", steps, measured, row=slider)
 
 
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     """The plain figure of `caps_explorer` for one row of `steps`."""
     cap, buckets, step_ms, hidden, spans = steps[row]
     message = f"cap {cap:g} MiB: buckets: {buckets}, step {step_ms:.1f} ms, {hidden:.0f} % hidden"
-    times = {cap: step_ms for cap, _, step_ms, *_ in steps}
-    form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
-    with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
+    caps, _, simulated_ms, *_ = zip(*steps, strict=True)
+    measured_caps, measured_ms = zip(*measured, strict=True)
+    with panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3]) as (
+        picture,
+        (above, below),
+    ):
         plots.draw_lane(above, 0, spans)
         plots.name_spans(picture, [spans], loc="outside lower center")
-        above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
+        above.set(xlim=(0, 1.05 * max(simulated_ms)), ylim=(0.6, -0.6), yticks=[])
         above.set_xlabel("time in the simulated step (ms)")
-        below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
-        below.plot(
-            *zip(*measured, strict=True),
-            "o",
-            color=STAGE_COLOURS["5"],
-            label="the program, in virtual time",
-        )
+        colour = STAGE_COLOURS["5"]
+        below.plot(caps, simulated_ms, color=colour, label="simulated")
+        label = "the program, in virtual time"
+        below.plot(measured_caps, measured_ms, "o", color=colour, label=label)
         below.axvline(cap, color="#777777", linestyle=":", label="the cap above")
         plots.logarithmic(below, "x")
-        highest = max(*[ms for _, ms in measured], *times.values())
+        highest = max(*measured_ms, *simulated_ms)
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
         below.legend(loc="lower left")
     return picture
@@ -347,14 +359,18 @@ def pipeline_explorer(
     """
     from .. import stage8_pipeline
 
-    chunks = 1
-    rounded = ""
+    stages_per_rank = 1
+    note = ""
     if schedule == "interleaved":
-        chunks = 2
-        more = -microbatches % world_size
-        microbatches = microbatches + more
-        rounded = f" (a multiple of {world_size})" if more else ""
+        stages_per_rank = 2
+        missing = -microbatches % world_size  # So many more make a multiple of K.
+        if missing:
+            microbatches += missing
+            note = f" (a multiple of {world_size})"
     instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
-    rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
-    title = f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}"
+    # A rank's whole share takes 1 forward and 2 backward.
+    rows = stage8_pipeline.timetable(
+        instructions, forward=1 / stages_per_rank, backward=2 / stages_per_rank
+    )
+    title = f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{note}"
     return sketches.schedules({title: rows})

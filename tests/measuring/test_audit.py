@@ -98,6 +98,11 @@ def test_what_was_not_seen_is_said():
     assert len(messages) == 2 and all(message.startswith("not seen") for message in messages)
 
 
+def test_a_path_in_the_temporary_folder_is_in_the_temporary_folder():
+    script = "import os, sys; assert os.path.isdir(os.path.dirname(sys.argv[1])), sys.argv"
+    assert len(audit(script, ["FOLDER/run.json"])) == 2
+
+
 @pytest.mark.parametrize("words", ["", "ours"])
 def test_torchrun_trains_with_it(words, tmp_path, capfd):
     from ddp_course import show

@@ -31,9 +31,9 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
 
 
 def test_beside_a_slow_link_the_device_is_slow_too():
-    bandwidth = 5e6
-    device = emulated.default_device(job_of(), bandwidth)
-    share = 8 * BYTES / bandwidth / (FLOPS / device.rate)
+    link = Link("5Mbit")
+    device = emulated.default_device(job_of(), link)
+    share = 8 * BYTES / link.bandwidth / (FLOPS / device.rate)
     assert share == pytest.approx(emulated.SHARE, rel=0.05)
 
 

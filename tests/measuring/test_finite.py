@@ -12,9 +12,9 @@ from ddp_course.measuring import finite
 def watched():
     """Two layers whose gradients are noted as a GPU's are."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    later = finite.Later({parameter: name for name, parameter in model.named_parameters()})
+    sums = finite.SumsOfPass({parameter: name for name, parameter in model.named_parameters()})
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(later.note)
+        parameter.register_post_accumulate_grad_hook(sums.note)
     return model
 
 
@@ -42,8 +42,8 @@ def test_a_pass_after_one_that_failed_is_looked_at_too():
 
 def test_large_sums_of_small_dtypes_pass():
     parameter = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
-    later = finite.Later({parameter: "weight"})
-    parameter.register_post_accumulate_grad_hook(later.note)
+    sums = finite.SumsOfPass({parameter: "weight"})
+    parameter.register_post_accumulate_grad_hook(sums.note)
     (parameter * 60_000.0).sum(
         dtype=torch.float64
     ).backward()  # 100 of them do not fit into float16

@@ -112,7 +112,7 @@ def test_steps_are_timed_where_nothing_is_recorded(gpu):
     train(gpu, record.stamped([torch.ones(3)] * 6), told)
     # Steps 2, 4 and 6 are timed: the rank waits for the GPU at both ends of each.
     assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]
-    assert record.steps(drawn=False) == [2, 4] and record.steps(drawn=True) == [3, 5]
+    assert record.steps(with_spans=False) == [2, 4] and record.steps(with_spans=True) == [3, 5]
     for step in (3, 5):
         assert {span.name for span in record.spans[step]} >= {"forward", "backward", "wait"}
 

@@ -159,6 +159,17 @@ def test_a_verdict_draws_what_nobody_has_waited_for_and_where_the_rank_stops():
     assert touched == "× rank 0, ring.py line 13: x"
 
 
+def test_lines_of_unlike_results_are_of_no_certain_rank_and_stop_none():
+    events = [
+        Event(0.001, 0, "doubt", "several threads", ["z.py line 1: thread.start()"]),
+        Event(0.002, 1, "doubt", "asks", ["a.py line 2: work.is_completed()"]),
+        Event(0.003, 0, "post", "to send to rank 1", ["z.py line 3: send"]),
+    ]
+    axes = order_plot.timeline(judge(events, [1, 2], 2, "")).axes[0]
+    below = axes.get_xlabel().splitlines()[1:]
+    assert below == ["a.py line 2: work.is_completed()", "z.py line 1: thread.start()"]
+
+
 def test_a_verdict_is_drawn_in_a_notebook_and_printed_in_a_terminal(monkeypatch, capsys):
     overwritten().show()
     assert "4.000 ms  rank 0: overwritten too early  (ring.py line 13)" in capsys.readouterr().out
@@ -321,7 +332,7 @@ def explorers():
     return {
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
-        "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0),
+        "buckets": (bucket_explorer({0.1: 50.0}), "row", 0),
         "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
     }
 

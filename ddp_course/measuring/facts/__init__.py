@@ -16,10 +16,10 @@ def rows(name: str) -> list[dict[str, Any]]:
     """
     if name not in SOURCES:
         raise ValueError(f'there is no table "{name}"; choose one of {", ".join(SOURCES)}')
-    rows = []
+    numbers = []
     for line in _lines(name):
-        rows.append({key: _number(value) for key, value in line.items()})
-    return rows
+        numbers.append({key: _number(value) for key, value in line.items()})
+    return numbers
 
 
 def _lines(name):

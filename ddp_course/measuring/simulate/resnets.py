@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from .model import Layer, Profile
 
-# A network has the blocks of each stage, the groups, and the width of a group at the first stage.
+# A network has the blocks of each stage, the groups of a block's middle convolution, and the width
+# of a group at the first stage.
 SHAPES = {
     "resnet50": ((3, 4, 6, 3), 1, 64),
     "resnet101": ((3, 4, 23, 3), 1, 64),
@@ -26,22 +27,23 @@ def layers(name: str) -> Iterator[tuple[int, int]]:
     A convolution counts with its batch normalisation.
     """
     blocks, groups, group_width = SHAPES[name]
-    yield _convolution(3, 64, 7, 112)
+    yield _convolution(3, 64, kernel=7, side=112)
     channels = 64
-    side = 56
+    side = 56  # Between these, a pooling layer without parameters halves the picture.
     for stage, count in enumerate(blocks):
         middle = groups * group_width * 2**stage
         out = 256 * 2**stage
         for block in range(count):
-            before = side
-            side = side // 2 if stage and not block else side
-            yield _convolution(channels, middle, 1, before)
-            yield _convolution(middle, middle, 3, side, groups)
-            yield _convolution(middle, out, 1, side)
-            if not block:  # The first block's shortcut changes the channels.
-                yield _convolution(channels, out, 1, side)
+            yield _convolution(channels, middle, kernel=1, side=side)
+            # The middle convolution of the first block halves the picture, but for the first stage.
+            if block == 0 and stage > 0:
+                side //= 2
+            yield _convolution(middle, middle, kernel=3, side=side, groups=groups)
+            yield _convolution(middle, out, kernel=1, side=side)
+            if block == 0:  # The first block's shortcut changes the channels.
+                yield _convolution(channels, out, kernel=1, side=side)
             channels = out
-    yield channels * 1000 + 1000, channels * 1000
+    yield channels * 1000 + 1000, channels * 1000  # The head has 1,000 classes.
 
 
 def profile(name: str, compute_s: float) -> Profile:
@@ -56,5 +58,8 @@ def profile(name: str, compute_s: float) -> Profile:
 
 
 def _convolution(channels_in, channels_out, kernel, side, groups=1):
+    """The parameters and multiplications of a convolution whose output is `side` pixels wide; its
+    normalisation has two parameters for each channel.
+    """
     weights = channels_in // groups * channels_out * kernel**2
     return weights + 2 * channels_out, weights * side**2

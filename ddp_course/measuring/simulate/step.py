@@ -77,28 +77,41 @@ def simulate(
     """
     theory.check_sizes(profile.gradient_bytes, world_size)
     buckets = full_buckets(profile, bucket_cap_mb)
-    begin = now = sum(layer.forward_s for layer in profile.layers)
-    spans = [Span("forward", 0.0, begin)]
-    free = 0.0
+    forward_end = sum(layer.forward_s for layer in profile.layers)
+    now = forward_end
+    link_free = 0.0  # The link is free again at this moment.
+    spans = [Span("forward", 0.0, forward_end)]
     for index in reversed(range(len(profile.layers))):
-        slow = max(0.0, free - now)  # A collective is on its way for this many seconds more.
         seconds = profile.layers[index].backward_s
-        now += seconds + interference * min(seconds, slow / (1 + interference))
+        # What is computed beside a collective that is on its way takes longer.
+        busy_s = max(0.0, link_free - now)
+        now += seconds + interference * min(seconds, busy_s / (1 + interference))
         if index in buckets:
-            start = max(now, free)
-            free = start + on_hosts(algorithm, buckets[index], world_size, network)
-            spans.append(Span("communication", start, free, "network"))
-    waited = max(now, free)
-    end = waited + profile.update_s
-    spans += [Span("backward", begin, now), Span("wait", now, waited), Span("update", waited, end)]
+            start = max(now, link_free)
+            link_free = start + on_hosts(algorithm, buckets[index], world_size, network)
+            spans.append(Span("communication", start, link_free, "network"))
+    wait_end = max(now, link_free)
+    end = wait_end + profile.update_s
+    spans += [
+        Span("backward", forward_end, now),
+        Span("wait", now, wait_end),
+        Span("update", wait_end, end),
+    ]
     spans = sorted((span for span in spans if span.seconds > 0), key=lambda span: span.start)
-    sending_s = sum(span.seconds for span in spans if span.lane == "network")
-    sent = tuple(buckets.values())
-    return Step(world_size, end, profile.compute_s, sending_s, sent, tuple(spans))
+    return Step(
+        world_size=world_size,
+        step_s=end,
+        compute_s=profile.compute_s,
+        communication_s=sum(span.seconds for span in spans if span.lane == "network"),
+        buckets=tuple(buckets.values()),
+        spans=tuple(spans),
+    )
 
 
 def knee(steps: Iterable[Step]) -> int | None:
-    """The largest K up to which every step is at least 90 % efficient, None if the first is not."""
+    """The largest K up to which every step's efficiency is at least KNEE, None if the first's is
+    not.
+    """
     ascending = sorted(steps, key=lambda step: step.world_size)
     efficient = takewhile(lambda step: step.efficiency >= KNEE, ascending)
     return max((step.world_size for step in efficient), default=None)
@@ -115,8 +128,10 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     local = network.local or network.link
     per_host = min(network.per_host, world_size)
     hosts = theory.host_count(world_size, per_host)
-    if hosts == 1 or per_host == 1:
-        return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
+    if hosts == 1:
+        return theory.seconds(algorithm, nbytes, world_size, local)
+    if per_host == 1:
+        return theory.seconds(algorithm, nbytes, world_size, link)
     if algorithm == "hierarchical_ring":
         return theory.seconds(algorithm, nbytes, world_size, link, local=local, per_host=per_host)
     if algorithm == "ring":
