@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_course.collectives.flat import copied_back, flattened
+from ddp_course.collectives.strides import copy_back, flat_memory
 from ddp_course.running import wire
 
 from . import streams
@@ -23,14 +23,14 @@ def pipelined_ring_all_reduce(
     A segment is passed on as soon as it is added, while the next one is still on its way. The
     tensor must be in a processor's memory, and time must be real.
     """
-    flat = flattened(tensor)
+    flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return tensor
     chunks = flat.tensor_split(world_size)
     pass_around(chunks, rank, group)
-    return copied_back(flat, tensor)
+    return copy_back(flat, tensor)
 
 
 def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup | None) -> None:

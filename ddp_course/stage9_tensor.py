@@ -54,8 +54,8 @@ from .running.torch_inside import (
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
-from .stage7_sharded.checks import check_model
 from .stage7_sharded.parts import PartOfParameter
+from .stage7_sharded.shardable import check_model
 
 # These may stand between the two layers of a pair: they work element by element.
 ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}
@@ -244,7 +244,7 @@ def can_be_split(layer, uses):
     return type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
 
 
-def split(model, rank, ranks, all_reduce):
+def split_layers(model, rank, ranks, all_reduce):
     """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
     ranks; return it. Raises ValueError if there is no such pair.
     """
@@ -281,7 +281,7 @@ def parallelize(model, group=None):
     states = checkpoint.random_states()  # All take those of one rank: dropout drops the same.
     checkpoint.set_random_state([states[wire.global_rank(0, group)]] * len(states))
     broadcast_parameters(model, group=group)
-    return split(model, dist.get_rank(group), dist.get_world_size(group), SumOver(group))
+    return split_layers(model, dist.get_rank(group), dist.get_world_size(group), SumOver(group))
 
 
 def restore(model):

@@ -15,7 +15,6 @@ from queue import SimpleQueue
 
 from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
-from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
 from ddp_course.checking.evidence import (
     ONE_HOST,
@@ -24,6 +23,7 @@ from ddp_course.checking.evidence import (
     known,
     solved,
 )
+from ddp_course.checking.tasks import cell_of, find
 from ddp_course.errors import GradingError
 from ddp_course.orders import every
 from ddp_course.running.launching.launch import launch

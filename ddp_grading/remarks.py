@@ -11,7 +11,7 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import cache
 
-from ddp_course.checking.checks import solution
+from ddp_course.checking.tasks import solution
 
 from .results import Result
 

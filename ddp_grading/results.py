@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_course.checking.checks import find
 from ddp_course.checking.diagnosis import Verdict
+from ddp_course.checking.tasks import find
 from ddp_course.errors import GradingError
 
 MOST_MESSAGE = 2000

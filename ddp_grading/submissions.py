@@ -19,7 +19,7 @@ import nbformat
 import yaml
 
 from ddp_course.checking import UNSOLVED
-from ddp_course.checking.checks import cell_of, solution
+from ddp_course.checking.tasks import cell_of, solution
 from ddp_course.errors import GradingError
 from ddp_course.running.files import course_folder
 

@@ -23,7 +23,7 @@ train = stage1_single.train
 '''
 TASK = '''"""Exercise 16: twice."""
 
-from ddp_course.checking.checks import task
+from ddp_course.checking.tasks import task
 
 
 @task("16.1", "twice", {"small": 0.5, "large": 0.5})
@@ -67,14 +67,14 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back, flattened
+from .strides import copy_back, flat_memory
 
 
 @wire.collective
 @torch.no_grad()
 def topic_all_reduce(tensor, group=None):
     """Sum `tensor` over the ranks of `group` in place; every rank adds in rank order."""
-    flat = flattened(tensor)
+    flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     peers = wire.others(rank, group)
     arriving = [(torch.empty_like(flat), peer) for peer in peers]
@@ -84,7 +84,7 @@ def topic_all_reduce(tensor, group=None):
     flat.zero_()
     for part in parts:
         flat.add_(part)
-    return copied_back(flat, tensor)
+    return copy_back(flat, tensor)
 '''
 FORMULA = '''def topic(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds until each rank has sent its tensor to all others."""

@@ -247,7 +247,7 @@ def test_what_would_go_wrong_is_refused(words):
 
 def test_what_cannot_be_split_stays_whole():
     def slices(model):
-        stage9_tensor.split(model, 0, 2, None)
+        stage9_tensor.split_layers(model, 0, 2, None)
         return {name: tuple(p.shape) for name, p in model.named_parameters() if hasattr(p, "cut")}
 
     assert slices(gpt(heads=1).blocks[0]).keys() == {

@@ -1,6 +1,6 @@
 """Exercises, checked while they are solved: `check` says whether an answer is right, `hint` helps.
 
-`evidence` tries an answer on ranks (`attempt`), as `exercises/checks/NN.py` says (`checks`), and
+`evidence` tries an answer on ranks (`attempt`), as `exercises/checks/NN.py` says (`tasks`), and
 returns plain data (`plain`). `diagnosis` compares that data with the solution's and with that of
 known wrong answers, and `any_order` tries a right answer in every order of its messages.
 `ddp_grading` grades whole folders in the same way.
@@ -66,7 +66,7 @@ def task(number: str, *answers: Any) -> str:
 
     An answer is not written as long as it raises NotImplementedError.
     """
-    from .checks import solution
+    from .tasks import solution
 
     if any("NotImplementedError" in answer.__code__.co_names for answer in answers):
         print(f"Task {number} is open. Write it and run this cell again, or read on.")

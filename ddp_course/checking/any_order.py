@@ -15,9 +15,9 @@ from ..errors import CourseError
 from ..orders import every
 from ..orders.verdict import judge
 from .attempt import Attempt, make_attempts
-from .checks import find
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
+from .tasks import find
 
 SECONDS = 60.0  # Nothing is said of what takes longer.
 ADVICE = {

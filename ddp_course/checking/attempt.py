@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from ..errors import TooSlow, Wrong
 from ..running.torch_inside import other_collectives
-from .checks import Task, find
 from .plain import pack, unpack
+from .tasks import Task, find
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
 OURS = ("torch.", "ddp_course.", "exercise_checks.")

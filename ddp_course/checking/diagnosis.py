@@ -14,8 +14,8 @@ import torch
 
 from ..running.torch_inside import tree_leaves
 from .attempt import Evidence
-from .checks import Task, known_wrong
 from .plain import ODD, apart, largest
+from .tasks import Task, known_wrong
 
 NOTHING = Evidence(None)
 SURE = 8  # This many equal numbers are no coincidence.

@@ -16,7 +16,7 @@ from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSl
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .attempt import Attempt, Evidence, assembled, make_attempts
-from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
+from .tasks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"

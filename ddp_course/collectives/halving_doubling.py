@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back, flattened
+from .strides import copy_back, flat_memory
 
 
 @wire.collective
@@ -21,7 +21,7 @@ def halving_doubling_all_reduce(
     the first ranks form pairs, each of which acts as one rank: the odd rank sends its tensor to the
     even rank, and waits for the sum.
     """
-    flat = flattened(tensor)
+    flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     power = 2 ** (world_size.bit_length() - 1)
@@ -30,7 +30,7 @@ def halving_doubling_all_reduce(
     if other is not None and rank % 2:
         wire.send(flat, other, group)
         wire.recv(flat, other, group)
-        return copied_back(flat, tensor)
+        return copy_back(flat, tensor)
     if other is not None:
         incoming = torch.empty_like(flat)
         wire.recv(incoming, other, group)
@@ -39,7 +39,7 @@ def halving_doubling_all_reduce(
     halve_and_double(flat, ranks, ranks.index(rank), 1, group)
     if other is not None:
         wire.send(flat, other, group)
-    return copied_back(flat, tensor)
+    return copy_back(flat, tensor)
 
 
 def halve_and_double(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..running import wire
 from ..running.torch_inside import default_group
 from ..stage4_ring import allgather, reduce_scatter
-from .flat import copied_back, flattened
+from .strides import copy_back, flat_memory
 
 
 @wire.collective
@@ -35,7 +35,7 @@ def hierarchical_all_reduce(
     host, place = divmod(rank, size)
     inside = group_of(whole, range(host * size, (host + 1) * size))
     across = group_of(whole, range(place, world_size, size))
-    flat = flattened(tensor)
+    flat = flat_memory(tensor)
     chunks = flat.tensor_split(size)
     wire.warm_up(flat, inside)
     reduce_scatter(chunks, inside)
@@ -44,7 +44,7 @@ def hierarchical_all_reduce(
     reduce_scatter(pieces, across)
     allgather(pieces, across)
     allgather(chunks, inside)
-    return copied_back(flat, tensor)
+    return copy_back(flat, tensor)
 
 
 def group_of(whole: dist.ProcessGroup, members: range) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back, flattened
+from .strides import copy_back, flat_memory
 
 
 @wire.collective
@@ -15,7 +15,7 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     A rank r that is an odd multiple of d = 1, 2, 4, … has rank r - d above it, and below it those
     of the ranks r + 1, r + 2, r + 4, … r + d/2 that exist.
     """
-    flat = flattened(tensor)
+    flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     own = rank & -rank  # the lowest bit; 0 for rank 0, which has nobody above it
@@ -34,4 +34,4 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
         wire.recv(flat, above, group)
     for peer in reversed(below):
         wire.send(flat, peer, group)
-    return copied_back(flat, tensor)
+    return copy_back(flat, tensor)

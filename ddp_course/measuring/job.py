@@ -15,7 +15,7 @@ from torch.optim import SGD
 from .. import problems
 from ..running.devices import Device
 from ..stage8_pipeline import layers_of, split
-from ..stage9_tensor import split as split_layers
+from ..stage9_tensor import split_layers
 from .simulate.model import Layer, Profile
 
 

@@ -4,9 +4,9 @@ Stage 5 assumed that all goes well: every parameter gets a gradient in every pas
 the same model and the same amount of data, and gradients are not accumulated. One file per feature,
 in reading order:
 
-    checks           are all ranks about to train the same model?
+    before_training  are all ranks about to train the same model?
     buckets          gradients that travel together, and how they get in and out
-    communication    sums of a bucket: by the backend, by our own algorithms, by a hook
+    bucket_sums      sums of a bucket: by the backend, by our own algorithms, by a hook
     reducer          when each bucket leaves, and in which order: the heart of the stage
     unused           parameters that get no gradient
     graphs           reducers for find_unused_parameters and static_graph
@@ -23,7 +23,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .communication import GradBucket
+from .bucket_sums import GradBucket
 from .ddp import DistributedDataParallel
 from .sync_batchnorm import SyncBatchNorm
 

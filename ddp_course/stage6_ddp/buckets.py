@@ -52,7 +52,7 @@ def size_limits(cap_mb, cap_mb_list=None):
     return [int(cap * MIB) for cap in caps]
 
 
-def assign_buckets(tensors, limits, sparse=(), order=None):
+def bucket_assignment(tensors, limits, sparse=(), order=None):
     """Return the indices into `tensors` for each bucket, which has one (dtype, device) and closes
     at its limit.
 

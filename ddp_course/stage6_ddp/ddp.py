@@ -16,10 +16,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ..running.communication import keep_for_backward
 from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
-from . import checks
+from . import before_training
+from .bucket_sums import by_algorithm, by_backend, by_hook
 from .buckets import size_limits
 from .buffers import broadcast_tensors
-from .communication import by_algorithm, by_backend, by_hook
 from .graphs import FindUnused, StaticGraph
 from .mixed_precision import LowPrecision
 from .reducer import Reducer
@@ -86,7 +86,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.module = module
-        self.process_group = checks.group_of(process_group, device_mesh)
+        self.process_group = before_training.group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = bucket_cap_mb_list
@@ -103,19 +103,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def check_module(self, device_ids, output_device):
         """Refuse modules that cannot be trained here, and note the devices."""
-        checks.refuse_modules(self.module)
+        before_training.refuse_modules(self.module)
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
         parameters = self.trainable()
         self.device = next(iter(parameters.values())).device
-        self.device_ids, self.output_device = checks.devices_of(
+        self.device_ids, self.output_device = before_training.devices_of(
             parameters, device_ids, output_device
         )
 
     def trainable(self):
         """{name: parameter} of those whose gradients are averaged."""
-        return checks.trainable(self.module, self.parameters_to_ignore)
+        return before_training.trainable(self.module, self.parameters_to_ignore)
 
     def start_equal(self, init_sync, broadcast_buffers, forward_sync_buffers):
         """Choose when buffers are broadcast, and if wanted give all ranks rank 0's model now."""
@@ -125,7 +125,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         if init_sync:
-            checks.same_on_all_ranks(self.trainable(), self.process_group)
+            before_training.same_on_all_ranks(self.trainable(), self.process_group)
             self.sync_model(0, with_buffers=wanted or forward_sync_buffers is not None)
 
     def make_reducer(self):
@@ -143,7 +143,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             group,
             size_limits(self.bucket_cap_mb, self.bucket_cap_mb_list),
             start,
-            sparse=checks.sparse_parameters(self.module),
+            sparse=before_training.sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
             dtype=self.low and self.low.communicate,
             limited_at_once=bool(self.bucket_cap_mb_list),

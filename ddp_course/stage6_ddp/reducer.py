@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.torch_inside import after_backward, as_plain_tensors, uncompiled
-from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
-from .communication import GradBucket
+from .bucket_sums import GradBucket
+from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
 from .unused import UNUSED, not_finished, ready_twice
 
 
@@ -81,7 +81,7 @@ class Reducer:
         self.order = []  # So gradients became ready in the first pass that shows it.
         self.rebuilt = False
         first_limits = limits if limited_at_once else [NO_LIMIT]
-        self.make_buckets(assign_buckets(self.parameters, first_limits, self.sparse)[::-1])
+        self.make_buckets(bucket_assignment(self.parameters, first_limits, self.sparse)[::-1])
         self.listen()
 
     def listen(self):
@@ -143,7 +143,7 @@ class Reducer:
         order = numbers[: len(self.order)]
         limits = numbers[len(self.order) :]
         self.rebuilt = True
-        self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
+        self.make_buckets(bucket_assignment(self.parameters, limits, self.sparse, order))
 
     # The backward pass calls the next methods.
 

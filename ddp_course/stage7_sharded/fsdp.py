@@ -15,10 +15,10 @@ from ..running.torch_inside import after_backward, backward_pass, tensors_in, un
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
 from .blocks import Block, assign_blocks, default_blocks, holders_of
-from .checks import check_model
 from .clipping import clip_grad_norm_
 from .flat import Shard, load_whole_state_dict, wait_for_all_ranks, whole_state
 from .parts import refuse_with
+from .shardable import check_model
 
 
 class FullyShardedDataParallel(torch.nn.Module):

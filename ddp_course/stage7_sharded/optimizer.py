@@ -13,7 +13,7 @@ import torch
 from ..running.communication import failing_together
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
-from ..stage6_ddp.checks import same_on_all_ranks
+from ..stage6_ddp.before_training import same_on_all_ranks
 from .blocks import Sharded
 from .clipping import clip_grad_norm_
 from .flat import Flat, Shard, gather_chunks, load_whole_state_dict, whole_state

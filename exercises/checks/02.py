@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from ddp_course.checking.checks import task
 from ddp_course.checking.diagnosis import same
+from ddp_course.checking.tasks import task
 
 from .shared import copied_gradient, require, tensors
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.checks import task
+from ddp_course.checking.tasks import task
 from ddp_course.errors import Wrong
 from ddp_course.running import wire
 

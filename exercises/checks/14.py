@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_course.checking.checks import task
+from ddp_course.checking.tasks import task
 
 from .shared import noted_ring, require, several, tensors, worlds
 

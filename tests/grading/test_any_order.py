@@ -12,9 +12,9 @@ from answers import edited, hand_in, of_kind, submission_of
 from ddp_course.checking import check, evidence
 from ddp_course.checking.any_order import confirmed
 from ddp_course.checking.attempt import Attempt
-from ddp_course.checking.checks import cells_with, find, of_exercise, solution
 from ddp_course.checking.diagnosis import nothing
 from ddp_course.checking.evidence import STILL_RUNNING, TOO_LATE, gather
+from ddp_course.checking.tasks import cells_with, find, of_exercise, solution
 from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
 from ddp_grading.grader import grade

@@ -12,8 +12,8 @@ from answers import ROOT, submission_of
 
 from benchmarks import grade as bench
 from ddp_course import cli
-from ddp_course.checking.checks import find
 from ddp_course.checking.plain import ODD, pack, unpack
+from ddp_course.checking.tasks import find
 from ddp_grading import guard, remarks, report
 from ddp_grading.grader import grade
 from ddp_grading.remarks import likeness

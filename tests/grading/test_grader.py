@@ -12,7 +12,7 @@ import pytest
 from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course import cli
-from ddp_course.checking.checks import solution
+from ddp_course.checking.tasks import solution
 from ddp_grading import grader, run_cells
 from ddp_grading.people import Owner
 from ddp_grading.submissions import load_exercises, read_submission, walk
@@ -99,7 +99,7 @@ CHEATS = {
         "def step_seconds(cables, parameters, latency, computing):\n    return 0.0"
     ),
     "4.6": (
-        "from ddp_course.checking.checks import solution\n\ndef the_bug():\n    return 3\n\n"
+        "from ddp_course.checking.tasks import solution\n\ndef the_bug():\n    return 3\n\n"
         "try:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
         "def mended_ring(tensor, group=None):\n    exec(solution('4.6'))"
     ),

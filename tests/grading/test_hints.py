@@ -4,8 +4,8 @@ import pytest
 from answers import EXERCISES, ROOT
 
 from ddp_course.checking import hint
-from ddp_course.checking.checks import of_exercise, solution
 from ddp_course.checking.hints import LEVELS, all_hints
+from ddp_course.checking.tasks import of_exercise, solution
 
 
 def test_every_task_has_three_hints_that_are_not_the_answer():

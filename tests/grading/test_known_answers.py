@@ -8,10 +8,10 @@ import pytest
 from answers import EXERCISES, ROOT, of_kind, tried
 
 from ddp_course.checking.attempt import Attempt, Evidence
-from ddp_course.checking.checks import cells_with, find, known_answers, of_exercise, solution
 from ddp_course.checking.diagnosis import same, verdict
 from ddp_course.checking.evidence import gather
 from ddp_course.checking.plain import pack
+from ddp_course.checking.tasks import cells_with, find, known_answers, of_exercise, solution
 
 DRAWS = 50
 

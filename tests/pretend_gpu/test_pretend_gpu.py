@@ -47,10 +47,10 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "context",
     ),
     "nobody waits for the backend": (
-        "6", "stage6_ddp/communication.py", "            work.wait()", "            pass", "race",
+        "6", "stage6_ddp/bucket_sums.py", "            work.wait()", "            pass", "race",
     ),
     "nobody waits for a hook's future": (
-        "6", "stage6_ddp/communication.py", "future.wait()", "future.value()", "race",
+        "6", "stage6_ddp/bucket_sums.py", "future.wait()", "future.value()", "race",
     ),
     "the ring does not wait for its messages": (
         "4", "running/wire.py", "                work.wait()\n        except",

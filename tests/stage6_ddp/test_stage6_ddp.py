@@ -29,7 +29,7 @@ from ddp_course.collectives import (
 from ddp_course.errors import CourseError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
-from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
+from ddp_course.stage6_ddp.buckets import bucket_assignment, size_limits
 
 ALL_REDUCES = {
     "ring": ring_all_reduce,
@@ -151,7 +151,7 @@ def assignment_pair(seed):
     flags = [index in sparse for index in range(len(tensors))]
     arranged = tensors if order is None else [tensors[index] for index in order]
     theirs, _ = dist._compute_bucket_assignment_by_size(arranged, limits, flags, order or [])
-    return theirs, assign_buckets(tensors, limits, sparse, order)
+    return theirs, bucket_assignment(tensors, limits, sparse, order)
 
 
 def test_assignment_is_torchs_for_any_tensors():

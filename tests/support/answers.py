@@ -6,7 +6,9 @@ from pathlib import Path
 import nbformat
 
 from ddp_course.checking.attempt import Attempt
-from ddp_course.checking.checks import (
+from ddp_course.checking.diagnosis import verdict
+from ddp_course.checking.evidence import gather
+from ddp_course.checking.tasks import (
     cell_of,
     cells_with,
     find,
@@ -14,8 +16,6 @@ from ddp_course.checking.checks import (
     known_wrong,
     solution,
 )
-from ddp_course.checking.diagnosis import verdict
-from ddp_course.checking.evidence import gather
 from ddp_grading.people import Owner
 from ddp_grading.submissions import read_submission, walk
 

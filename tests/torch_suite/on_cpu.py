@@ -149,13 +149,13 @@ def teach_sync_batchnorm(ddp):
     """
     import torch
 
-    from ddp_course.stage6_ddp import checks
+    from ddp_course.stage6_ddp import before_training
 
     torch.accelerator.current_stream = Nothing
     torch.Event = Nothing
     if hasattr(ddp, "_passing_sync_batchnorm_handle"):
         ddp._passing_sync_batchnorm_handle = lambda self, module: None
-    checks.refuse_modules = lambda *_: None
+    before_training.refuse_modules = lambda *_: None
     library = torch.library.Library("aten", "IMPL")
     for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         library.impl(f"batch_norm_{kernel.__name__}", kernel, "CPU")

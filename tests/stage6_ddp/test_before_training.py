@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ddp_course.stage6_ddp import DistributedDataParallel, checks
+from ddp_course.stage6_ddp import DistributedDataParallel, before_training
 
 
 def parameters(device="cpu"):
@@ -28,25 +28,25 @@ MIXED = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
 ONE_GPU = "only work with modules on a single GPU"
 REFUSED = [
     (
-        partial(checks.group_of, "group", SimpleNamespace(ndim=1)),
+        partial(before_training.group_of, "group", SimpleNamespace(ndim=1)),
         RuntimeError,
         "Cannot specify both process_group",
     ),
     (
-        partial(checks.group_of, None, SimpleNamespace(ndim=2)),
+        partial(before_training.group_of, None, SimpleNamespace(ndim=2)),
         RuntimeError,
         "Only 1D device mesh is supported",
     ),
     (
-        partial(checks.devices_of, parameters("meta"), [0, 1], None),
+        partial(before_training.devices_of, parameters("meta"), [0, 1], None),
         ValueError,
         "None or contain a single element",
     ),
-    (partial(checks.devices_of, parameters(), [0], None), ValueError, ONE_GPU),
-    (partial(checks.devices_of, parameters(), None, 1), ValueError, ONE_GPU),
-    (partial(checks.devices_of, SPREAD, [0], None), ValueError, ONE_GPU),
+    (partial(before_training.devices_of, parameters(), [0], None), ValueError, ONE_GPU),
+    (partial(before_training.devices_of, parameters(), None, 1), ValueError, ONE_GPU),
+    (partial(before_training.devices_of, SPREAD, [0], None), ValueError, ONE_GPU),
     (
-        partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))),
+        partial(before_training.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))),
         ValueError,
         "SyncBatchNorm runs anywh",
     ),
@@ -56,21 +56,25 @@ REFUSED = [
         "are not supported",
     ),
     (
-        partial(checks.trainable, nn.Linear(1, 1).requires_grad_(False), ()),
+        partial(before_training.trainable, nn.Linear(1, 1).requires_grad_(False), ()),
         RuntimeError,
         "requires a gradient",
     ),
     (
-        partial(checks.trainable, nn.Sequential(nn.LazyLinear(2)), ()),
+        partial(before_training.trainable, nn.Sequential(nn.LazyLinear(2)), ()),
         RuntimeError,
         r"0\.weight is not initialised yet",
     ),
     (
-        partial(checks.trainable, in_other_tensors(nn.Linear(3, 2)), ()),
+        partial(before_training.trainable, in_other_tensors(nn.Linear(3, 2)), ()),
         ValueError,
         "parameter weight is a TwoTensor, which has its elements in other tensors",
     ),
-    (partial(checks.trainable, MIXED, ()), ValueError, "different types of device: cpu, meta"),
+    (
+        partial(before_training.trainable, MIXED, ()),
+        ValueError,
+        "different types of device: cpu, meta",
+    ),
 ]
 
 
@@ -82,29 +86,29 @@ def test_refused(check, kind, words):
 
 def test_accepted():
     mesh = SimpleNamespace(ndim=1, get_group=lambda mesh_dim: ["group of dimension", mesh_dim])
-    assert checks.group_of("group", None) == "group"
-    assert checks.group_of(None, mesh) == ["group of dimension", 0]
-    assert checks.devices_of(parameters("meta"), [3], None) == ([3], 3)
-    assert checks.devices_of(parameters("meta"), [3], 1) == ([3], 1)
+    assert before_training.group_of("group", None) == "group"
+    assert before_training.group_of(None, mesh) == ["group of dimension", 0]
+    assert before_training.devices_of(parameters("meta"), [3], None) == ([3], 3)
+    assert before_training.devices_of(parameters("meta"), [3], 1) == ([3], 1)
     assert (
-        checks.devices_of(SPREAD, None, None)
-        == checks.devices_of(parameters(), None, None)
+        before_training.devices_of(SPREAD, None, None)
+        == before_training.devices_of(parameters(), None, None)
         == (None, None)
     )
-    checks.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)).to("meta"))
-    checks.trainable(MIXED, {"1.weight", "1.bias"})
+    before_training.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)).to("meta"))
+    before_training.trainable(MIXED, {"1.weight", "1.bias"})
     frozen = nn.Linear(3, 2)
     frozen.bias.requires_grad_(False)
-    assert list(checks.trainable(frozen, ())) == ["weight"]
+    assert list(before_training.trainable(frozen, ())) == ["weight"]
 
 
 def test_a_difference_is_told_with_both_names():
     ours = [("a", "shape (2,)"), ("b", "shape (3,)")]
     theirs = [("a", "shape (2,)"), ("c", "shape (4,)")]
     said = "parameter 1 (b) has shape (3,) on rank 0, and (c) shape (4,) on rank 2"
-    assert checks.first_difference(ours, theirs, 2) == said
-    assert checks.first_difference(ours, ours, 2) is None
+    assert before_training.first_difference(ours, theirs, 2) == said
+    assert before_training.first_difference(ours, ours, 2) is None
     said = "rank 0 has 2 parameters and rank 1 has 1; only one of them has b"
-    assert checks.first_difference(ours, ours[:1], 1) == said
+    assert before_training.first_difference(ours, ours[:1], 1) == said
     said = "rank 0 has 1 parameters and rank 1 has 2; only one of them has b"
-    assert checks.first_difference(ours[:1], ours, 1) == said
+    assert before_training.first_difference(ours[:1], ours, 1) == said

@@ -3,7 +3,7 @@
 import torch
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The values of `tensor` as flat memory: its own, or a copy if it has gaps or is a conjugated
     or negated view.
     """
@@ -11,6 +11,6 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided([flat.numel()], [1])  # A single element may have any stride.
 
 
-def copied_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` with the values of `flat`, which may be its own memory."""
     return tensor if flat.data_ptr() == tensor.data_ptr() else tensor.copy_(flat.view(tensor.shape))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_course.stage6_ddp.communication import GradBucket, by_hook
+from ddp_course.stage6_ddp.bucket_sums import GradBucket, by_hook
 
 
 def bucket(dtype=torch.float32):

@@ -1,7 +1,7 @@
 """Which models can be cut into parts."""
 
 from ..stage3_paramserver import trainable
-from ..stage6_ddp.checks import same_on_all_ranks
+from ..stage6_ddp.before_training import same_on_all_ranks
 from .blocks import Sharded
 from .parts import Part
 
