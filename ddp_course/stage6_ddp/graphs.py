@@ -23,13 +23,14 @@ class FindUnused(Reducer):
     """
 
     reason = UNUSED_ALTHOUGH_SEARCHED
+    keeps_buckets = True
 
-    def __init__(self, parameters, *settings, **named):
+    def __init__(self, parameters, *args, **kwargs):
+        super().__init__(parameters, *args, **kwargs)
         # 1 for each parameter that this rank has used since the last synchronised pass, else 0.
         self.used = [0] * len(parameters)
         # How many ranks used each parameter, by the last bitmap.
         self.users = [0] * len(parameters)
-        super().__init__(parameters, *settings, **named | {"limited_at_once": True})
 
     def expect(self, outputs):
         """As in every reducer; also look for the parameters that are not behind `outputs`."""
@@ -40,10 +41,6 @@ class FindUnused(Reducer):
             index for index, parameter in enumerate(self.parameters) if parameter not in used
         ]
         return behind_entrance(outputs, lambda: None)
-
-    def rebuild(self):
-        """Keep the buckets; raise RuntimeError if the last pass was not finished."""
-        self.check_finished()
 
     def gradient_ready(self, index):
         """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be
@@ -84,12 +81,15 @@ class StaticGraph(Reducer):
 
     reason = CHANGED
 
-    def __init__(self, parameters, *settings, **named):
+    def __init__(self, parameters, *args, **kwargs):
+        super().__init__(parameters, *args, **kwargs)
+        # How many parts of each gradient came in the first pass.
         self.counts = [0] * len(parameters)
-        self.counted = False
-        self.remaining = []  # So many parts of each gradient are still to come in this pass.
-        self.idle = None  # It becomes the set of parameters that no rank used in the first pass.
-        super().__init__(parameters, *settings, **named)
+        self.counted = False  # True from the end of the first pass on.
+        # How many parts of each gradient are still to come in this pass.
+        self.remaining = []
+        # The set of parameters that no rank used in the first pass; None until the ranks know it.
+        self.never_used = None
 
     def expect(self, outputs):
         """As in every reducer; in the first pass, outputs go through an entrance that finds the end
@@ -116,7 +116,7 @@ class StaticGraph(Reducer):
         gradient. Raises RuntimeError if the graph has changed since the first pass.
         """
         if not self.counted:
-            self.current.ready[index] = True
+            self.current.ready[index] = True  # `check_finished` shall see that the pass has begun.
             self.counts[index] += 1
             return
         unused = self.current.unused
@@ -131,17 +131,17 @@ class StaticGraph(Reducer):
     def reduce_all(self):
         """At the end of the first pass, reduce all gradients, in however many parts they came."""
         self.counted = True
-        self.current.ready = {}
+        self.current.ready = {}  # `mark_ready` fills it again, and refuses what is there already.
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)
         for index in range(len(self.parameters)):
             self.mark_ready(index)
 
     def untouched(self):
         """The parameters that no rank used in the first pass; the ranks are asked once."""
-        if self.idle is None:
-            self.idle = unused_by_all(self.parameters, self.counting())
+        if self.never_used is None:
+            self.never_used = unused_by_all(self.parameters, self.counting())
             self.order = []  # The next pass shows in which order gradients become ready.
-        return self.idle
+        return self.never_used
 
 
 def unused_by_all(parameters, users):
