@@ -103,11 +103,8 @@ class Reducer:
             edges = [get_gradient_edge(parameter) for parameter in self.parameters]
         # An accumulator and its hooks last only as long as somebody keeps it.
         self.accumulators = [edge.node for edge in edges]
-        hooks = [
+        for index, accumulator in enumerate(self.accumulators):
             accumulator.register_hook(partial(report, index))
-            for index, accumulator in enumerate(self.accumulators)
-        ]
-        self.silence = weakref.finalize(self, remove_all, hooks)
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
@@ -239,9 +236,3 @@ class Reducer:
             wait()
         if not self.rebuilt:
             self.order = list(range(len(self.parameters)))
-
-
-def remove_all(hooks):
-    """Remove hooks that were registered."""
-    for hook in hooks:
-        hook.remove()

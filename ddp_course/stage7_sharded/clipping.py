@@ -14,6 +14,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
     `group` must call this; each sends 16 (K-1) bytes. Raises ValueError for a norm of an order that
     is not positive.
     """
+    parameters = list(parameters)
     total = total_norm(parameters, norm_type, group, device)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -69,7 +69,7 @@ class WithPrivateNames(DistributedDataParallel):
         self.clones_outputs = val
 
     def _remove_autograd_hooks(self):
-        self.reducer.silence()
+        self.reducer.gradient_ready = lambda index: None
 
     def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
         broadcast_tensors(bufs, authoritative_rank, self.process_group)
