@@ -185,7 +185,7 @@ guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kin
 names = {stage.stage: stage.name for stage in results.stages}
 show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.items()}, "times as fast as one device",
           f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
-          kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
+          kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})
 
 # %% [markdown]
 r"""

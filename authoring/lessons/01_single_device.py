@@ -106,7 +106,7 @@ steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (tex
 forward, backward, update = (span.seconds for span in steps[1])
 ratio = backward / forward
 show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
-                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward", kind="measured")  # fmt: skip
+                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward", kind="measured")
 
 # %% reveal
 print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")
@@ -141,7 +141,7 @@ show.curves(
     "step", "loss (nats)", "Both problems learn in 80 steps",
     theory={f"guessing, {name}": ([1, 80], [loss, loss], "#808080") for name, loss in guessing.items()},
     points=False,
-)  # fmt: skip
+)
 
 # %% check-learning
 # NBVAL_CHECK_OUTPUT
@@ -178,7 +178,7 @@ sizes = [2, 8, 32, 128, 512]
 per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in show.progress(sizes)]
 cheapest = sizes[per_sample.index(min(per_sample))]
 show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sample (µs)",
-            f"A sample is cheapest in a batch of {cheapest}", log="xy")  # fmt: skip
+            f"A sample is cheapest in a batch of {cheapest}", log="xy")
 
 # %% [markdown]
 r"""
@@ -210,11 +210,11 @@ show.curves(
     {"an operation of the step": points(emulation.operations), "a product of 1024 x 1024": points(product.operations)},
     "arithmetic intensity (flops per byte)", "highest speed (TFLOP/s)", "By the roofline this small model is bound by memory",
     theory={"roofline": tuple(zip(*line))}, log="xy", kind="counted; derived",
-)  # fmt: skip
+)
 
 # %% bounds
 share = {bound: 100 * sum(each.seconds for each in emulation.operations if each.bound == bound) / emulation.busy_s
-         for bound in ("flops", "memory")}  # fmt: skip
+         for bound in ("flops", "memory")}
 print(", ".join(f"bound by {bound}: {percent:.0f} % of the step's time" for bound, percent in share.items()))
 launches = len(emulation.operations)
 print(
@@ -261,7 +261,7 @@ show.curves(
     {"measured": (list(measured), list(measured.values()))},
     "batch size B (samples)", "relative noise of the gradient", "A batch 16 times as large has a quarter of the noise",
     theory={"1/√B": (list(root), list(root.values()))}, log="xy",
-)  # fmt: skip
+)
 
 # %% check-noise
 # NBVAL_CHECK_OUTPUT

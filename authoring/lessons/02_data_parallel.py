@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ddp_course import (
     DataParallel, claims, compare, launch, on_your_gpus, problems, show, stage1_single,
     stage2_dataparallel, timeline, timing,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 
 K = 4  # how many devices; 2 works as well
@@ -96,7 +96,7 @@ claims.decide(
     1, "The mean of the devices' means is the mean of the batch.", "measured",
     {"all shards are equally large": equal < 1e-12, "shards differ in size": unequal < 1e-12},
     "A sample in a small shard counts more in a plain mean: weight each shard by its number of samples.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -137,7 +137,7 @@ claims.decide(
     2, "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.", "measured",
     {f"the loss is a {name}": off[name, 4] < 1e-12 < off[name, 1] for name in rates},
     "The mean of the shards' means is the mean of the batch: the same rate makes the same step. Only a summed loss loses a factor of N.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -164,7 +164,7 @@ show.source(task("2.1", scatter), click="Write it first, then open: one solution
 # %% source
 show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataParallel.forward,
             stage2_dataparallel.gather, stage2_dataparallel.reduce,
-            click="Open after tasks 2.1 and 2.2: scatter, replicate, forward, gather, reduce")  # fmt: skip
+            click="Open after tasks 2.1 and 2.2: scatter, replicate, forward, gather, reduce")
 
 # %% [markdown]
 r"""
@@ -221,7 +221,7 @@ show.bars(
     dict(zip(labels, [count / 2**20 for count in held])), "weights, inputs and outputs (MiB)",
     f"Of weights, inputs and outputs the master holds {times:.1f} times as much as another device", colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
-)  # fmt: skip
+)
 
 # %% check-master
 # NBVAL_CHECK_OUTPUT
@@ -272,7 +272,7 @@ claims.decide(
     3, "A single Python process can use only one core.", "measured",
     {f"the work is {whose}": count <= 1 for whose, count in turns.items()},
     "Python keeps its lock during a call of its own; torch lets go of it inside its operations, forward and backward.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -304,11 +304,11 @@ def cores(*works):
 
 large, tiny = partial(torch_work, 500), partial(torch_work, 4)
 pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
-         "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}  # fmt: skip
+         "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}
 kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())}
 first, *_, tiny_kept, large_kept = kept.values()
 show.bars(kept, "processor time / wall time",
-          f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")  # fmt: skip
+          f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")
 
 # %% [markdown]
 r"""
@@ -339,7 +339,7 @@ threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for coun
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
 show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
-          title=f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1")  # fmt: skip
+          title=f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1")
 
 # %% [markdown]
 r"""
@@ -358,7 +358,7 @@ now the threads do compute at the same time, on any number of cores.
 results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
 alone, many = results.stages
 lanes = [[timeline.Span(*span) for span in lane] for lane in many.timeline]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies")  # fmt: skip
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies")
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT

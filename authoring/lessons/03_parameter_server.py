@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ddp_course import (
     Link, average_on_server, broadcast_parameters, claims, launch, on_your_gpus, problems, show,
     stage2_dataparallel, stage3_paramserver, timing, wire,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -132,9 +132,9 @@ def distances(average):
 
 
 apart = {name: launch(distances, average, world_size=K)[0] for name, average in
-         show.progress({"never averaged": False, "averaged in each step": True}.items())}  # fmt: skip
+         show.progress({"never averaged": False, "averaged in each step": True}.items())}
 show.curves({name: (range(1, 21), far) for name, far in apart.items()}, "step", "largest difference of a weight",
-            "Without averaging K ranks train K models", points=False)  # fmt: skip
+            "Without averaging K ranks train K models", points=False)
 
 # %% check-drift
 # NBVAL_CHECK_OUTPUT
@@ -172,7 +172,7 @@ claims.decide(
     4, "All ranks must start with the same random seed.", "measured",
     {"rank 0 broadcasts": not equality[False, True][0], "nobody broadcasts": not equality[False, False][0]},
     "The broadcast makes the weights equal. The same seed everywhere gives all ranks the same dropout mask, which is worse.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -231,7 +231,7 @@ show.source(task("3.1", collect), click="Write it first, then open: one solution
 
 # %% source
 show.source(average_on_server, stage3_paramserver.collect_and_return,
-            click="Open after tasks 3.1 to 3.3: the server")  # fmt: skip
+            click="Open after tasks 3.1 to 3.3: the server")
 
 # %% [markdown]
 r"""
@@ -265,7 +265,7 @@ show.curves(
     {"virtual time": (list(seconds), [1000 * s for s in seconds.values()], show.STAGE_COLOURS["3"])},
     "ranks K", "time to average 1 MiB (ms)", "With a server the time grows with the number of ranks",
     theory={"2(K-1) p/b": (list(formula), [1000 * s for s in formula.values()], show.STAGE_COLOURS["3"])}, kind="virtual time",
-)  # fmt: skip
+)
 
 # %% reveal
 ratio = seconds[4] / seconds[2]
@@ -289,7 +289,7 @@ show.bars(
     {f"rank {rank}": counts.bytes_sent / p for rank, counts in enumerate(traffic)}, "bytes sent (in units of p)",
     "The server sends K-1 times as much as anyone else", theory={"rank 0": K - 1},
     colours={"rank 0": show.STAGE_COLOURS["3"]}, kind="counted",
-)  # fmt: skip
+)
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
@@ -330,7 +330,7 @@ for _ in range(9):  # The first addition also wakes torch's threads.
     once.append(adding.seconds)
 names = ["waiting for the slowest", "moving data", "adding up"]
 show.bars({name: 1000 * s for name, s in zip(names, [*pieces, (K - 1) * min(once)])}, "longest on any rank (ms)", form="{:.1f}",
-          title="Moving data takes nearly all of the time; the waiting is what we put in", kind="virtual time; adding measured")  # fmt: skip
+          title="Moving data takes nearly all of the time; the waiting is what we put in", kind="virtual time; adding measured")
 
 # %% [markdown]
 r"""
@@ -396,7 +396,7 @@ for name, way in servers.items():
 claims.decide(
     5, "A parameter server takes 2(K-1) p/b.", "virtual time", {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
     "A cable carries both directions at once: a server that works in pieces needs little more than (K-1) p/b.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""

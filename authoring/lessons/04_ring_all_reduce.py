@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ddp_course import (
     Link, average_on_server, claims, collectives, every_order, launch, on_your_gpus, problems, ring_all_reduce, show,
     stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring, wire,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -108,7 +108,7 @@ show.source(task("4.1", chunk_to_send), click="Write it first, then open: one so
 
 # %% source-ring
 show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
-            click="Open after tasks 4.1 to 4.4: the ring")  # fmt: skip
+            click="Open after tasks 4.1 to 4.4: the ring")
 
 # %% [markdown]
 r"""
@@ -196,7 +196,7 @@ colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4"
 sent = {name: max(counts.bytes_sent for counts in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
 show.bars(sent, "sent by the busiest rank (in units of p)", f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",
           kind="counted",
-          theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)  # fmt: skip
+          theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
@@ -220,18 +220,18 @@ ranks. Do they take equally long?
 # %% measure
 link = Link("200Mbit")
 seconds = {name: {k: timing.time_collective(way, p, k, link) for k in (2, 3, 4)}
-           for name, way in show.progress(ways.items())}  # fmt: skip
+           for name, way in show.progress(ways.items())}
 
 # %% time-by-ranks
 ks, unit = [2, 3, 4, 5, 6], 1000 * p / (200e6 / 8)
 formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 for k in ks],
-            "ring": [2 * (k - 1) / k for k in ks]}  # fmt: skip
+            "ring": [2 * (k - 1) / k for k in ks]}
 show.curves(
     {name: (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
     "ranks K", "time to average 1 MiB (ms)", "The ring's time levels off; the others' grow with every rank",
     theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
     kind="virtual time",
-)  # fmt: skip
+)
 
 # %% check-time
 # NBVAL_CHECK_OUTPUT
@@ -276,7 +276,7 @@ claims.decide(
     6, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
     {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term stays below 2 p/b, but 2(K-1) latencies grow with K, and a small message is all latency.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -302,7 +302,7 @@ for name, way in rivals.items():
 ring, other = taken.values()
 show.bars(ring | other, "time for 4 MiB (ms)", kind="virtual time", form="{:.0f}", width=9.4,
           title=f"The ring takes at most {max(ring.values()):.0f} ms, halving-doubling {min(other.values()):.0f} to {max(other.values()):.0f} ms",
-          colours=dict.fromkeys(other, "#CC79A7"))  # fmt: skip
+          colours=dict.fromkeys(other, "#CC79A7"))
 
 # %% check-contended
 # NBVAL_CHECK_OUTPUT
@@ -324,14 +324,14 @@ each GPU will send gradients that it received from the previous GPU to the next 
 # %% claim-7
 # NBVAL_CHECK_OUTPUT
 on_each = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
-                for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}  # fmt: skip
+                for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}
 for ranks, (whole, chunked) in on_each.items():
     print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
 claims.decide(
     7, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
     {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in on_each.items()},
     "That is the whole-gradient ring, (K-1) p bytes; ring all-reduce passes chunks and sums, 2(K-1)/K p.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -349,7 +349,7 @@ def bits(all_reduce):
 whole, chunked = (launch(bits, way, world_size=4) for way in (whole_gradient_ring, ring_all_reduce))
 different = sum((whole[0] != other).any().item() for other in whole[1:])
 print(f"whole gradients: {different} of 3 ranks differ from rank 0; largest difference "
-      f"{max((whole[0] - other).abs().max() for other in whole):.0e}")  # fmt: skip
+      f"{max((whole[0] - other).abs().max() for other in whole):.0e}")
 
 # %% check-bits
 # NBVAL_CHECK_OUTPUT

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddp_course import (
     BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems, show, simulate,
     ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 from ddp_course.running import presets
 
@@ -115,7 +115,7 @@ show.source(task("5.1", assign_buckets), click="Write it first, then open: one s
 
 # %% source
 show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish,
-            click="Open after tasks 5.1 to 5.3: the hook, and the end of backward")  # fmt: skip
+            click="Open after tasks 5.1 to 5.3: the hook, and the end of backward")
 
 # %% [markdown]
 r"""
@@ -165,7 +165,7 @@ half of the row is the communication thread, idle until the next bucket is full.
 # %% timelines
 share = sum(map(timeline.hidden_share, overlapped)) / K
 show.timeline_figure([plain[0], overlapped[0]], labels=["stage 4", "buckets"], align=True,
-                     title=f"Buckets hide {100 * share:.0f} % of the communication under backward")  # fmt: skip
+                     title=f"Buckets hide {100 * share:.0f} % of the communication under backward")
 
 # %% reveal
 answers = dict(zip([0.01, 0.33, 0.67, 1], guess.answers))
@@ -208,7 +208,7 @@ latency of a message. The latency comes first: an all-reduce of 64 bytes is 2(K-
 caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
 latency = timing.time_collective(ring_all_reduce, 64, K, link) / (2 * (K - 1))
 measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap, progress=(f"{cap:g} MiB", 4)))
-            for cap in caps}  # fmt: skip
+            for cap in caps}
 
 # %% simulate
 text = problems.make("bytes", parameters=100_000, context=32)
@@ -269,7 +269,7 @@ show.curves(
     theory={"no overlap": (speeds, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
             "all hidden that can be": (speeds, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
     kind="virtual time; lines derived",
-)  # fmt: skip
+)
 
 # %% check-regimes
 # NBVAL_CHECK_OUTPUT
@@ -293,7 +293,7 @@ claims.decide(
     8, "Bigger buckets are always better.", "simulated",
     {name: taken == sorted(taken, reverse=True) for name, taken in steps.items()},
     "Small buckets pay many latencies; one large bucket starts only when backward is over. The best lies between.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -326,7 +326,7 @@ claims.decide(
     9, "The bucket layout cannot change results.", "measured",
     {ranks: count == 0 for ranks, count in different.items()},
     "Where a chunk begins decides in which order the ranks' values are added; sums of three or more depend on the order.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -380,7 +380,7 @@ for gpu, cards, colour in machines:
     reach[f"{gpu}s, {(cards or sheet.network) / 1e9:,.0f} Gbit/s per host"] = millions, most, colour
 own, slow = (most[millions.index(4)] for _, most, _ in list(reach.values())[2:])
 picture = show.curves(reach, "tokens in the batch (millions)", "largest K", log="xy", points=False, ticks=millions, kind="derived",
-                      title=f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host")  # fmt: skip
+                      title=f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host")
 picture.axes[0].lines[0].set_linestyle(":")  # V100s: another line lies on theirs
 picture.axes[0].lines[0].set_zorder(3)
 picture.axes[0].legend(fontsize=8)

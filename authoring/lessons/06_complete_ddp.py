@@ -231,7 +231,7 @@ def costs(both, **options):
 
 static = {"static_graph": True}
 cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
-         "one branch, search": (False, search), "one branch, static": (False, static)}  # fmt: skip
+         "one branch, search": (False, search), "one branch, static": (False, static)}
 counted = {name: launch(costs, both, world_size=2, **options)[0] for name, (both, options) in cases.items()}
 print(*(f"{name}: bitmaps: {bitmaps}, {sent} bytes" for name, (bitmaps, sent) in counted.items()), sep="\n")
 
@@ -244,16 +244,16 @@ claims.decide(
     {"parameters go unused": bitmaps["one branch, static"] < bitmaps["one branch, search"],
      "all parameters are used": bitmaps["all used, static"] < bitmaps["all used"]},
     "Only the search for unused parameters costs: an all-reduce and a walk through the graph in each step.",
-)  # fmt: skip
+)
 claims.decide(
     11, "find_unused_parameters=True costs nothing.", "counted",
     {"it is set": bitmaps["all used, search"] == bitmaps["all used"]}, "It costs the search, also where nothing is unused.",
-)  # fmt: skip
+)
 claims.decide(
     12, "Only the parameters that this forward pass uses are communicated.", "counted",
     {"all parameters are used": sent["all used, search"] <= 3 * layer, "a branch is unused": sent["one branch, search"] <= 2 * layer},
     "Buckets travel whole: a bucket with one used parameter in it is sent entirely, with zeros for the others.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -299,12 +299,12 @@ def bytes_sent(use_no_sync, dtype):
 
 
 settings = {"average every time": (False, torch.float32), "no_sync": (True, torch.float32),
-            "no_sync, in bfloat16": (True, torch.bfloat16)}  # fmt: skip
+            "no_sync, in bfloat16": (True, torch.bfloat16)}
 sent = {name: launch(bytes_sent, *setting, world_size=K)[0] for name, setting in settings.items()}
 often, once, short = sent.values()
 show.bars({name: count / 2**20 for name, count in sent.items()}, "sent by a rank (MiB)",
           f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of the bytes, in bfloat16 {100 * short / often:.1f} %",
-          kind="counted")  # fmt: skip
+          kind="counted")
 
 # %% check-accumulate folded=true
 # NBVAL_CHECK_OUTPUT
@@ -361,7 +361,7 @@ claims.decide(
     13, "no_sync around the backward pass is enough.", "measured",
     {"the forward pass is inside too": not any(equal[True]), "only the backward pass is inside": not all(equal[False])},
     "The forward pass decides whether the next backward pass synchronises: it gets the buckets ready.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -407,7 +407,7 @@ claims.decide(
     14, "BatchNorm sees the global batch.", "measured",
     {name: torch.allclose(outputs, whole, atol=1e-5) for name, outputs in alike.items()},
     "Every rank normalises with the mean and variance of its own share; SyncBatchNorm exchanges them.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -520,7 +520,7 @@ print(f"operations of a step: {bare} without DDP, {wrapped} with it")
 claims.decide(
     15, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= bare},
     "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -624,7 +624,7 @@ wrapped_in = {
     "DDP, buckets of 1 MiB": under_ddp(1), "DDP, buckets of 2 MiB": under_ddp(2), "DDP, buckets of 25 MiB": under_ddp(25),
     "DDP, optimize_ddp = False": under_ddp(2, cut=False), "stage 6, buckets of 2 MiB": under_ddp(2, wrapper=DistributedDataParallel),
     "fully_shard, each block compiled": fully_sharded,
-}  # fmt: skip
+}
 counted_graphs = launch(lambda: [graphs_and_loss(wrap) for wrap in wrapped_in.values()], world_size=2)[0]
 print("how many blocks are in each graph (counted)")
 for name, (blocks_in, _) in zip(wrapped_in, counted_graphs):

@@ -246,11 +246,11 @@ def losses(prepare):
 
 
 ways = {"plain DDP": ddp, "ZeRO-1": lambda model: (model, Zero1(model)), "ZeRO-2": lambda model: (model, Zero2(model)),
-        "fully sharded": lambda model: (model, FullySharded(model))}  # fmt: skip
+        "fully sharded": lambda model: (model, FullySharded(model))}
 others = {"ShardedOptimizer": lambda model: (model, ShardedOptimizer(model.parameters(), torch.optim.Adam)),
-          "stage 7": stage7, "torch's ZeRO-1": torchs_zero1, "torch's fully_shard": torchs_fully}  # fmt: skip
+          "stage 7": stage7, "torch's ZeRO-1": torchs_zero1, "torch's fully_shard": torchs_fully}
 trained = {name: torch.stack(launch(losses, way, world_size=K, progress=(name, 5)))
-           for name, way in {**ways, **others}.items()}  # fmt: skip
+           for name, way in {**ways, **others}.items()}
 
 # %% check-results folded=true
 # NBVAL_CHECK_OUTPUT
@@ -299,7 +299,7 @@ assert all(abs(measured[name] / formula[name] - 1) < 0.1 for name in ways), meas
 share = measured["fully sharded"] / measured["plain DDP"]
 guess.reveal(f"{share:.2f} of it on {K} ranks", guess.answers[K // 2], kind="counted")
 show.bars(measured, "kept on a rank (bytes per parameter)", f"On {K} ranks: from 16 bytes per parameter to {16 / K:g}",
-          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
+          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})
 
 # %% claim-16 folded=true
 # NBVAL_CHECK_OUTPUT
@@ -308,7 +308,7 @@ claims.decide(
     {"every rank keeps everything": measured["plain DDP"] < 0.9 * 16,
      "parameters and state are sharded": measured["fully sharded"] < 0.9 * 16},
     "DDP copies parameters, gradients and optimizer state to every rank; sharding divides them.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -334,7 +334,7 @@ traffic = {name: max(sent for _, sent in ranks) / (4 * P) for name, ranks in cou
 formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
 assert traffic == formula, traffic
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times what DDP sends",
-          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
+          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})
 
 # %% [markdown]
 r"""
@@ -370,7 +370,7 @@ size = 6 * 256**2  # six layers
 lanes = {prefetch: on_devices(last_step, prefetch) for prefetch in show.progress((False, True))}
 step_ms = {prefetch: 1000 * step_s(ranks) for prefetch, ranks in lanes.items()}
 show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
-                     title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")  # fmt: skip
+                     title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")
 
 # %% check-prefetch folded=true
 # NBVAL_CHECK_OUTPUT
@@ -408,7 +408,7 @@ overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
 kept_on = {name: f"{name}{overlap.get(name, '')}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
           title=f"1/{K} of the memory, in {times['fully sharded'] / times['plain DDP']:.2f} times DDP's time",
-          kind="virtual time", theory={kept_on[name]: computing + share * gather for name, share in exposed.items()})  # fmt: skip
+          kind="virtual time", theory={kept_on[name]: computing + share * gather for name, share in exposed.items()})
 
 # %% [markdown]
 r"""
@@ -441,7 +441,7 @@ ddp_few, sharded_few, ddp_many, sharded_many = slow_ms.values()
 few = sharded_few / ddp_few
 many = sharded_many / ddp_many
 show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
-          form="{:.0f}", theory=bounds, kind="virtual time", dash="lower bound")  # fmt: skip
+          form="{:.0f}", theory=bounds, kind="virtual time", dash="lower bound")
 
 # %% [markdown]
 r"""
@@ -499,16 +499,16 @@ def by_phase(events, parameters):  # what is held after each change of memory, i
 # %% memory-over-a-step folded=true
 even = [(128, 128)] * 16
 settings = {"plain DDP": ("plain DDP", even), "ZeRO-1": ("ZeRO-1", even), "fully sharded": ("fully sharded", even),
-            "checkpointed too": ("fully sharded", even, 1000, True)}  # fmt: skip
+            "checkpointed too": ("fully sharded", even, 1000, True)}
 beside = {"torch's ZeRO-1": ("torch's ZeRO-1", even), "torch's fully_shard": ("torch's fully_shard", even),
-          "its checkpointed too": ("torch's fully_shard", even, 1000, True)}  # fmt: skip
+          "its checkpointed too": ("torch's fully_shard", even, 1000, True)}
 phases = {name: launch(held_over_a_step, *setting, world_size=K)[0] for name, setting in show.progress({**settings, **beside}.items())}
 course = {name: [part.max().item() for phase in three for part in phase.tensor_split(16)] for name, three in phases.items()}
 colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#D55E00", "#009E73", "#CC79A7")
 lines = {name: ([n / 16 for n in range(48)], row, colour) for (name, row), colour in zip(course.items(), colours)}
 picture = show.curves(lines, "0 to 1: forward, 1 to 2: backward, 2 to 3: update", "held on a rank (bytes per parameter)", points=False,
                       title="Peaks: DDP {:.0f}, ZeRO-1 {:.0f}, fully sharded {:.0f}, checkpointed {:.0f}".format(*map(max, course.values())),
-                      height=4.6, ticks=range(4), kind="counted")  # fmt: skip
+                      height=4.6, ticks=range(4), kind="counted")
 for line in picture.axes[0].lines[len(settings):]:
     line.set_linestyle("--")  # torch's
 picture.axes[0].legend()
@@ -517,11 +517,11 @@ picture
 # %% held-figure folded=true
 cases = {"small batch": (even, 16), "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}
 most = {name: torch.cat(launch(held_over_a_step, "fully sharded", *case, world_size=K)[0]).max().item()
-        for name, case in show.progress(cases.items())}  # fmt: skip
+        for name, case in show.progress(cases.items())}
 large = {"large batch": max(course["fully sharded"]), "large batch,\ncheckpointed": max(course["checkpointed too"])}
 held = {"small batch": most.pop("small batch"), **large, **most}
 show.bars(held, "most held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
-          kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")  # fmt: skip
+          kind="counted", theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")
 
 # %% check-both-questions folded=true
 # NBVAL_CHECK_OUTPUT
@@ -632,7 +632,7 @@ for gpu, colour in {"A100": "#009E73", "H100": "#D55E00"}.items():
 fewest = {billions: -(-16 * billions // sheet.capacity_gb) for billions in (70, 405)}
 floors = {f"{billions} billion parameters: {count:.0f} of 80 GB": (millions, [count] * 7, "#767676") for billions, count in fewest.items()}
 show.curves(reach, "tokens in the batch (millions)", "GPUs", theory=floors, log="xy", points=False, ticks=millions, kind="derived",
-            title=f"The {fewest[405]:.0f} H100s that keep 405 billion parameters need {(fewest[405] - 1) * needed / 1e6:.2f} million tokens")  # fmt: skip
+            title=f"The {fewest[405]:.0f} H100s that keep 405 billion parameters need {(fewest[405] - 1) * needed / 1e6:.2f} million tokens")
 
 # %% [markdown]
 r"""
@@ -672,7 +672,7 @@ bytes_of = {"plain DDP": 16, "fully sharded": 16 / K, "hybrid": max(launch(kept_
 assert (together - trained["plain DDP"]).abs().max() < 1e-6 and abs(bytes_of["hybrid"] * (K // 2) / 16 - 1) < 0.1
 on_hosts = {name: 1000 * max(launch(seconds_of, name, world_size=K, **two_hosts)) for name in show.progress(bytes_of)}
 show.bars({f"{name}\n{count:.0f} bytes\nper parameter": on_hosts[name] for name, count in bytes_of.items()}, "a step (ms)", form="{:.0f}",
-          title=f"On two hosts hybrid sharding takes {on_hosts['hybrid'] / on_hosts['fully sharded']:.2f} of fully sharded's time", kind="virtual time")  # fmt: skip
+          title=f"On two hosts hybrid sharding takes {on_hosts['hybrid'] / on_hosts['fully sharded']:.2f} of fully sharded's time", kind="virtual time")
 
 # %% [markdown]
 r"""

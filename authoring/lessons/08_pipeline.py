@@ -64,7 +64,7 @@ for name, ranks in (("parameters", by_parameters), ("flops", by_flops)):
     work |= {f"{name},\nrank {r}": sum(f for f, rank in zip(flops, ranks) if rank == r) for r in range(K)}
 title = "Cut by parameters, the slowest rank computes {:.0f} Mflop; cut by flops, {:.0f}"
 show.bars(work, "forward pass (Mflop)", title.format(max(work.values()), max([*work.values()][K:])), form="{:.0f}", width=9,
-          kind="counted", colours=dict(zip(work, ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K)))  # fmt: skip
+          kind="counted", colours=dict(zip(work, ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K)))
 
 # %% [markdown]
 r"""
@@ -267,7 +267,7 @@ All four lists, on real messages, against the gradients of one device:
 # %% check-core folded=true
 # NBVAL_CHECK_OUTPUT
 schedules = {"GPipe": stage8_pipeline.gpipe, "1F1B": one_forward_one_backward, "interleaved": stage8_pipeline.interleaved,
-             "zero bubble": stage8_pipeline.zero_bubble}  # fmt: skip
+             "zero bubble": stage8_pipeline.zero_bubble}
 whole = stack(1)[0]
 cross_entropy(whole(torch.cat(samples)), torch.cat(targets)).backward()
 for name, schedule in schedules.items():
@@ -329,17 +329,17 @@ def with_torch(name, per_rank):
 
 def in_our_words(actions):
     return [kinds[each.computation_type.name](each.microbatch_index, each.stage_index)
-            for each in actions if each and each.computation_type.name in kinds]  # fmt: skip
+            for each in actions if each and each.computation_type.name in kinds]
 
 
 kinds = {"FORWARD": stage8_pipeline.Forward, "FULL_BACKWARD": stage8_pipeline.Backward,
-         "BACKWARD_INPUT": stage8_pipeline.BackwardInput, "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}  # fmt: skip
+         "BACKWARD_INPUT": stage8_pipeline.BackwardInput, "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}
 
 # %% check-torchs folded=true
 # NBVAL_CHECK_OUTPUT
 lists = {}
 for name, each, per_rank in (("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
-                             ("interleaved", "ScheduleInterleaved1F1B", 2), ("zero bubble", "ScheduleInterleavedZeroBubble", 2)):  # fmt: skip
+                             ("interleaved", "ScheduleInterleaved1F1B", 2), ("zero bubble", "ScheduleInterleavedZeroBubble", 2)):
     outcomes = launch(with_torch, each, per_rank, world_size=K)
     by_loop = {"torch's loop": [gradients for gradients, _ in outcomes]}
     if per_rank == 2:
@@ -422,11 +422,11 @@ measured = {m: idle(m) for m in show.progress(counts)}
 
 # %% bubble-figure folded=true
 guess.reveal(f"{100 * measured[12]:.0f} % on {K} ranks; (4-1)/(12+4-1) = {100 * stage8_pipeline.bubble(4, 12):.0f} % derived for 4",
-             "20 %", kind="virtual time")  # fmt: skip
+             "20 %", kind="virtual time")
 points, line = [100 * measured[m] for m in counts], [100 * stage8_pipeline.bubble(K, m) for m in counts]
 show.curves({"virtual time": (counts, points, show.STAGE_COLOURS["8"])}, "micro-batches M", "idle (%)",
             "More micro-batches, a smaller bubble", log="x", ticks=counts,
-            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])}, kind="virtual time")  # fmt: skip
+            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])}, kind="virtual time")
 
 # %% check-bubble folded=true
 # NBVAL_CHECK_OUTPUT
@@ -445,9 +445,9 @@ the next cell: all four schedules with M = 8. What will the bars be, by the time
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
 percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
          "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
-         "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}  # fmt: skip
+         "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}
 show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says", form="{:.0f}", theory=derived, kind="virtual time", dash="timetable",
-          colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))  # fmt: skip
+          colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))
 
 # %% [markdown]
 r"""
@@ -502,7 +502,7 @@ activations, gradients = map(max, zip(*launch(sent, world_size=K)))
 ring = 2 * (K - 1) / K * gradients
 show.bars({"pipeline: activations": activations, "ring: gradients": ring}, "sent by the busiest rank (MB)",
           f"Here the pipeline's busiest rank sends {activations / ring:.0%} of what the ring sends", kind="counted; ring derived",
-          colours={"pipeline: activations": show.STAGE_COLOURS["8"], "ring: gradients": show.STAGE_COLOURS["4"]})  # fmt: skip
+          colours={"pipeline: activations": show.STAGE_COLOURS["8"], "ring: gradients": show.STAGE_COLOURS["4"]})
 
 # %% [markdown]
 r"""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import (
     Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
     stage9_tensor, timing, wire,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 from ddp_course.running import presets
 
@@ -104,11 +104,11 @@ hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
 
 # %% memory-figure folded=true
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
-         "activations,\nbfloat16": half, "activations,\ncheckpointed": few}  # fmt: skip
+         "activations,\nbfloat16": half, "activations,\ncheckpointed": few}
 guess.reveal(f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB", "the activations", kind="counted")
 show.bars(parts, "memory (MB)", f"Activations: {plain / (4 * p):.1f} times all the rest; "
           f"checkpointing leaves {100 * few / plain:.0f} % of them", kind="counted",
-          colours=dict.fromkeys([*parts][3:], show.STAGE_COLOURS["9"]))  # fmt: skip
+          colours=dict.fromkeys([*parts][3:], show.STAGE_COLOURS["9"]))
 
 # %% check-memory folded=true
 # NBVAL_CHECK_OUTPUT
@@ -297,7 +297,7 @@ show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
           dash="the cable alone",
           theory={names[name]: 1000 * K / 2 * mb / 1.875 for name, mb in crossed_mb.items()},  # 15 Mbit/s are 1.875 MB/s
           colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
-          kind="virtual time; MB counted; dashes derived")  # fmt: skip
+          kind="virtual time; MB counted; dashes derived")
 
 # %% check-timed folded=true
 # NBVAL_CHECK_OUTPUT
@@ -344,7 +344,7 @@ for gpu, colour in {"V100": "#0072B2", "A100": "#009E73", "H100": "#D55E00"}.ite
 inside, between = (reach[f"H100s {where}"][1][3] for where in links)
 reach["GPUs of a host"] = widths, [8] * 5, "#767676"
 picture = show.curves(reach, "width of the model", "largest T", log="xy", points=False, ticks=widths, kind="derived", height=4.4,
-                      title=f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts")  # fmt: skip
+                      title=f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts")
 for line in picture.axes[0].lines[1:6:2]:
     line.set_linestyle(":")  # between hosts
 picture.axes[0].legend(fontsize=8)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import (
     Device, Link, claims, facts, launch, problems, show, stage1_single, stage5_bucketed,
     stage6_ddp,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -60,7 +60,7 @@ mean = [sum(step) / K for step in zip(*many)]
 show.curves(
     {"one device": (range(25), single, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
     "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False, nested=True,
-)  # fmt: skip
+)
 
 # %% check-same-batch
 # NBVAL_CHECK_OUTPUT
@@ -102,13 +102,13 @@ def final_loss(problem, samples, batch, lr, warm_up, seed):
 
 # %% rules
 rules = {"same rate": lambda k: 1, "square root": lambda k: k**0.5,
-         "linear": lambda k: k, "linear, warm-up": lambda k: k}  # fmt: skip
+         "linear": lambda k: k, "linear, warm-up": lambda k: k}
 factors = [1, 2, 4, 8, 16, 32]
 
 
 def sweep(problem, samples, batch, lr):
     runs = {(name, k, seed): (k * batch, lr * rule(k), "warm" in name, seed)
-            for k in factors for name, rule in rules.items() for seed in range(3)}  # fmt: skip
+            for k in factors for name, rule in rules.items() for seed in range(3)}
     different = list(dict.fromkeys(runs.values()))  # for k = 1 three of the rules are the same run
 
     def every_fourth():
@@ -122,10 +122,10 @@ def sweep(problem, samples, batch, lr):
 
 def drawn(losses_by_rule, batch, title):
     bands = {name: (factors, [min(three) for three in row], [max(three) for three in row])
-             for name, row in losses_by_rule.items()}  # fmt: skip
+             for name, row in losses_by_rule.items()}
     series = {name: (factors, [sum(three) / 3 for three in row]) for name, row in losses_by_rule.items()}
     return show.curves(series, f"batch, in units of {batch} samples", "held-out loss (nats)", title, log="x",
-                       points=False, bands=bands, ticks=factors)  # fmt: skip
+                       points=False, bands=bands, ticks=factors)
 
 
 # %% digits
@@ -199,11 +199,11 @@ def curve(k, samples=5760, every=640):
 
 lines = {k: curve(k) for k in (1, 4, 16)}
 show.curves({f"batch {8 * k}": ([640 * (e + 1) // (8 * k) for e in range(9)], row) for k, row in lines.items()},
-            "updates", "held-out loss (nats)", "Of these batches the largest first gets low in updates", log="x", points=False)  # fmt: skip
+            "updates", "held-out loss (nats)", "Of these batches the largest first gets low in updates", log="x", points=False)
 
 # %% against-samples folded=true
 show.curves({f"batch {8 * k}": ([640 * (e + 1) for e in range(9)], row) for k, row in lines.items()},
-            "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)  # fmt: skip
+            "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)
 
 # %% [markdown]
 r"""
@@ -269,7 +269,7 @@ best = min(shown, key=lambda k: reached[k][1])
 # %% time-to-loss-figure folded=true
 show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, "devices", "time to a loss of 0.9 (s)",
             f"More devices help up to {best}", theory={"K times as fast": (shown, [reached[1][1] / k for k in shown])},
-            log="xy", ticks=factors, kind="updates counted; virtual time; line derived")  # fmt: skip
+            log="xy", ticks=factors, kind="updates counted; virtual time; line derived")
 
 # %% check-time-to-loss
 # NBVAL_CHECK_OUTPUT
@@ -319,7 +319,7 @@ batches, errors = [row["global_batch"] for row in table], [row["top1_error_perce
 lowest = [min(errors)] * len(batches)
 show.curves({"linear scaling and warm-up": (batches, errors)}, "global batch", "top-1 error (%)",
             "ImageNet: the same error up to a batch of 8,192 (Goyal et al. 2017)",
-            theory={"lowest of all": (batches, lowest, "#808080")}, log="x", kind="published; line derived")  # fmt: skip
+            theory={"lowest of all": (batches, lowest, "#808080")}, log="x", kind="published; line derived")
 
 # %% [markdown]
 r"""
@@ -366,7 +366,7 @@ claims.decide(
     17, "DistributedSampler shuffles anew in each epoch by itself.", "counted",
     {f"set_epoch is {name}": not repeated for name, repeated in same.items()},
     "The order is drawn from seed + epoch, and the sampler cannot know the epoch. It pads with duplicates besides.",
-)  # fmt: skip
+)
 
 
 # %% clipping folded=true
@@ -393,7 +393,7 @@ claims.decide(
     18, "Clipping gradients in a hook equals clipping them after backward.", "measured",
     {name: launch(difference, limit, world_size=2)[0] < 1e-12 for name, limit in limits.items()},
     "A hook sees one parameter's gradient of one rank; the norm that counts is that of all parameters, averaged.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""

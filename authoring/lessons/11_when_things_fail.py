@@ -277,7 +277,7 @@ spans = launch(last_step, world_size=K, device=rates)
 transfer = min(span.seconds for lane in spans for span in lane if span.name == "communication")
 apart = [[part for span in lane if span.name == "communication"
           for part in (["wait", span.start, span.end - transfer, "compute"],
-                       ["communication", span.end - transfer, span.end, "compute"])] for lane in spans]  # fmt: skip
+                       ["communication", span.end - transfer, span.end, "compute"])] for lane in spans]
 lanes = [[span for span in lane if span.name != "communication"] + parts for lane, parts in zip(spans, apart)]
 show.timeline_figure(lanes, title="Rank 1 computes, all others wait for it")
 
@@ -326,10 +326,10 @@ def stalls(ahead):
 
 # %% input-stalls-figure folded=true
 waits = {name: 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
-         for name, ahead in {"reads when asked": False, "reads ahead": True}.items()}  # fmt: skip
+         for name, ahead in {"reads when asked": False, "reads ahead": True}.items()}
 asked, ahead = waits.values()
 show.bars(waits, "waiting for a batch (ms, median)", form="{:.1f}",
-          title=f"Reading ahead hides {100 * (1 - ahead / asked):.0f} % of the time that a batch takes", kind="virtual time")  # fmt: skip
+          title=f"Reading ahead hides {100 * (1 - ahead / asked):.0f} % of the time that a batch takes", kind="virtual time")
 
 # %% [markdown]
 r"""
@@ -370,7 +370,7 @@ print(f"{len(kernels)} kernels; half of them take less than {1e6 * median([kerne
       f"half of the gaps between them more than {1e6 * median(gaps):.0f} µs\n"
       f"all-reduces: {1000 * step.seconds_in('network'):.0f} ms, of which {1000 * after_backward:.0f} after backward\n"
       f"forward begins {1000 * min(span.start for span in passes):.1f} ms after the step, "
-      f"its first long kernel {1000 * min(kernel.start for kernel in kernels if kernel.seconds > 1e-4):.0f} ms after it")  # fmt: skip
+      f"its first long kernel {1000 * min(kernel.start for kernel in kernels if kernel.seconds > 1e-4):.0f} ms after it")
 show.trace(step=1)
 
 # %% [markdown]
@@ -438,7 +438,7 @@ claims.decide(
     19, "If one device fails, the whole run halts; use checkpoints.", "measured",
     {"a rank is killed": halted.rank == 1 and resumed == straight},
     "The others wait for a partner that is gone, so all must end. From the checkpoint the run goes on bit for bit.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -465,7 +465,7 @@ pauses = [saved[n]["seconds"] - saved[n - 1]["seconds"] for n in (lost, joined)]
 phases = {"host 0 and host 1": saved[:lost], "host 0 alone": saved[lost:joined], "host 0 and host 2": saved[joined:]}
 print(f"host 1 is lost: no step for {pauses[0]:.0f} s; host 2 joins: no step for {pauses[1]:.0f} s")
 show.curves({name: ([row["seconds"] for row in rows], [row["step"] for row in rows]) for name, rows in phases.items()},
-            "time (s)", "steps saved", f"A restart costs all ranks {min(pauses):.0f} to {max(pauses):.0f} s")  # fmt: skip
+            "time (s)", "steps saved", f"A restart costs all ranks {min(pauses):.0f} to {max(pauses):.0f} s")
 
 # %% [markdown]
 r"""
@@ -509,7 +509,7 @@ expected = 100 * (1 - every / mean / torch.expm1((every + saving) / mean))
 print(f"an interruption every {mean / 3600:.1f} hours (published): save every {young / 60:.0f} minutes (derived)")
 show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (minutes)", "time lost (%)",
             f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
-            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated; line derived")  # fmt: skip
+            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated; line derived")
 
 # %% [markdown]
 r"""

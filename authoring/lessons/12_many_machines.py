@@ -21,7 +21,7 @@ import torch
 
 from ddp_course import (
     Link, collectives, facts, launch, ring_all_reduce, show, theory, timing,
-)  # fmt: skip
+)
 from ddp_predictions import one_host
 from ddp_course.checking import task
 from ddp_course.running import links
@@ -47,7 +47,7 @@ cable. In two levels:
 
 # %% predict
 guess = show.predict("Between 2 hosts, what crosses the cable in each direction, compared with the gradient p?",
-                     ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"])  # fmt: skip
+                     ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"])
 guess
 
 # %% [markdown]
@@ -104,7 +104,7 @@ show.bars(
     {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
     f"Two levels take {seconds['two levels'] / seconds['flat ring']:.2f} of the flat ring's time",
     theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}", kind="virtual time",
-)  # fmt: skip
+)
 
 # %% check-two-levels folded=true
 # NBVAL_CHECK_OUTPUT
@@ -175,11 +175,11 @@ def at(gpu, mib=64):
 
 
 later = {gpu: [one_host.all_reduce_us({"gpu": gpu, "K": k, "message_mib": 64}, one_host.fitted(gpu)) / 1000 for k in (5, 6, 7, 8)]
-         for gpu in one_host.GPUS}  # fmt: skip
+         for gpu in one_host.GPUS}
 colours = {"A100": "#0072B2", "V100": "#D55E00"}
 show.curves({f"{gpu}, published": (*at(gpu), colours[gpu]) for gpu in colours}, "GPUs of one host", "all-reduce of 64 MiB (ms)",
             "4 V100s are faster than 2 or 3: their wires allow more rings at once", ticks=range(2, 9), kind="published; derived",
-            theory={f"{gpu}, predicted": ([5, 6, 7, 8], times, colours[gpu]) for gpu, times in later.items()})  # fmt: skip
+            theory={f"{gpu}, predicted": ([5, 6, 7, 8], times, colours[gpu]) for gpu, times in later.items()})
 
 # %% check-rings
 # NBVAL_CHECK_OUTPUT
@@ -218,7 +218,7 @@ lines = {
 }
 most = hosts["4 hosts"][1][-1]
 show.curves(hosts, "message (MiB)", "bus bandwidth (GB/s)", f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards",
-            theory=lines, log="xy", kind="published; lines derived")  # fmt: skip
+            theory=lines, log="xy", kind="published; lines derived")
 
 # %% check-nics folded=true
 # NBVAL_CHECK_OUTPUT

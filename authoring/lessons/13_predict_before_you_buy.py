@@ -40,7 +40,7 @@ the 8 GPUs of a host, the layers over 12 hosts, the batch over 16 copies of that
 
 # %% predict
 guess = show.predict("Which is faster on 1,536 GPUs?",
-                     ["ZeRO-3, by far", "about the same", "three ways, about 1.5 times", "three ways, about 3 times"])  # fmt: skip
+                     ["ZeRO-3, by far", "about the same", "three ways, about 1.5 times", "three ways, about 3 times"])
 guess
 
 # %% [markdown]
@@ -83,7 +83,7 @@ claims.decide(
     20, "Speed-up is linear: K devices are K times as fast.", "simulated",
     {f"K = {k}": flat[k] >= 0.9 for k in (2, 8, 32, 128, 1024, 4096)},
     "At 90 % of linear or more (ResNet-50, a flat ring). Its 2(K-1) latencies per bucket grow with K.",
-)  # fmt: skip
+)
 
 # %% [markdown]
 r"""
@@ -105,7 +105,7 @@ for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00
     errors["as on 2 GPUs"] += [abs(row["gpus_2"] / case["measured"] - 1) for case in ours]
 title = "Median error: " + ", ".join(f"{name} {median(all_):.1%}" for name, all_ in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x", ticks=[2, 4, 8, 16],
-                      kind="published; simulated")  # fmt: skip
+                      kind="published; simulated")
 for _, percents, colour in measured.values():
     picture.axes[0].plot([2, 16], [percents[0]] * 2, ":", color=colour, linewidth=1.2)
 picture.axes[0].plot([], [], ":", color="#777777", label="as on 2 GPUs")
@@ -134,7 +134,7 @@ sizes = [2**k for k in range(5, 24)]
 protocols = zip(("LL", "LL128", "Simple"), numbers[:3], numbers[3:], strict=True)
 lines = {name: (sizes, [latency + rate * kib for kib in sizes]) for name, latency, rate in protocols}
 picture = show.curves({"published": (list(known), list(known.values()), "#000000")}, "message (KiB)", "all-reduce (µs)",
-                      "Three protocols, each the fastest somewhere", theory=lines, log="xy", kind="measured (published); lines fitted")  # fmt: skip
+                      "Three protocols, each the fastest somewhere", theory=lines, log="xy", kind="measured (published); lines fitted")
 picture.axes[0].set_ylim(30, 1e5)
 picture
 
@@ -242,7 +242,7 @@ print(f"Llama on 128 H100s: {unseen.tokens_per_s_per_gpu:,.0f} tokens/s per GPU 
 
 # %% one-run-published
 print(f"measured {run['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
-      f"{tokens / 32 / layer / run['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / run['tokens_per_s_per_gpu'] - 1:+.0%}")  # fmt: skip
+      f"{tokens / 32 / layer / run['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / run['tokens_per_s_per_gpu'] - 1:+.0%}")
 tokens_per_s = facts.rows("fsdp_llama3_8b_h100")[-1]["tokens_per_gpu_per_s"]
 print(f"Llama: measured {tokens_per_s:,.0f} (published, torchtitan): {unseen.tokens_per_s_per_gpu / tokens_per_s - 1:+.0%}")
 
@@ -260,7 +260,7 @@ The part that bounds a step is the one which, made twice as fast, saves most. Th
 # NBVAL_CHECK_OUTPUT
 llama = {"model": "llama-3.1-8b", "gpu": "H100-80GB", "gpus": 64, "accumulate": 2}
 runs = {"8B on 64 H100s": llama, "with 100 Gbit/s per host": llama | {"network": 100},
-        "GPT-2, sequences of 128": {"model": "gpt2", "gpu": "H100-80GB", "gpus": 8, "seq": 128}}  # fmt: skip
+        "GPT-2, sequences of 128": {"model": "gpt2", "gpu": "H100-80GB", "gpus": 8, "seq": 128}}
 for name, fields in runs.items():
     answer = predict(**fields)
     print(f"{name}: bound by {answer.bound}, MFU {answer.mfu:.1%}")
@@ -298,13 +298,13 @@ for k, one_way, three_ways in zip(gpus, zero, ptd):
 zero_measured, ptd_measured = ([rows[plan, k]["measured"] for k in gpus] for plan in ("ZeRO-3", "PTD"))
 slow, fast, ahead = zero_measured[2], ptd_measured[2], ptd[2] / zero[2]
 guess.reveal(f"{fast:.0f} against {slow:.0f} Tflop/s per GPU: {fast / slow:.1f} times, {ahead:.1f} were predicted", guess.answers[3],
-             kind="published")  # fmt: skip
+             kind="published")
 print(f"predicted over measured: ZeRO-3 {zero[2] / slow - 1:+.0%}, three ways {ptd[2] / fast - 1:+.0%}")
 points = {"ZeRO-3, fitted": (list(gpus[:2]), zero_measured[:2], "#C46A3C"), "ZeRO-3, unseen": ([1536], [slow], "#D55E00"),
-          "three ways, unseen": (list(gpus), ptd_measured, "#0072B2")}  # fmt: skip
+          "three ways, unseen": (list(gpus), ptd_measured, "#0072B2")}
 show.curves(points, "GPUs", "Tflop/s per GPU", f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast", log="x",
             theory={"ZeRO-3, predicted": (list(gpus), zero, "#D55E00"), "three ways, predicted": (list(gpus), ptd, "#0072B2")},
-            ticks=list(gpus), kind="published; lines derived")  # fmt: skip
+            ticks=list(gpus), kind="published; lines derived")
 
 # %% [markdown]
 r"""
@@ -319,7 +319,7 @@ links are fast, and little between hosts; what grows instead is the idling of th
 for row in facts.rows("transformer_throughput"):
     if row["model"] == "MPT-70b":
         print(f"{row['model']}, {row['gpus']:.0f} GPUs: measured {row['tokens_per_s_per_gpu']:.0f} tokens/s per GPU, "
-              f"predicted {predict(**row).tokens_per_s_per_gpu:.0f}")  # fmt: skip
+              f"predicted {predict(**row).tokens_per_s_per_gpu:.0f}")
 
 # %% [markdown]
 r"""
@@ -442,7 +442,7 @@ bars = {f"{gpu}s,\nfully sharded": sharded for gpu, (sharded, _) in reach.items(
 bars |= {f"{gpu}s,\n8 to a layer too": most for gpu, (_, most) in reach.items()}
 alone, both = reach["H100"]
 show.bars(bars, "most GPUs that 4 million tokens feed", f"A batch of 4 million tokens feeds {alone:.0f} H100s fully sharded, {both:,.0f} with 8 to a layer",
-          form="{:,.0f}", kind="derived", width=9)  # fmt: skip
+          form="{:,.0f}", kind="derived", width=9)
 
 # %% check-limits folded=true
 # NBVAL_CHECK_OUTPUT

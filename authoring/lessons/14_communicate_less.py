@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import (
     Device, DistributedDataParallel, Link, communicate_less, launch, problems, show,
     stage1_single, stage4_ring, wire,
-)  # fmt: skip
+)
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -80,7 +80,7 @@ rank and half precision are in the same file. This is local SGD; one more argume
 
 # %% source-local
 show.source(communicate_less.train_local, communicate_less.take_mean_change,
-            click="Write task 14.2 first, then open: local SGD and DiLoCo")  # fmt: skip
+            click="Write task 14.2 first, then open: local SGD and DiLoCo")
 
 # %% [markdown]
 r"""
@@ -186,7 +186,7 @@ sent = {name: max(rank[name][1] for rank in runs[0]) for name in ways}
 first = sent["every step"]
 show.bars({name.replace(", ", ",\n"): 100 * count / first for name, count in sent.items()},
           "sent by the busiest rank (% of the ring)", kind="counted", width=9.4,
-          title=f"The largest 1 % is {100 * sent['top 1 %'] / first:.0f} % of the ring's bytes; the server sends {100 * sent['asynchronous'] / first:.0f} %")  # fmt: skip
+          title=f"The largest 1 % is {100 * sent['top 1 %'] / first:.0f} % of the ring's bytes; the server sends {100 * sent['asynchronous'] / first:.0f} %")
 
 # %% check-bytes folded=true
 # NBVAL_CHECK_OUTPUT
@@ -227,7 +227,7 @@ def against_time(bits_per_second, compute_s=0.02, window=8):
 def drawn(bits_per_second, title):
     series, bands = against_time(bits_per_second)
     return show.curves(series, "time (s)", "training loss (nats, mean of 8 steps)", title, bands=bands, log="x",
-                       points=False, height=4.6, kind="loss measured, time derived")  # fmt: skip
+                       points=False, height=4.6, kind="loss measured, time derived")
 
 
 # %% slow-link

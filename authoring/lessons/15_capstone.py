@@ -156,12 +156,12 @@ runs["sharded alone"] = torchrun("sharded_alone", 1, "--wrap fully_shard")
 # %% figure
 times = {"predicted": predicted, "no messages": runs["none"]["step_s"], "DDP": runs["ddp"]["step_s"],
          "fully_shard": runs["fully_shard"]["step_s"],
-         "one rank,\nno wrapper": alone["step_s"], "one rank,\nfully_shard": runs["sharded alone"]["step_s"]}  # fmt: skip
+         "one rank,\nno wrapper": alone["step_s"], "one rank,\nfully_shard": runs["sharded alone"]["step_s"]}
 gap = times["DDP"] / predicted - 1
 print("measured on", runs["ddp"]["devices"])
 show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)",
           f"DDP's step is {abs(gap):.0%} {'longer' if gap > 0 else 'shorter'} than predicted", form="{:.0f}",
-          kind="measured; predicted is derived")  # fmt: skip
+          kind="measured; predicted is derived")
 
 # %% datasheet-measured
 print(f"{inputs.numel() / times['DDP']:,.0f} tokens per second and rank with DDP (measured)")
@@ -187,10 +187,10 @@ yours = torchrun("yours", 1, "--wrap ddp --device cuda") if gpus == 1 else runs[
 same = alone if gpus == 1 else runs["fully_shard"]  # it trains on the same samples
 assert abs(yours["loss"] - same["loss"]) < 0.01 * same["loss"], "the GPUs train another model"
 rates = {f"one rank: {alone['devices']}": len(inputs) / alone["step_s"],
-         f"DDP: {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}  # fmt: skip
+         f"DDP: {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}
 before, after = rates.values()
 show.bars(rates, "samples per second",
-          f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone", form="{:.0f}")  # fmt: skip
+          f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone", form="{:.0f}")
 
 # %% [markdown]
 r"""
@@ -218,7 +218,7 @@ more = runs["fully_shard"]["step_s"] - runs["ddp"]["step_s"]
 print(f"gap {1000 * (times['DDP'] - predicted):+.1f} ms: ranks beside each other {1000 * contention:+.1f} ms, "
       f"messages {1000 * messages:+.1f} ms beyond the all-reduce alone (measured)\n"
       f"fully_shard takes {1000 * more:+.1f} ms beyond DDP; on one rank, without a message, {1000 * own_work:+.1f} ms "
-      f"beyond the bare model; half of the all-reduce is {500 * average_s:.1f} ms (measured)")  # fmt: skip
+      f"beyond the bare model; half of the all-reduce is {500 * average_s:.1f} ms (measured)")
 
 # %% elsewhere
 for gigabits, ranks in ((1, 8), (10, 8), (100, 64)):

@@ -6,17 +6,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import assert_all_equal_sum, rank_tensor
+from oracles import ALL_REDUCES, assert_all_equal_sum, rank_tensor
 
 from benchmarks import pipelined_ring
-from ddp_course import collectives, launch
+from ddp_course import launch
 from ddp_course.collectives import hierarchical_all_reduce
 from ddp_course.running import wire
 
-ALGORITHMS = {
-    name.removesuffix("_all_reduce"): getattr(collectives, name) for name in collectives.__all__
-}
-ALGORITHMS["pipelined ring"] = pipelined_ring.pipelined_ring_all_reduce
+ALGORITHMS = {**ALL_REDUCES, "pipelined ring": pipelined_ring.pipelined_ring_all_reduce}
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 

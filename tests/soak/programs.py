@@ -30,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
-from ddp_course import collectives, launch  # noqa: E402
+from oracles import ALL_REDUCES  # noqa: E402
+
+from ddp_course import launch  # noqa: E402
 from ddp_course.errors import CourseError  # noqa: E402
 from ddp_course.stage4_ring import ring_all_reduce, whole_gradient_ring  # noqa: E402
 from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
@@ -501,9 +503,7 @@ def stage5_difference(number):
 EVERY = {
     "ring": ring_all_reduce,
     "whole ring": whole_gradient_ring,
-    "tree": collectives.tree_all_reduce,
-    "halving-doubling": collectives.halving_doubling_all_reduce,
-    "hierarchical": collectives.hierarchical_all_reduce,
+    **ALL_REDUCES,
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import stage6_cases
 import torch
 import torch.distributed as dist
-from oracles import tiny_batches, tiny_model, trained_alone, weights
+from oracles import ALL_REDUCES, tiny_batches, tiny_model, trained_alone, weights
 from stage6_cases import CASES, KNOWN_TO_TORCH, TORCH_FAILS, train_and_check
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -21,22 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_course import launch, stage1_single, stage6_ddp
-from ddp_course.collectives import (
-    halving_doubling_all_reduce,
-    hierarchical_all_reduce,
-    tree_all_reduce,
-)
 from ddp_course.errors import CourseError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import bucket_assignment, size_limits
 
-ALL_REDUCES = {
-    "ring": ring_all_reduce,
-    "tree": tree_all_reduce,
-    "halving-doubling": halving_doubling_all_reduce,
-    "hierarchical": hierarchical_all_reduce,
-}
 CLASSES = {"torch": TorchDDP, "ours": stage6_ddp.DistributedDataParallel}
 
 
@@ -339,7 +328,7 @@ SPECIALS = {
         static_graph_after_no_sync,
     )
 }
-for name, all_reduce in ALL_REDUCES.items():
+for name, all_reduce in {"ring": ring_all_reduce, **ALL_REDUCES}.items():
     views = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002}
     SPECIALS[name] = partial(train_and_check, all_reduce=all_reduce)
     SPECIALS[f"{name} in views"] = partial(train_and_check, all_reduce=all_reduce, **views)

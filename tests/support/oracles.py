@@ -4,6 +4,12 @@ rounding.
 
 import torch
 
+from ddp_course import collectives
+
+# Every all-reduce of `collectives`, by its name without the end.
+ALL_REDUCES = {
+    name.removesuffix("_all_reduce"): getattr(collectives, name) for name in collectives.__all__
+}
 UNIT_ROUNDOFF = {
     torch.float16: 2**-11,
     torch.bfloat16: 2**-8,
