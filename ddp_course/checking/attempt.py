@@ -85,7 +85,7 @@ def make_attempts(
         if ranks > 1:
             dist.barrier()  # No rank waits in an answer for one that is still loading.
         limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
-        evidence = pack(probed(task, answers, attempt.inputs))
+        evidence = pack(probe(task, answers, attempt.inputs))
         ended()
         Path(folder, f"{place}-{rank}").write_bytes(evidence)
 
@@ -121,7 +121,7 @@ def too_slow(*_: Any) -> None:
     raise TooSlow
 
 
-def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
+def assemble(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     """The evidence of all ranks together. What the task reads from it is computed here, where
     nothing of the answer runs.
     """
@@ -164,7 +164,7 @@ def load(task: Task, answers: Any) -> Sequence:
     return [namespace[name] for name in task.names]
 
 
-def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
+def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
     """{(part, case): value} of one answer on this rank; where torch's collectives are forbidden,
     the wire must send all.
     """
