@@ -236,14 +236,13 @@ def pairs_of(sequential, uses):
     """Yield the pairs of layers of `sequential` with an activation between them; no layer is in
     two.
     """
-    names = list(sequential._modules)
+    modules = sequential._modules  # named_children() leaves out a layer that comes once more.
+    names = list(modules)
     taken = None
     for first, between, second in zip(names, names[1:], names[2:], strict=False):
-        activation = sequential._modules[between]
-        layers = [sequential._modules[first], sequential._modules[second]]
-        if type(activation) not in ACTIVATIONS or has_hooks(activation) or first == taken:
-            continue
-        if can_be_split(layers, uses):
+        layers = [modules[first], modules[second]]
+        activation = type(modules[between]) in ACTIVATIONS and not has_hooks(modules[between])
+        if activation and first != taken and can_be_split(layers, uses):
             neurons = torch.arange(layers[0].out_features).view(-1, 1)
             yield Pair(sequential, first, second, neurons, neurons)
             taken = second

@@ -166,10 +166,8 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter in untouched:
                 continue
-            if parameter.grad is None and self.as_view:
-                parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if parameter.grad is None:
+                parameter.grad = view if self.as_view else torch.zeros_like(parameter)
             if parameter.grad.data_ptr() != view.data_ptr():
                 grads.append(parameter.grad)
                 views.append(view)

@@ -104,8 +104,8 @@ class Part(torch.Tensor):
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
-            parts = [each for each in tensors_in(args, kwargs) if isinstance(each, Part)]
-            if not shapes(tensors_in(result)) <= shapes(parts):
+            shapes = [each.shape for each in tensors_in(args, kwargs) if isinstance(each, Part)]
+            if any(each.shape not in shapes for each in tensors_in(result)):
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
         # What is computed from a parameter is a part, but no parameter.
         kind = Part if issubclass(cls, torch.nn.Parameter) else cls
@@ -189,11 +189,6 @@ def label(function):
     if function.__name__ in ACCESS:
         return getattr(function.__self__, "__name__", "")
     return function.__name__
-
-
-def shapes(tensors):
-    """The set of the shapes of `tensors`."""
-    return {tensor.shape for tensor in tensors}
 
 
 @cache
