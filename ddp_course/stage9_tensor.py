@@ -208,8 +208,8 @@ class RowLinear(SplitLinear):
 
 class Pair(NamedTuple):
     """A column-split layer of `parent` and the row-split one after it, by their names. They are
-    split by units, such as heads: `rows` has a line for each unit with its outputs of the first
-    layer, `columns` one with its inputs of the second.
+    split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
+    `columns[unit]` its inputs of the second.
     """
 
     parent: nn.Module
@@ -224,10 +224,10 @@ def pairs(model):
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         if type(module) is TransformerBlock and can_be_split([module.qkv, module.out], uses):
-            heads = torch.arange(module.out.in_features).view(-1, module.head_width)
-            # The outputs of qkv are all queries, then all keys, then all values.
-            rows = torch.cat([heads, heads + heads.numel(), heads + 2 * heads.numel()], dim=1)
-            yield Pair(module, "qkv", "out", rows, heads)
+            # The outputs of qkv are all heads' queries, then all keys, then all values.
+            outputs = torch.arange(module.qkv.out_features).view(3, -1, module.head_width)
+            inputs = torch.arange(module.out.in_features).view(-1, module.head_width)
+            yield Pair(module, "qkv", "out", outputs.transpose(0, 1), inputs)
         if isinstance(module, nn.Sequential):
             yield from pairs_of(module, uses)
 
@@ -250,8 +250,12 @@ def pairs_of(sequential, uses):
 
 def has_hooks(module):
     """Whether `module` does more than its class, by way of hooks on it or on its parameters."""
-    hooks = [module._forward_hooks, module._forward_pre_hooks]
-    hooks += [module._backward_hooks, module._backward_pre_hooks]
+    hooks = [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]
     hooks += [parameter._backward_hooks for parameter in module.parameters()]
     return any(hooks)
 
@@ -275,16 +279,11 @@ def split_layers(model, rank, ranks, all_reduce):
             " ranks: layers with hooks, shared weights or a class of their own must stay whole"
         )
     for parent, first, second, rows, columns in chosen:
-        own_rows = own_indices(rows, rank, ranks)
-        own_columns = own_indices(columns, rank, ranks)
-        setattr(parent, first, ColumnLinear(getattr(parent, first), own_rows, all_reduce))
-        setattr(parent, second, RowLinear(getattr(parent, second), own_columns, all_reduce))
+        for name, kind, units in ((first, ColumnLinear, rows), (second, RowLinear, columns)):
+            # Sorted, the indices of qkv are its queries, keys and values again.
+            indices = units.tensor_split(ranks)[rank].flatten().sort().values
+            setattr(parent, name, kind(getattr(parent, name), indices, all_reduce))
     return model
-
-
-def own_indices(units, rank, ranks):
-    """All indices of this rank's share of the `units`, in order."""
-    return units.tensor_split(ranks)[rank].flatten().sort().values
 
 
 def parallelize(model, group=None):

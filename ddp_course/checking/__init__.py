@@ -39,7 +39,8 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     call = f'check("{number}", {", ".join(definition.names)}'
     if len(answers) != len(definition.names):
         raise ValueError(f"{call}) is how this check is called")
-    seed = secrets.randbelow(100_000) if seed is None else seed
+    if seed is None:
+        seed = secrets.randbelow(100_000)
     inputs = definition.inputs(seed)
     attempt = Attempt(number, inputs, answers)
     solution, evidence = gather([solution_attempt(definition, inputs), attempt])

@@ -60,10 +60,10 @@ def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
     """What the ranks of one run of an attempt write down; nothing if it ends with an error that no
     order explains, or not in `seconds`.
     """
-    events: list = []
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
         undelayed = [None]  # This makes one run, in which no message is held up.
         ranks = find(attempt.number).ranks
         arguments = ([attempt], folder, enter)
         events, _ = every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)
-    return events
+        return events
+    return []

@@ -130,19 +130,20 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
     """
     values: dict = {}
     task = find(attempt.number)
+    alone = task.ranks == 1
     try:
         of_ranks = [unpack(content) for content in contents]
         if task.read:
             returned = [list(of_rank.values()) for of_rank in of_ranks]
-            one_or_all = returned[0] if task.ranks == 1 else returned
+            one_or_all = returned[0] if alone else returned
             with reading:
                 for part, case, value in task.read(one_or_all, **attempt.inputs):
-                    values[part, case] = {None: value} if task.ranks == 1 else value
+                    values[part, case] = {None: value} if alone else value
             return Evidence(values)
         for rank, of_rank in enumerate(of_ranks):
             for part_and_case, value in of_rank.items():
                 by_rank = values.setdefault(part_and_case, {})
-                by_rank[None if task.ranks == 1 else rank] = value
+                by_rank[None if alone else rank] = value
     except Wrong as error:
         return Evidence(None, str(error))
     except Exception as error:  # Only a value that the answer returned can fail here.

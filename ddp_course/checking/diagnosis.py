@@ -19,6 +19,7 @@ from .tasks import Task, known_wrong
 
 NOTHING = Evidence(None)
 SURE = 8  # So many equal numbers are no coincidence.
+KINDS = {torch.Tensor: "a tensor", list | tuple: "a list", dict: "a dict"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class Verdict:
     @property
     def message(self) -> str:
         """What is wrong with the first wrong part; "" if the answer is right."""
-        wrong = [message for message in self.parts.values() if message]
-        return wrong[0] if wrong else ""
+        for message in self.parts.values():
+            if message:
+                return message
+        return ""
 
 
 class Value(NamedTuple):
@@ -71,17 +74,16 @@ def verdict(
     if not wrong:
         return Verdict(messages)
     still, *tried = others()
-    alike = []  # messages of known answers with the same evidence
-    possible = []  # (message, evidence) of known answers whose fault may be in this answer
-    for answer, other in zip(known_wrong(task.number), tried, strict=False):
-        if same(evidence.values, other.values):
-            alike.append(answer.message)
+    known = list(zip(known_wrong(task.number), tried, strict=False))
+    alike = [answer for answer, other in known if same(evidence.values, other.values)]
+    possible = []  # The fault of each of these may be in this answer.
+    for answer, other in known:
         if len(wrong_cases(task, other, solution) - wrong) <= 1:
-            possible.append((answer.message, other))
+            possible.append((answer, other))
     for part in {part for part, _ in wrong}:
         values = values_of(part, evidence, solution, still)
         differing = sorted(differing_values(values, task.bound), key=is_unsaid)
-        message = alike[0] if alike else known_fault(part, values, differing, possible)
+        message = alike[0].message if alike else known_fault(part, values, differing, possible)
         messages[part] = difference(values, differing, message, part in task.secret)
     return Verdict(messages)
 
@@ -166,8 +168,8 @@ def in_short(value: Value) -> str:
 def known_fault(
     part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
 ) -> str:
-    """The message of a known wrong answer that has the same values in this part: all of them, or
-    all that are wrong.
+    """The message of the first `known` (wrong answer, its evidence) that has the same values in
+    this part: all of them, or all that are wrong.
 
     One number may be equal by chance, so what is wrong must be SURE numbers or of two cases. If
     there is no such answer, "".
@@ -177,9 +179,9 @@ def known_fault(
     if count >= SURE or len({value.case for value in wrong}) > 1:
         choices.append(wrong)
     for compared in choices:
-        for message, other in known:
+        for answer, other in known:
             if all(has(other, part, value) for value in compared):
-                return message
+                return answer.message
     return ""
 
 
@@ -209,11 +211,12 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
     """The first difference of two pieces of plain data in words, "" if they are the same."""
     if actual is None and expected is not None:
         return f"{what} is None: is there a `return`?"
+    for kind, name in KINDS.items():
+        if isinstance(expected, kind) and not isinstance(actual, kind):
+            return f"{what} is {kind_of(actual)}; {name} was expected"
     if isinstance(expected, torch.Tensor):
         return unlike_tensor(actual, expected, what, bound)
     if isinstance(expected, list | tuple):
-        if not isinstance(actual, list | tuple):
-            return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
         for place, pair in enumerate(zip(actual, expected, strict=True)):
@@ -221,8 +224,6 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
                 return fault
         return ""
     if isinstance(expected, dict):
-        if not isinstance(actual, dict):
-            return f"{what} is {kind_of(actual)}; a dict was expected"
         if actual.keys() != expected.keys():
             keys = sorted(map(str, actual))
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
@@ -266,10 +267,8 @@ def unlike_type(actual: Any, expected: Any) -> str:
     return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
 
-def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) -> str:
-    """What is wrong with something that should be a tensor."""
-    if not isinstance(actual, torch.Tensor):
-        return f"{what} is {kind_of(actual)}; a tensor was expected"
+def unlike_tensor(actual: torch.Tensor, expected: torch.Tensor, what: str, bound: float) -> str:
+    """How a tensor differs from another, "" if they are the same."""
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}; {list(expected.shape)} was expected"
     if actual.dtype != expected.dtype:
@@ -309,10 +308,8 @@ def numbers(thing: Any) -> torch.Tensor:
     """All numbers of a piece of plain data as one vector; an empty one if there are none."""
     vectors = [torch.empty(0, dtype=torch.float64)]
     for each in tree_leaves(thing):
-        if isinstance(each, torch.Tensor):
-            vectors.append(each.reshape(-1).double())
-        elif isinstance(each, int | float):
-            vectors.append(torch.tensor([each], dtype=torch.float64))
+        if isinstance(each, torch.Tensor | int | float):
+            vectors.append(torch.as_tensor(each, dtype=torch.float64).reshape(-1))
     return torch.cat(vectors)
 
 

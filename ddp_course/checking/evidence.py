@@ -144,47 +144,45 @@ def explain(error: CourseError, task: Task) -> str:
         return f"{TOO_LATE}: {still_running(error, task)}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
+    kind = error.type_name
+    message = error.message
+    shortened = message[:300]
     frame = own_frame(error.traceback, task)
     where = place(frame, task)
-    if error.type_name == "Wrong" and error.message:
-        return error.message + where
+    if kind == "Wrong" and message:
+        return message + where
     if TooSlow.__name__ in error.traceback:  # A lock may have made another error of it.
         return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
-    if error.type_name == "NotImplementedError":
+    if kind == "NotImplementedError":
         if frame and frame.task != task.number:
             return (
                 f"it uses {frame.function} of {frame.task}, which does not run yet: mend"
                 f" {frame.task} first"
             )
-        return f"not solved yet ({error.message})"
-    if error.type_name == DeadlockError.__name__:
+        return f"not solved yet ({message})"
+    if kind == DeadlockError.__name__:
         advice = task.hang
-        all_send = not re.search("waits (to receive|for)", error.message)
+        all_send = not re.search("waits (to receive|for)", message)
         if all_send and "wire.exchange" in solution(task.number):
             advice += BOTH_SEND
-        return f"the ranks wait for each other for ever: {waits(error.message)}; {advice}"
-    if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
+        return f"the ranks wait for each other for ever: {waits(message)}; {advice}"
+    if kind == "killed" and "SIGABRT" in message and task.ranks > 1:
         return TOO_LONG
-    if "Pair is not connected" in error.message:
+    if "Pair is not connected" in message:
         return f"a rank sends to itself, or receives from itself{where}: the others are meant"
-    if "modified by an inplace operation" in error.message:
+    if "modified by an inplace operation" in message:
         return (
             f"weights changed between the forward and the backward pass{where}: step() comes after"
             " backward()"
         )
-    if error.type_name in ("killed", "exited"):
-        return (
-            f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
-        )
-    if not frame and error.type_name not in LEARNERS_OWN:
-        return (
-            "your answer returned something that cannot be used"
-            f" ({error.type_name}: {error.message[:300]})"
-        )
+    if kind in ("killed", "exited"):
+        return f"your code ended the process of rank {error.rank} ({kind} {message})"
+    if not frame and kind not in LEARNERS_OWN:
+        return f"your answer returned something that cannot be used ({kind}: {shortened})"
     advice = ""
-    if error.type_name == "NameError":
+    if kind == "NameError":
         advice = "; is it spelt right, and defined or imported in a cell above?"
-    return f"your code raised {error.type_name}: {error.message[:300]}{where}{advice}"
+    return f"your code raised {kind}: {shortened}{where}{advice}"
 
 
 def waits(deadlock: str) -> str:

@@ -13,9 +13,10 @@ def hand_over(number: str, answers: tuple) -> None:
     """
     from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
 
-    sources = {}  # {name of a cell: its source}
-    for name, entry in list(linecache.cache.items()):
-        # (length, time, lines, name); an entry that has not been read yet is shorter.
-        if len(entry) == 4 and not os.path.exists(name):
-            sources[name] = "".join(entry[2])
+    # An entry is (length, time, lines, name); one that has not been read yet is shorter.
+    sources = {
+        name: "".join(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
+    }
     Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))

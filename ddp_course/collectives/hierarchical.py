@@ -33,8 +33,9 @@ def hierarchical_all_reduce(
             " to fit"
         )
     whole = group or default_group()
-    host, place = divmod(rank, size)
-    inside = group_of(whole, range(host * size, (host + 1) * size))
+    place = rank % size  # in the host
+    first = rank - place
+    inside = group_of(whole, range(first, first + size))
     across = group_of(whole, range(place, world_size, size))
     flat = flat_memory(tensor)
     chunks = flat.tensor_split(size)

@@ -167,7 +167,7 @@ class Bucket:
             if parameter in untouched:
                 continue
             if parameter.grad is None:
-                parameter.grad = view if self.as_view else torch.zeros_like(parameter)
+                parameter.grad = view if self.as_view else torch.empty_like(parameter)
             if parameter.grad.data_ptr() != view.data_ptr():
                 grads.append(parameter.grad)
                 views.append(view)

@@ -52,9 +52,7 @@ class FindUnused(Reducer):
 
     def completed_by(self, index):
         """With the first gradient of a pass all unused parameters too."""
-        unused = self.current.unused
-        self.current.unused = []
-        return [*unused, index]
+        return [*self.current.take_unused(), index]
 
     def all_sent(self):
         """Send the bitmap after the last bucket."""
@@ -119,9 +117,7 @@ class StaticGraph(Reducer):
             self.current.ready[index] = True  # `check_finished` shall see that the pass has begun.
             self.counts[index] += 1
             return
-        unused = self.current.unused
-        self.current.unused = []
-        yield from unused
+        yield from self.current.take_unused()
         if not self.remaining[index]:
             raise RuntimeError(used_anew(self.names[index]))
         self.remaining[index] -= 1

@@ -43,6 +43,12 @@ class Pass:
         # For `graphs`: these parameters count as ready as soon as the first gradient comes.
         self.unused = []
 
+    def take_unused(self):
+        """Return `unused`, which is empty from now on."""
+        unused = self.unused
+        self.unused = []
+        return unused
+
 
 class Reducer:
     """Average the gradients of `parameters`, {name: parameter}, over `group` while backward runs.
@@ -99,10 +105,9 @@ class Reducer:
             if reducer is not None:
                 reducer.gradient_ready(index)
 
-        with as_plain_tensors():
-            edges = [get_gradient_edge(parameter) for parameter in self.parameters]
         # An accumulator and its hooks last only as long as somebody keeps it.
-        self.accumulators = [edge.node for edge in edges]
+        with as_plain_tensors():
+            self.accumulators = [get_gradient_edge(p).node for p in self.parameters]
         for index, accumulator in enumerate(self.accumulators):
             accumulator.register_hook(partial(report, index))
 

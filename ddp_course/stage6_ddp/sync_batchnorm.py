@@ -65,7 +65,6 @@ class SyncBatchNorm(BatchNorm):
             outputs = outputs * per_channel(self.weight, inputs) + per_channel(self.bias, inputs)
         return outputs.to(inputs.dtype)
 
-    @torch.no_grad()
     def update_averages(self, mean, variance):
         """Move the running averages towards this batch's mean and unbiased variance."""
         self.num_batches_tracked += 1

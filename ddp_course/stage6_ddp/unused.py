@@ -84,7 +84,7 @@ def behind_entrance(outputs, entered):
     """Return `outputs`, in the same structure, with every tensor that has a graph passed through
     one `Entrance`.
     """
-    tensors = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+    tensors = filter(torch.is_tensor, tree_leaves(outputs))
     computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if not computed:
         return outputs

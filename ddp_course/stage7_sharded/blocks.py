@@ -63,14 +63,14 @@ class Block(Flat):
             self.holders += [(parameter, *place) for place in holders[parameter]]
         self.following = {}
         self.bytes = self.full.untyped_storage().nbytes()
-        self.classes = [type(parameter) for parameter in parameters]
+        self.classes = {parameter: type(parameter) for parameter in parameters}
         self.gathering = None
 
     def make_room(self):
         """Allocate the memory of the whole parameters, which `gather` will fill."""
         self.full.untyped_storage().resize_(self.bytes)
         views = self.views(self.full)
-        for parameter, whole_class in zip(self.parameters, self.classes, strict=True):
+        for parameter, whole_class in self.classes.items():
             parameter.__class__ = whole_class
             parameter.data = views[parameter]
         for parameter, layer, name in self.holders:
@@ -114,9 +114,7 @@ def assign_blocks(module, blocks):
     """Return (block, its parameters) pairs; parameters of no block, of several, or of other layers
     too go to `module` as a whole. Raises ValueError for a block that is no part of the model.
     """
-    members = {module: []}  # A module that runs twice is one block.
-    for block in blocks:
-        members[block] = []
+    members = {block: [] for block in [module, *blocks]}  # A module that runs twice is one block.
     if not {*members} <= {*module.modules()}:
         raise ValueError("every block must be a submodule of the model")
     for parameter, places in holders_of(module).items():

@@ -210,8 +210,12 @@ def backward_to(received, outputs, gradient):
             if each is not None
         }
         if weights and gradients_at:
-            arguments = {"tensors": [*gradients_at], "grad_tensors": [*gradients_at.values()]}
-            second_part.append(arguments | {"inputs": [*weights]})
+            arguments = {
+                "tensors": [*gradients_at],
+                "grad_tensors": [*gradients_at.values()],
+                "inputs": [*weights],
+            }
+            second_part.append(arguments)
     return second_part
 
 

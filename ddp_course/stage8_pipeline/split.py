@@ -1,6 +1,5 @@
 """A model as stages of about equal size."""
 
-from collections import Counter
 from itertools import pairwise
 
 import torch
@@ -44,10 +43,10 @@ def split(layers, stages):
     _, starts = best[len(layers)]
     cuts = [*starts, len(layers)]
     parts = [torch.nn.Sequential(*layers[start:end]) for start, end in pairwise(cuts)]
-    owners = Counter()
+    tensors = []
     for part in parts:
-        owners.update({*part.parameters(), *part.buffers()})
-    if any(count > 1 for count in owners.values()):
+        tensors += {*part.parameters(), *part.buffers()}
+    if len(set(tensors)) < len(tensors):
         raise ValueError(
             "two stages would share a parameter or a buffer; a pipeline cannot keep it the same "
             "on both"

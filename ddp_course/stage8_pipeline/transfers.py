@@ -26,7 +26,7 @@ class Transfers:
         self.group = group
         self.rank = dist.get_rank(group)
         self.inputs = inputs
-        self.device = inputs[0].device
+
         self.forms = forms
         self.own_results = {}  # {result: tensor} between two stages of this rank
         self.arriving = {}  # {result: its transfer, which has begun}
@@ -46,8 +46,8 @@ class Transfers:
         for rank, results in enumerate(self.expected):
             if results and rank != self.rank:
                 first, second = sorted([rank, self.rank])
-                self.group_for(first, second)
-                self.group_for(second, first)  # Gradients go back where activations come from.
+                self.channel(first, second)
+                self.channel(second, first)  # Gradients go back where activations come from.
 
     def sent_here(self, instructions):
         """The results of a rank's instructions that this rank needs, in the order of sending."""
@@ -85,7 +85,7 @@ class Transfers:
             (self.forms[result.cut],) = received
         dtype, shape = self.forms[result.cut]
         samples = len(self.inputs[result.microbatch])
-        room = torch.empty(samples, *shape, dtype=dtype, device=self.device)
+        room = torch.empty(samples, *shape, dtype=dtype, device=self.inputs[0].device)
         self.arriving[result] = wire.irecv(room, peer, group)
 
     def announce(self, outputs, stage):
@@ -126,19 +126,14 @@ class Transfers:
     def channel(self, sender, receiver):
         """The other rank's global number, and the group for messages from `sender` to `receiver`,
         of which one is this rank.
-        """
-        other = receiver if sender == self.rank else sender
-        return wire.global_rank(other, self.group), self.group_for(sender, receiver)
-
-    def group_for(self, sender, receiver):
-        """The group for messages from `sender` to `receiver`.
 
         NCCL works through a group's messages one after the other, so a message that is waited for
         would hold up all others. So with NCCL two ranks have a group of their own for each
         direction.
         """
-        if wire.on_nccl(self.inputs[0], self.group):
-            pair = wire.group_of(self.group, (sender, receiver))
-            wire.warm_up(self.inputs[0], pair)
-            return pair
-        return self.group
+        other = wire.global_rank(receiver if sender == self.rank else sender, self.group)
+        if not wire.on_nccl(self.inputs[0], self.group):
+            return other, self.group
+        pair = wire.group_of(self.group, (sender, receiver))
+        wire.warm_up(self.inputs[0], pair)
+        return other, pair
