@@ -69,12 +69,11 @@ def reduce(module, replicas):
 def in_threads(function, *arguments):
     """Call `function` once per device, in parallel; the first exception is raised here."""
     # Each thread has its own setting of gradients, so new threads must get this one's.
-    threads = ThreadPoolExecutor(
+    with ThreadPoolExecutor(
         max_workers=len(arguments[0]),
         initializer=torch.set_grad_enabled,
         initargs=[torch.is_grad_enabled()],
-    )
-    with threads:
+    ) as threads:
         return list(threads.map(function, *arguments))
 
 

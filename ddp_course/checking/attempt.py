@@ -34,7 +34,8 @@ SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_
 OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
 SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
-# These begin the names of torch's functions that send, of those that this version has.
+# So the names of torch's functions that send begin. COLLECTIVES has those of the torch that is
+# here: no task forbids a function that this version lacks.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
@@ -140,10 +141,10 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
                 for part, case, value in task.read(one_or_all, **attempt.inputs):
                     values[part, case] = {None: value} if alone else value
             return Evidence(values)
-        for rank, of_rank in enumerate(of_ranks):
+        ranks = [None] if alone else range(task.ranks)
+        for rank, of_rank in zip(ranks, of_ranks, strict=True):
             for part_and_case, value in of_rank.items():
-                by_rank = values.setdefault(part_and_case, {})
-                by_rank[None if alone else rank] = value
+                values.setdefault(part_and_case, {})[rank] = value
     except Wrong as error:
         return Evidence(None, str(error))
     except Exception as error:  # Only a value that the answer returned can fail here.

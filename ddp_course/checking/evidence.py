@@ -36,7 +36,7 @@ BOTH_SEND = (
 )
 # These are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
-# A rank that waits in 04.py or the like is past the answer.
+# Past its answer, a rank waits in a file of checks such as 04.py, or in the clock's stalls.py.
 ENDED = re.compile(r"waits [^;]* since [\d.]+ s, (?:\d\d|stalls)\.py line [^;]*")
 # A rank waits in the all-reduce of exercises/checks/shared.py, which checks give to answers.
 GIVEN = re.compile(r" since [\d.]+ s, shared\.py line [^;]*")

@@ -84,8 +84,6 @@ class StaticGraph(Reducer):
         # How many parts of each gradient came in the first pass.
         self.counts = [0] * len(parameters)
         self.counted = False  # True from the end of the first pass on.
-        # How many parts of each gradient are still to come in this pass.
-        self.remaining = []
         # The set of parameters that no rank used in the first pass; None until the ranks know it.
         self.never_used = None
 
@@ -97,7 +95,7 @@ class StaticGraph(Reducer):
         if not self.counted:
             self.end_is_queued = False
             return behind_entrance(outputs, self.first_backward)
-        self.remaining = list(self.counts)
+        self.remaining = list(self.counts)  # So many parts of each gradient are still to come.
         self.current.unused = [index for index, count in enumerate(self.counts) if count == 0]
         return outputs
 

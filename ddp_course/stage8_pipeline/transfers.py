@@ -56,8 +56,8 @@ class Transfers:
 
     def receive(self, result):
         """The tensor of `result`, from this rank or another; None if no stage computes it."""
-        rank = self.homes.get(result.source)
-        if rank is None or rank == self.rank:
+        rank = self.homes.get(result.source, self.rank)
+        if rank == self.rank:
             return self.own_results.pop(result, None)
         while result not in self.arriving:
             self.post_receive(rank)
