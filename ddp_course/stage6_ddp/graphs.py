@@ -108,7 +108,7 @@ class StaticGraph(Reducer):
             after_backward(self.reduce_all)
 
     def completed_by(self, index):
-        """Nothing in the first pass; later the parameter, when this was the last part of its
+        """Yield nothing in the first pass; later the parameter, when this was the last part of its
         gradient. Raises RuntimeError if the graph has changed since the first pass.
         """
         if not self.counted:

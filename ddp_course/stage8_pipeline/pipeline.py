@@ -166,8 +166,8 @@ class Pipeline:
     }
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; return it.
-        All ranks call it.
+        """Scale the gradients of all stages so that their norm is at most `max_norm`; return the
+        norm before. All ranks call this.
         """
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, self.group, self.device
@@ -188,6 +188,7 @@ def backward_to(received, outputs, gradient):
         return [{"tensors": outputs, "grad_tensors": gradient}]
     incoming = {}  # {function: the gradients that came to it}
     functions, leaves = graph_behind([outputs.grad_fn])
+    # Each function of the graph notes the gradients that come to it.
     hooks = [
         function.register_prehook(partial(incoming.__setitem__, function)) for function in functions
     ]
@@ -195,25 +196,24 @@ def backward_to(received, outputs, gradient):
     for hook in hooks:
         hook.remove()
     weights = leaves - {received}
-    # {function: the weights that gradients reach from it, and from no other function on the way}
-    weights_of = {}
+    weights_of = {}  # {function on the way to `received`: the weights that it uses}
     for function in incoming:
         _, leaves = graph_behind([function], stop=incoming)
         weights_of[function] = leaves - {received}
-    if sum(map(len, weights_of.values())) != len(weights):
+    if sum(map(len, weights_of.values())) != len(weights):  # Two functions use one weight.
         return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*weights]}]
     second_part = []
-    for function, weights in weights_of.items():
+    for function, own_weights in weights_of.items():
         gradients_at = {
             GradientEdge(function, number): each
             for number, each in enumerate(incoming[function])
             if each is not None
         }
-        if weights and gradients_at:
+        if own_weights and gradients_at:
             arguments = {
                 "tensors": [*gradients_at],
                 "grad_tensors": [*gradients_at.values()],
-                "inputs": [*weights],
+                "inputs": [*own_weights],
             }
             second_part.append(arguments)
     return second_part

@@ -44,15 +44,17 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
         rows[rank].append((instruction, start, end))
         free[rank] = end
         result = given(instruction, homes)
-        if result is not None and homes[result.user] == rank:
-            arrivals[result] = end
-        elif result is not None:
+        if result is None:
+            continue
+        arrivals[result] = end
+        receiver = homes[result.user]
+        if receiver != rank:
             duration = message_times[result.cut]
-            peer = homes[result.user]
             departure = max(end, links["out", rank])
             links["out", rank] = departure + duration
-            links["in", peer] = max(departure + latency, links["in", peer]) + duration
-            arrivals[result] = links["in", peer]
+            # The first byte comes after the latency, the last one a message's time later.
+            arrivals[result] = max(departure + latency, links["in", receiver]) + duration
+            links["in", receiver] = arrivals[result]
     return rows
 
 
