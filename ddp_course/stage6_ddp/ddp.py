@@ -35,7 +35,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - module: its parameters and buffers must not be exchanged afterwards.
     - device_ids, output_device: None, or one GPU to which inputs are moved.
     - forward_sync_buffers, broadcast_buffers: broadcast rank 0's buffers before every forward pass
-      (the default). The older name, when False, leaves them out of the first synchronisation too.
+      (the default). The older name, when False and alone, leaves them out of the first
+      synchronisation too.
     - init_sync: check that models agree and broadcast rank 0's parameters.
     - process_group or device_mesh (one-dimensional): the ranks to average over.
     - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1. bucket_cap_mb_list:
@@ -96,9 +97,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.all_reduce = all_reduce
         self.check_module(device_ids, output_device)
         self.start_equal(init_sync, broadcast_buffers, forward_sync_buffers)
-        self.low = None
+        self.low_precision = None
         if mixed_precision:
-            self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+            self.low_precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.make_reducer()
 
     def check_module(self, device_ids, output_device):
@@ -124,7 +125,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers = forward_sync_buffers
             with_buffers = True
-        self.buffers_from = 0
+        self.buffers_from = 0  # This rank's buffers are broadcast outside of `join`.
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         if init_sync:
@@ -148,7 +149,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             start,
             sparse=before_training.sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
-            dtype=self.low.communicate if self.low else None,
+            dtype=self.low_precision.communicate if self.low_precision else None,
             limited_at_once=bool(self.bucket_cap_mb_list),
         )
 
@@ -161,7 +162,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.device_ids:
             move = partial(torch.Tensor.to, device=self.device, non_blocking=True)
             inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
-        module = self.low or self.module
+        module = self.low_precision or self.module
         outputs = module(*inputs, **kwargs)
         self.require_forward_param_sync = synchronising
         return keep_for_backward(self, self.reducer.expect(outputs)) if synchronising else outputs
@@ -178,7 +179,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.reducer.rebuild()
         if self.syncs_buffers():
             self.sync_buffers()
-        if self._join_config.enable:
+        if self._join_config.enable:  # Only ranks without data need the answer.
             any_synchronises(self, self.require_backward_grad_sync)
 
     @contextmanager
