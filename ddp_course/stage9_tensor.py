@@ -238,7 +238,7 @@ def pairs_of(sequential, uses):
     """
     modules = sequential._modules  # named_children() leaves out a layer that comes once more.
     names = list(modules)
-    taken = None
+    taken = None  # the second layer of the pair before
     for first, between, second in zip(names, names[1:], names[2:], strict=False):
         layers = [modules[first], modules[second]]
         activation = type(modules[between]) in ACTIVATIONS and not has_hooks(modules[between])

@@ -235,7 +235,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
         return f"{what} is {wrong_type}"
     if expected == "" and isinstance(actual, str):
         return actual  # The probe has said in words what is wrong.
-    if type(expected) is float:
+    if type(expected) is float:  # One number agrees to nine digits, wherever it is not nearly 0.
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
         equal = type(actual) is type(expected) and bool(actual == expected)

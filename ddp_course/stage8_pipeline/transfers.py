@@ -67,7 +67,7 @@ class Transfers:
             transfer.wait()
         sent = self.leaving.pop(Result(result.microbatch, result.user, result.source), None)
         if sent is not None:
-            sent.wait()  # its gradient has arrived, so the activation has, too
+            sent.wait()  # Its gradient has arrived, so the activation has, too.
         return transfer.tensor
 
     def post_next(self, rank):
@@ -82,7 +82,7 @@ class Transfers:
         if result.cut not in self.forms:
             received = [None]
             dist.recv_object_list(received, peer, group, device=CPU)
-            (self.forms[result.cut],) = received
+            self.forms[result.cut] = received[0]
         dtype, shape = self.forms[result.cut]
         samples = len(self.inputs[result.microbatch])
         room = torch.empty(samples, *shape, dtype=dtype, device=self.inputs[0].device)
@@ -93,7 +93,7 @@ class Transfers:
 
         Raises ValueError for outputs that cannot be passed on.
         """
-        form = (type(outputs).__name__,)  # for the message alone
+        form = (type(outputs).__name__,)  # This is for the error alone.
         sendable = False
         if isinstance(outputs, torch.Tensor):
             form = (outputs.dtype, outputs.shape[1:])
