@@ -39,9 +39,8 @@ class Bucket:
     def __init__(self, parameters):
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
-        self.views = {
-            p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes), strict=True)
-        }
+        pieces = self.flat.split(sizes)
+        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
         self.missing = set(parameters)
 
     def take(self, parameter):
@@ -97,9 +96,7 @@ class BucketedDDP(torch.nn.Module):
         self.all_reduce = all_reduce
         parameters = trainable(module)
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
-        self.bucket_of = {
-            parameter: bucket for bucket in self.buckets for parameter in bucket.views
-        }
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         # The thread sends buckets in the order of their arrival.
         self.communication = communication_thread(process_group)
         self.start_over()
@@ -108,8 +105,7 @@ class BucketedDDP(torch.nn.Module):
         )  # The hooks stay with the parameters, and must not keep this alive.
 
         def report(parameter):
-            wrapper = this()
-            if wrapper is not None:
+            if wrapper := this():
                 wrapper.gradient_ready(parameter)
 
         for parameter in parameters:
@@ -228,8 +224,7 @@ def check_gradient(parameter, bucket):
         parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
         "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
     )
-    # A parameter notes, until the pass ends, which bucket was first to take its gradient. It notes
-    # an id, which keeps no bucket alive.
+    # The parameter notes the first bucket of this pass, by an id that keeps no bucket alive.
     first_taker = vars(parameter).setdefault("bucket", id(bucket))
     refuse(
         first_taker != id(bucket),

@@ -242,10 +242,11 @@ def pairs_of(sequential, uses):
     for first, between, second in zip(names, names[1:], names[2:], strict=False):
         layers = [modules[first], modules[second]]
         activation = type(modules[between]) in ACTIVATIONS and not has_hooks(modules[between])
-        if activation and first != taken and can_be_split(layers, uses):
-            neurons = torch.arange(layers[0].out_features).view(-1, 1)
-            yield Pair(sequential, first, second, neurons, neurons)
+        if activation and first != taken and type(layers[0]) is nn.Linear:
             taken = second
+            if can_be_split(layers, uses):
+                neurons = torch.arange(layers[0].out_features).view(-1, 1)
+                yield Pair(sequential, first, second, neurons, neurons)
 
 
 def has_hooks(module):
