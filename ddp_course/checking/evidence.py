@@ -78,9 +78,13 @@ def gather(
         if not failure:
             break
         first_took = first_took or took
-        too_early = seconds is None and patience < SLOWER * first_took
-        if isinstance(failure, LaunchTimeout) and too_early:
-            continue  # The machine is slower than was planned for.
+        # If the machine is slower than was planned for, there is more time in the next launch.
+        if (
+            isinstance(failure, LaunchTimeout)
+            and seconds is None
+            and patience < SLOWER * first_took
+        ):
+            continue
         if waiting:
             failed = waiting.pop(0)
             results.append(Evidence(None, explain(failure, find(failed.number))))

@@ -48,7 +48,7 @@ def halve_and_double(
     ranks: list[int],
     place: int,
     distance: int,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Exchange halves of `part` with a partner, sum the own half by recursion, fetch the other.
     This rank is at `place` in `ranks`, and its partner `distance` places on or back.

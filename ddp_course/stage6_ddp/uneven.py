@@ -59,7 +59,7 @@ def any_synchronises(ddp, own):
     """Whether any rank synchronises its gradients in this iteration; `own` is True on a rank that
     does, which has data and is not in `no_sync`.
     """
-    votes = torch.full((1,), float(own), device=ddp.device)
+    votes = torch.tensor([float(own)], device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
     return votes.item() > 0
 
