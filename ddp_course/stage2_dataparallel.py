@@ -12,6 +12,7 @@ Nothing needs to be averaged. The algorithm is that of `torch.nn.DataParallel`.
 
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -69,9 +70,8 @@ def reduce(module, replicas):
 def in_threads(function, *arguments):
     """Call `function` once per device, in parallel; the first exception is raised here."""
     # Each thread has its own setting of gradients, so new threads must get this one's.
-    with ThreadPoolExecutor(
-        len(arguments[0]), "", torch.set_grad_enabled, [torch.is_grad_enabled()]
-    ) as threads:
+    set_as_here = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    with ThreadPoolExecutor(len(arguments[0]), initializer=set_as_here) as threads:
         return list(threads.map(function, *arguments))
 
 

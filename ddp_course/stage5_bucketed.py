@@ -33,15 +33,14 @@ DEFAULT_CAP_MB = 25.0
 
 class Bucket:
     """Parameters whose gradients travel together: `flat` is the message, `views[p]` the gradient of
-    p in it.
+    p in it. `missing` has the parameters whose gradient has not come in this pass.
     """
 
     def __init__(self, parameters):
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
-        self.views = {
-            p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes), strict=True)
-        }
+        pieces = self.flat.split(sizes)
+        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
         self.missing = set(parameters)
 
     def take(self, parameter):
@@ -62,16 +61,18 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
         raise ValueError(
             f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25"
         )
-    filling = {}
+    first_cap_mb = 1.0 if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb
+    caps_mb = {}  # {kind: the cap of its second and all later buckets}
+    filling = {}  # {kind: the members of its open bucket}
     closed = []
-    caps = {}
     for parameter in reversed(parameters):
-        key = (parameter.dtype, parameter.device)
-        filling.setdefault(key, []).append(parameter)
-        cap_mb = caps.get(key, 1.0 if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb)
-        if sum(member.numel() * member.element_size() for member in filling[key]) >= cap_mb * 2**20:
-            closed.append(filling.pop(key))
-            caps[key] = bucket_cap_mb
+        kind = (parameter.dtype, parameter.device)
+        members = filling.setdefault(kind, [])
+        members.append(parameter)
+        nbytes = sum(member.numel() * member.element_size() for member in members)
+        if nbytes >= caps_mb.get(kind, first_cap_mb) * 2**20:
+            closed.append(filling.pop(kind))
+            caps_mb[kind] = bucket_cap_mb
     return closed + list(filling.values())
 
 
@@ -93,19 +94,22 @@ class BucketedDDP(torch.nn.Module):
         self.module = module
         self.process_group = process_group
         self.all_reduce = all_reduce
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = trainable(module)
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
-        self.bucket_of = {
-            parameter: bucket for bucket in self.buckets for parameter in bucket.views
-        }
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         # The thread sends buckets in the order of their arrival.
         self.communication = communication_thread(process_group)
         self.start_over()
-        this = weakref.ref(self)  # a wrapper that is gone must not listen any more
+        this = weakref.ref(
+            self
+        )  # The hooks stay with the parameters, and must not keep this alive.
+
+        def report(parameter):
+            if wrapper := this():
+                wrapper.gradient_ready(parameter)
+
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(
-                lambda ready: this() and this().gradient_ready(ready)
-            )
+            parameter.register_post_accumulate_grad_hook(report)
 
     def forward(self, *args, **kwargs):
         """Run the module. RuntimeError after an exception in backward, and when parameters were
@@ -117,8 +121,8 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def start_over(self):
-        """Expect every gradient: before each forward pass, so that nothing is left of a backward
-        pass that failed.
+        """Expect every gradient: after each backward pass, and before each forward pass, so that
+        nothing is left of a backward pass that failed.
         """
         self.in_backward = False
         self.waits = []  # This has a function for each bucket that has left.
@@ -187,10 +191,10 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
 def check_model(module, group):
     """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
     refuse_slices(dict(module.named_parameters()), group)
-    mine = [parameter.shape for parameter in trainable(module)]
-    shapes = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, mine, group=group)
-    if any(others != shapes[0] for others in shapes):
+    shapes = [parameter.shape for parameter in trainable(module)]
+    of_ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, shapes, group=group)
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
         raise ValueError("the ranks' models have parameters of different shapes")
 
 
@@ -220,8 +224,10 @@ def check_gradient(parameter, bucket):
         parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
         "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
     )
+    # The parameter notes the first bucket of this pass, by an id that keeps no bucket alive.
+    first_taker = vars(parameter).setdefault("bucket", id(bucket))
     refuse(
-        vars(parameter).setdefault("bucket", id(bucket)) != id(bucket),
+        first_taker != id(bucket),
         "two wrappers average the same parameter: wrap it once, and let go of older wrappers",
     )
     refuse(

@@ -4,9 +4,9 @@ the same samples.
 A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ, by which x is
 multiplied):
 
-    column-split   a rank has some of W's outputs   needs all of x      computes some of y
-    row-split      a rank has some of W's inputs    needs some of x  computes one of T terms of y:
-                                                                     all-reduce
+    column-split   a rank has some of W's outputs   needs all of x    computes some of y
+    row-split      a rank has some of W's inputs    needs some of x   computes one of T terms of y:
+                                                                      all-reduce
 
 A column-split layer's outputs are split as a row-split layer needs its inputs: a pair needs one
 all-reduce per pass:
@@ -30,7 +30,6 @@ A mesh of D x T ranks combines this with data parallel training: rank = d T + t.
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 (2019); its f and g are our Enter and Leave.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,15 +44,10 @@ from torch.optim import SGD
 from .mesh import mesh, refuse_slices
 from .problems import TransformerBlock
 from .running import checkpoint, wire
-from .running.torch_inside import (
-    allow_foreach,
-    as_plain_tensors,
-    uncompiled,
-    wrapper_around,
-)
+from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
-from .stage7_sharded import clipping
+from .stage7_sharded.clipping import total_norm
 from .stage7_sharded.parts import PartOfParameter
 from .stage7_sharded.shardable import check_model
 
@@ -107,7 +101,9 @@ class SumOver:
 
 
 class Cut(NamedTuple):
-    """Which slice of a tensor of this `shape` a rank has: the `indices` of dimension `dim`."""
+    """Which slice of a tensor of this `shape` a rank has: the `indices` of dimension `dim`.
+    `all_reduce(tensor)` sums over the ranks that have the other slices.
+    """
 
     dim: int
     indices: torch.Tensor
@@ -118,11 +114,11 @@ class Cut(NamedTuple):
         """This rank's slice of a whole tensor."""
         return whole.detach().index_select(self.dim, self.indices.to(whole.device))
 
-    def whole(self, piece):
+    def whole(self, own_slice):
         """The whole tensor from every rank's slice; all ranks call this."""
-        whole = piece.new_zeros(self.shape)
-        whole.index_copy_(self.dim, self.indices.to(piece.device), piece.detach())
-        return self.all_reduce(whole)
+        padded = own_slice.new_zeros(self.shape)  # The sum of these is the whole tensor.
+        padded.index_copy_(self.dim, self.indices.to(padded.device), own_slice.detach())
+        return self.all_reduce(padded)
 
 
 class Slice(PartOfParameter):
@@ -210,61 +206,84 @@ class RowLinear(SplitLinear):
         return y if self.bias is None else y + self.bias
 
 
-def pairs(model):
-    """Yield each pair that can be split: (parent, two layers' names, rows of the first and columns
-    of the second).
+class Pair(NamedTuple):
+    """A column-split layer of `parent` and the row-split one after it, by their names. They are
+    split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
+    `columns[unit]` its inputs of the second.
     """
+
+    parent: nn.Module
+    first: str
+    second: str
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+
+def pairs(model):
+    """Yield each `Pair` of layers in `model` that can be split."""
+    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
-        if type(module) is TransformerBlock:
-            columns = torch.arange(module.out.in_features).view(-1, module.head_width)
-            rows = torch.cat(
-                [columns, columns + columns.numel(), columns + 2 * columns.numel()], dim=1
-            )
-            yield module, "qkv", "out", rows, columns
-        children = list(module.named_children()) if isinstance(module, nn.Sequential) else []
-        while len(children) > 2:
-            (first, layer), (_, between), (last, _) = children[:3]
-            if type(between) in ACTIVATIONS and not has_hooks(between):
-                units = torch.arange(len(layer.weight)).view(-1, 1)
-                yield module, first, last, units, units
-                children = children[2:]
-            children = children[1:]
+        if type(module) is TransformerBlock and can_be_split([module.qkv, module.out], uses):
+            # The outputs of qkv are all heads' queries, then all keys, then all values.
+            outputs = torch.arange(module.qkv.out_features).view(3, -1, module.head_width)
+            inputs = torch.arange(module.out.in_features).view(-1, module.head_width)
+            yield Pair(module, "qkv", "out", outputs.transpose(0, 1), inputs)
+        if isinstance(module, nn.Sequential):
+            yield from pairs_of(module, uses)
+
+
+def pairs_of(sequential, uses):
+    """Yield the pairs of layers of `sequential` with an activation between them; no layer is in
+    two.
+    """
+    modules = sequential._modules  # named_children() leaves out a layer that comes once more.
+    names = list(modules)
+    taken = None  # the second layer of the pair before
+    for first, between, second in zip(names, names[1:], names[2:], strict=False):
+        layers = [modules[first], modules[second]]
+        activation = type(modules[between]) in ACTIVATIONS and not has_hooks(modules[between])
+        if activation and first != taken and type(layers[0]) is nn.Linear:
+            taken = second
+            if can_be_split(layers, uses):
+                neurons = torch.arange(layers[0].out_features).view(-1, 1)
+                yield Pair(sequential, first, second, neurons, neurons)
 
 
 def has_hooks(module):
     """Whether `module` does more than its class, by way of hooks on it or on its parameters."""
-    hooks = [module._forward_hooks, module._forward_pre_hooks]
-    hooks += [module._backward_hooks, module._backward_pre_hooks]
+    hooks = [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]
     hooks += [parameter._backward_hooks for parameter in module.parameters()]
     return any(hooks)
 
 
-def can_be_split(layer, uses):
-    """Whether `layer` is an ordinary linear layer whose weight is used once."""
-    return type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
+def can_be_split(layers, uses):
+    """Whether all `layers` are ordinary linear layers whose weight is used once."""
+    return all(
+        type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
+        for layer in layers
+    )
 
 
 def split_layers(model, rank, ranks, all_reduce):
     """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
     ranks; return it. Raises ValueError if there is no such pair.
     """
-    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-    chosen = []
-    for parent, first, last, *units in pairs(model):
-        layers = [getattr(parent, first), getattr(parent, last)]
-        if len(units[0]) >= ranks and all(can_be_split(layer, uses) for layer in layers):
-            chosen.append((parent, first, last, *units))
+    chosen = [pair for pair in pairs(model) if len(pair.rows) >= ranks]
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no two linear layers that could be split over {ranks}"
             " ranks: layers with hooks, shared weights or a class of their own must stay whole"
         )
-    for parent, first, last, *units in chosen:
-        rows, columns = (
-            indices.tensor_split(ranks)[rank].flatten().sort().values for indices in units
-        )
-        setattr(parent, first, ColumnLinear(getattr(parent, first), rows, all_reduce))
-        setattr(parent, last, RowLinear(getattr(parent, last), columns, all_reduce))
+    for parent, first, second, rows, columns in chosen:
+        for name, kind, units in ((first, ColumnLinear, rows), (second, RowLinear, columns)):
+            # Sorted, the indices of qkv are its queries, keys and values again.
+            indices = units.tensor_split(ranks)[rank].flatten().sort().values
+            setattr(parent, name, kind(getattr(parent, name), indices, all_reduce))
     return model
 
 
@@ -278,7 +297,8 @@ def parallelize(model, group=None):
     if dist.get_world_size(group) == 1:
         return model
     check_model(model, group)
-    states = checkpoint.random_states()  # All take those of one rank: dropout drops the same.
+    # All ranks go on from the first one's random state, so that dropout drops the same.
+    states = checkpoint.random_states()
     checkpoint.set_random_state([states[wire.global_rank(0, group)]] * len(states))
     broadcast_parameters(model, group=group)
     return split_layers(model, dist.get_rank(group), dist.get_world_size(group), SumOver(group))
@@ -300,9 +320,10 @@ def clip_grad_norm_(model, max_norm, group=None):
     """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the
     norm before.
     """
-    first = dist.get_rank(group) == 0
-    counted = [p for p in model.parameters() if first or isinstance(p, Slice)]  # each element once
-    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, counted[0].device)
+    # Each element counts once: the first rank counts what all ranks have, too.
+    is_first = dist.get_rank(group) == 0
+    counted = [p for p in model.parameters() if is_first or isinstance(p, Slice)]
+    total = total_norm(counted, 2.0, group, counted[0].device)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
 

@@ -13,15 +13,15 @@ from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
-from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.any_order import confirm
 from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
 from ddp_course.checking.evidence import (
     ONE_HOST,
     SLOWER,
     gather,
-    known,
-    solved,
+    known_attempts,
+    solution_attempt,
 )
 from ddp_course.checking.tasks import cell_of, find
 from ddp_course.errors import GradingError
@@ -86,8 +86,8 @@ class Judge:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.lock = threading.RLock()
-        self.right = cache(lambda task: gather([solved(task, task.inputs(seed))])[0])
-        self.known = cache(lambda task: gather(known(task, task.inputs(seed))))
+        self.right = cache(lambda task: gather([solution_attempt(task, task.inputs(seed))])[0])
+        self.known = cache(lambda task: gather(known_attempts(task, task.inputs(seed))))
 
     def verdicts(
         self, answers: dict[str, bytes], folder: str, seconds: float
@@ -142,7 +142,7 @@ class Judge:
         if find(attempt.number).every_order:
             seconds /= 2
         for evidence in gather([attempt], limits, seconds=seconds):
-            said = confirmed(self.compared(attempt, evidence), attempt, limits, seconds)
+            said = confirm(self.compared(attempt, evidence), attempt, limits, seconds)
         return said
 
     def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:

@@ -260,6 +260,13 @@ def test_what_cannot_be_split_stays_whole():
     tied = net()
     tied.append(nn.Linear(32, 13))[-1].weight = tied[2].weight
     assert slices(tied) == {"6.weight": (3, 7), "6.bias": (3,), "8.weight": (2048, 3)}
+    hidden = [nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)]
+    without_weight = nn.Sequential(nn.Dropout(), nn.ReLU(), *hidden)
+    assert slices(without_weight).keys() == {"2.weight", "2.bias", "4.weight"}
+    softmax = nn.Softmax(dim=1)
+    twice = nn.Sequential(softmax, *hidden[:2], softmax, hidden[2])
+    with pytest.raises(ValueError, match="no two linear layers"):
+        slices(twice)
 
 
 def on_an_emulated_device():

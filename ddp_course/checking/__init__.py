@@ -31,33 +31,36 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     if HAND_OVER in os.environ:  # This is the kernel of a submission that is being graded.
         hand_over(number, answers)
         return
-    from .any_order import confirmed  # These import torch, which takes seconds.
+    from .any_order import confirm  # These import torch, which takes seconds.
     from .diagnosis import verdict
-    from .evidence import Attempt, find, gather, known, solved
+    from .evidence import Attempt, find, gather, known_attempts, solution_attempt
 
-    task = find(number)
-    call = f'check("{number}", {", ".join(task.names)}'
-    if len(answers) != len(task.names):
+    definition = find(number)
+    call = f'check("{number}", {", ".join(definition.names)}'
+    if len(answers) != len(definition.names):
         raise ValueError(f"{call}) is how this check is called")
-    seed = secrets.randbelow(100_000) if seed is None else seed
-    inputs = task.inputs(seed)
+    if seed is None:
+        seed = secrets.randbelow(100_000)
+    inputs = definition.inputs(seed)
     attempt = Attempt(number, inputs, answers)
-    right, evidence = gather([solved(task, inputs), attempt])
-    result = verdict(task, evidence, right, lambda: gather(known(task, inputs)))
-    result = confirmed(result, attempt)
+    solution, evidence = gather([solution_attempt(definition, inputs), attempt])
+    result = verdict(
+        definition, evidence, solution, lambda: gather(known_attempts(definition, inputs))
+    )
+    result = confirm(result, attempt)
     if result.message.startswith(UNSOLVED):
         print(f'{number} is not solved yet; hint("{number}") helps.')
         return
     keep("tasks", number, not result.message)
     if result.message:
-        holds = [part for part, message in result.parts.items() if not message]
-        so_far = f"{SO_FAR}{', '.join(holds)}; " if holds else ""
+        right_parts = [part for part, message in result.parts.items() if not message]
+        so_far = f"{SO_FAR}{', '.join(right_parts)}; " if right_parts else ""
         raise Wrong(
             f"Exercise {number}: {result.message} ({so_far}again with the same inputs: {call},"
             f" seed={seed}))"
         )
-    said = CORRECT if inputs else "correct."
-    print(f"Exercise {number}: {said}")
+    praise = CORRECT if inputs else "correct."
+    print(f"Exercise {number}: {praise}")
 
 
 def task(number: str, *answers: Any) -> str:

@@ -1,8 +1,8 @@
 """Once an answer was right: would it be, if its messages travelled in another order?
 
 `every_order` tries it in virtual time, where nothing depends on how busy the machine is. What could
-not be tried to its end is no fault of the answer. It also knows why an answer hangs that forgets a
-send: the message is lost with the object that nobody keeps.
+not be tried to its end is no fault of the answer. It also knows why an answer hangs that keeps no
+object of a send to wait for: the message is lost with the object.
 """
 
 import re
@@ -19,32 +19,33 @@ from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
 from .tasks import find
 
-SECONDS = 60.0  # Nothing is said of what takes longer.
+SECONDS = 60.0  # What takes longer keeps the verdict that it has.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
     "overwritten too early": "wait for the send first",
     "not waited for": "wait for every send and every receive",
 }
-# The files in exercises/checks, such as 04.py and shared.py, keep their names.
+# A line of the answer's, by whatever name of its cell; lines of 04.py, shared.py and the like are
+# of exercises/checks.
 LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
 
-def confirmed(
+def confirm(
     verdict: Verdict,
     attempt: Attempt,
     enter: Callable | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """The verdict on an attempt; if it was right, its task's part `every_order` is wrong where an
-    order breaks it. If it hung, the verdict says why. `enter` sets a submission's limits; nothing
-    is said of what takes longer than `seconds`.
+    """The `verdict` on an attempt, tried in every order. If it was right, but an order breaks it,
+    its task's part `every_order` is wrong; if it hung, the verdict says why. `enter` sets a
+    submission's limits; an attempt that takes longer than `seconds` keeps its verdict.
     """
     task = find(attempt.number)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    outcome = judge(events_of(attempt, enter, seconds), [], 1, "")
+    outcome = judge(events_of(attempt, enter, seconds), results=[], runs=1, proof="")
     if outcome.ok:
         return verdict
     text = LINE.sub(r"line \1 of your cell", outcome.proof)
@@ -56,10 +57,13 @@ def confirmed(
 
 
 def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
-    """What ranks write down that make an attempt; nothing if it comes to no end in `seconds`."""
+    """What the ranks of one run of an attempt write down; nothing if it ends with an error that no
+    order explains, or not in `seconds`.
+    """
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
-        undelayed = [None]  # One run, in which no message is held up.
+        undelayed = [None]  # This makes one run, in which no message is held up.
         ranks = find(attempt.number).ranks
         arguments = ([attempt], folder, enter)
-        return every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)[0]
+        events, _ = every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)
+        return events
     return []

@@ -29,12 +29,14 @@ from ..running.torch_inside import other_collectives
 from .plain import pack, unpack
 from .tasks import Task, find
 
+# An answer that may not call these is to send with the wire.
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
-OURS = ("torch.", "ddp_course.", "exercise_checks.")
+OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
 SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
+# So the names of torch's functions that send begin. COLLECTIVES has those of the torch that is
+# here: no task forbids a function that this version lacks.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
-# These are of the torch that is here: no task forbids a function that this version lacks.
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
     for name, thing in vars(dist).items()
@@ -42,7 +44,8 @@ COLLECTIVES = tuple(
 )
 # {size: group of the first `size` ranks}; the groups last for the whole launch.
 groups: dict[int, Any] = {}
-reading = threading.Lock()  # A `read` may draw from torch's one state of chance.
+# A `read` may draw from torch's one random state, and the grader reads in several threads.
+reading = threading.Lock()
 
 
 class Attempt(NamedTuple):
@@ -85,7 +88,7 @@ def make_attempts(
         if ranks > 1:
             dist.barrier()  # No rank waits in an answer for one that is still loading.
         limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
-        evidence = pack(probed(task, answers, attempt.inputs))
+        evidence = pack(probe(task, answers, attempt.inputs))
         ended()
         Path(folder, f"{place}-{rank}").write_bytes(evidence)
 
@@ -113,7 +116,8 @@ def limit_processor_time(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = math.ceil(used.ru_utime + used.ru_stime + seconds)
     signal.signal(signal.SIGXCPU, too_slow)
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, most))
 
 
 def too_slow(*_: Any) -> None:
@@ -121,25 +125,26 @@ def too_slow(*_: Any) -> None:
     raise TooSlow
 
 
-def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
-    """The evidence of all ranks together. What the task reads from it is computed here, where
-    nothing of the answer runs.
+def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
+    """The evidence of all ranks together, from the contents of their files. What the task reads
+    from it is computed here, where nothing of the answer runs.
     """
     values: dict = {}
     task = find(attempt.number)
-    ranks = [None] if task.ranks == 1 else range(task.ranks)
+    alone = task.ranks == 1
     try:
-        of_ranks = list(map(unpack, content))
+        of_ranks = [unpack(content) for content in contents]
         if task.read:
             returned = [list(of_rank.values()) for of_rank in of_ranks]
-            one_or_all = returned[0] if task.ranks == 1 else returned
+            one_or_all = returned[0] if alone else returned
             with reading:
                 for part, case, value in task.read(one_or_all, **attempt.inputs):
-                    values[part, case] = {None: value} if task.ranks == 1 else value
+                    values[part, case] = {None: value} if alone else value
             return Evidence(values)
+        ranks = [None] if alone else range(task.ranks)
         for rank, of_rank in zip(ranks, of_ranks, strict=True):
-            for place, value in of_rank.items():
-                values.setdefault(place, {})[rank] = value
+            for part_and_case, value in of_rank.items():
+                values.setdefault(part_and_case, {})[rank] = value
     except Wrong as error:
         return Evidence(None, str(error))
     except Exception as error:  # Only a value that the answer returned can fail here.
@@ -151,20 +156,23 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
 
 def load(task: Task, answers: Any) -> Sequence:
     """The objects that an answer defines, in the order of the task's `names`."""
-    if not isinstance(answers, bytes | dict):
-        return answers
-    functions, sources = pickle.loads(answers) if isinstance(answers, bytes) else ((), answers)
+    objects = answers
+    sources = {}
+    if isinstance(answers, bytes):
+        objects, sources = pickle.loads(answers)
+    elif isinstance(answers, dict):
+        sources = answers
     for name, text in sources.items():  # Tracebacks then show the lines of cells.
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    if functions:
-        return functions
+    if not isinstance(answers, dict):
+        return objects
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for name, source in answers.items():
         exec(compile(source, name, "exec"), namespace)
     return [namespace[name] for name in task.names]
 
 
-def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
+def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
     """{(part, case): value} of one answer on this rank; where torch's collectives are forbidden,
     the wire must send all.
     """
@@ -182,12 +190,12 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
 def refuse_the_courses_own(answers: Sequence) -> None:
     """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
     for answer in answers:
-        own = inspect.unwrap(getattr(answer, "func", answer))
-        place = getattr(own, "__globals__", {}).get("__name__") or own.__module__
-        if str(place).startswith(OURS):
-            name = getattr(own, "__name__", type(own).__name__)
+        function = inspect.unwrap(getattr(answer, "func", answer))  # A partial has a `func`.
+        module = getattr(function, "__globals__", {}).get("__name__") or function.__module__
+        if str(module).startswith(OURS):
+            name = getattr(function, "__name__", type(function).__name__)
             raise Wrong(
-                f"your answer is {place.removeprefix('ddp_course.')}.{name}: write it yourself"
+                f"your answer is {module.removeprefix('ddp_course.')}.{name}: write it yourself"
             )
 
 
@@ -199,10 +207,10 @@ def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
         for thing in (answer, *getattr(answer, "__globals__", {}).values()):
             if not isinstance(thing, FunctionType):
                 continue
-            own = getattr(inspect.unwrap(thing), "__code__", None)
-            for function, code in replaced:
-                is_copied = own and own.co_filename in (code.co_filename, "<string>")
-                if is_copied and own.co_names == code.co_names:
+            code = getattr(inspect.unwrap(thing), "__code__", None)
+            for function, forbidden in replaced:
+                is_copied = code and code.co_filename in (forbidden.co_filename, "<string>")
+                if is_copied and code.co_names == forbidden.co_names:
                     raise Wrong(f"your code has a copy of {function.__name__}: write it yourself")
 
 
@@ -217,7 +225,7 @@ class Forbidden(NamedTuple):
 
 
 forbidden_now: dict[str, Forbidden] = {}
-refused: list[str] = []  # An answer may catch the error.
+refused: list[str] = []  # What was refused: an answer may catch the error.
 STUB = """
 def stub(*args, **kwargs):
     from ddp_course.checking.attempt import refuse_or_call

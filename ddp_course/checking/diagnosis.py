@@ -18,7 +18,8 @@ from .plain import ODD, apart, largest
 from .tasks import Task, known_wrong
 
 NOTHING = Evidence(None)
-SURE = 8  # This many equal numbers are no coincidence.
+SURE = 8  # So many equal numbers are no coincidence.
+KINDS = {torch.Tensor: "a tensor", list | tuple: "a list", dict: "a dict"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class Verdict:
     @property
     def message(self) -> str:
         """What is wrong with the first wrong part; "" if the answer is right."""
-        return next(filter(None, self.parts.values()), "")
+        for message in self.parts.values():
+            if message:
+                return message
+        return ""
 
 
 class Value(NamedTuple):
@@ -65,17 +69,22 @@ def verdict(
     if solution.values is None:
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
-    wrong = wrong_cases(task, evidence, solution)
-    still, *tried = others() if wrong else [NOTHING]
-    known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
-    alike = [message for message, other in known if same(evidence.values, other.values)]
-    possible = [pair for pair in known if len(wrong_cases(task, pair[1], solution) - wrong) <= 1]
     messages = dict.fromkeys(task.parts, "")
-    for name in {part for part, _ in wrong}:
-        values = values_of(name, evidence, solution, still)
-        faulty = sorted(differing(values, task.bound), key=is_unsaid)
-        message = alike[0] if alike else known_fault(name, values, faulty, possible)
-        messages[name] = compared(values, faulty, message, name in task.secret)
+    wrong = wrong_cases(task, evidence, solution)
+    if not wrong:
+        return Verdict(messages)
+    still, *tried = others()
+    known = list(zip(known_wrong(task.number), tried, strict=False))
+    alike = [answer for answer, other in known if same(evidence.values, other.values)]
+    possible = []  # The fault of each of these may be in this answer.
+    for answer, other in known:
+        if len(wrong_cases(task, other, solution) - wrong) <= 1:
+            possible.append((answer, other))
+    for part in {part for part, _ in wrong}:
+        values = values_of(part, evidence, solution, still)
+        differing = sorted(differing_values(values, task.bound), key=is_unsaid)
+        message = alike[0].message if alike else known_fault(part, values, differing, possible)
+        messages[part] = difference(values, differing, message, part in task.secret)
     return Verdict(messages)
 
 
@@ -86,7 +95,7 @@ def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple
     """
     cases = set()
     for part in task.parts:
-        for value in differing(values_of(part, evidence, solution), task.bound):
+        for value in differing_values(values_of(part, evidence, solution), task.bound):
             cases.add((part, value.case))
     return cases
 
@@ -96,8 +105,8 @@ def values_of(
 ) -> list[Value]:
     """All values of a part, in the order of the solution's cases."""
     values = []
-    for (of_part, case), by_rank in (solution.values or {}).items():
-        if of_part != part:
+    for (name, case), by_rank in (solution.values or {}).items():
+        if name != part:
             continue
         actual = of_ranks(evidence, part, case)
         idle = of_ranks(still, part, case)
@@ -111,7 +120,7 @@ def of_ranks(evidence: Evidence, part: str, case: str) -> dict:
     return (evidence.values or {}).get((part, case), {})
 
 
-def differing(values: Sequence[Value], bound: float) -> list[Value]:
+def differing_values(values: Sequence[Value], bound: float) -> list[Value]:
     """The values that are not as expected."""
     return [value for value in values if not same(value.actual, value.expected, bound)]
 
@@ -123,25 +132,26 @@ def is_unsaid(value: Value) -> bool:
     return value.actual is None and isinstance(value.expected, str)
 
 
-def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
+def difference(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
     """What is wrong with a part: the `message` of a known answer, or if there is none, what
     differs.
     """
     first = wrong[0]
+    ranks = ranks_in_words(values, wrong)
     if message:
-        return f"{first.case}: {message}{ranks_in_words(values, wrong)}{in_short(first)}"
+        return f"{first.case}: {message}{ranks}{in_short(first)}"
     if secret:
-        return (
-            f"{first.case}:"
-            f" {unlike_type(first.actual, first.expected) or f'{in_words(first.actual)} is not it'}"
-        )
+        wrong_type = unlike_type(first.actual, first.expected)
+        return f"{first.case}: {wrong_type or in_words(first.actual) + ' is not it'}"
     where = "" if first.rank is None else f"rank {first.rank}: "
-    difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
-    law = relation(wrong)
-    bad = {value.case for value in wrong}
-    good = list(dict.fromkeys(value.case for value in values if value.case not in bad))
-    right = f" (right: {'; '.join(good)})" if 0 < len(good) <= 2 else ""
-    return f"{first.case}: {law}{where}{difference}{ranks_in_words(values, wrong)}{right}"
+    first_fault = unlike(first.actual, first.expected, "the result") or "the result is another one"
+    where += wrong_items(first.actual, first.expected)
+    wrong_in = {value.case for value in wrong}
+    right_in = {value.case: None for value in values if value.case not in wrong_in}
+    right = ""
+    if 0 < len(right_in) <= 2:
+        right = f" (right: {'; '.join(right_in)})"
+    return f"{first.case}: {relation(wrong)}{where}{first_fault}{ranks}{right}"
 
 
 def in_short(value: Value) -> str:
@@ -158,8 +168,8 @@ def in_short(value: Value) -> str:
 def known_fault(
     part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
 ) -> str:
-    """The message of a known wrong answer that has the same values in this part: all of them, or
-    all that are wrong.
+    """The message of the first `known` (wrong answer, its evidence) that has the same values in
+    this part: all of them, or all that are wrong.
 
     One number may be equal by chance, so what is wrong must be SURE numbers or of two cases. If
     there is no such answer, "".
@@ -168,10 +178,10 @@ def known_fault(
     count = len(numbers([value.actual for value in wrong]))
     if count >= SURE or len({value.case for value in wrong}) > 1:
         choices.append(wrong)
-    for chosen in choices:
-        for message, other in known:
-            if all(has(other, part, value) for value in chosen):
-                return message
+    for compared in choices:
+        for answer, other in known:
+            if all(has(other, part, value) for value in compared):
+                return answer.message
     return ""
 
 
@@ -201,48 +211,54 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
     """The first difference of two pieces of plain data in words, "" if they are the same."""
     if actual is None and expected is not None:
         return f"{what} is None: is there a `return`?"
+    for kind, name in KINDS.items():
+        if isinstance(expected, kind) and not isinstance(actual, kind):
+            return f"{what} is {kind_of(actual)}; {name} was expected"
     if isinstance(expected, torch.Tensor):
         return unlike_tensor(actual, expected, what, bound)
     if isinstance(expected, list | tuple):
-        if not isinstance(actual, list | tuple):
-            return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
-        by_place = (
-            unlike(*pair, f"item {place} of {what}", bound)
-            for place, pair in enumerate(zip(actual, expected, strict=True))
-        )
-        faults = list(filter(None, by_place))
-        if not faults or what != "the result" or len(expected) == 1:
-            return next(iter(faults), "")
-        count = f"{len(faults)} of {len(expected)} items are wrong"
-        moved = sorted(map(repr, actual)) == sorted(map(repr, expected))
-        first = "the items are right, in another order" if moved else count
-        return f"{first}: {faults[0]}"
+        for place, pair in enumerate(zip(actual, expected, strict=True)):
+            if fault := unlike(*pair, f"item {place} of {what}", bound):
+                return fault
+        return ""
     if isinstance(expected, dict):
-        if not isinstance(actual, dict):
-            return f"{what} is {kind_of(actual)}; a dict was expected"
         if actual.keys() != expected.keys():
             keys = sorted(map(str, actual))
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
-        by_key = (
-            unlike(actual[key], item, f"{key} in {what}", bound) for key, item in expected.items()
-        )
-        return next(filter(None, by_key), "")
+        for key, item in expected.items():
+            if fault := unlike(actual[key], item, f"{key} in {what}", bound):
+                return fault
+        return ""
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
     if expected == "" and isinstance(actual, str):
         return actual  # The probe has said in words what is wrong.
-    if type(expected) is float:
+    if type(expected) is float:  # One number agrees to nine digits, wherever it is not nearly 0.
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
         equal = type(actual) is type(expected) and bool(actual == expected)
     if equal:
         return ""
     size = ""
-    if type(expected) in (int, float) and actual == actual:
+    if type(expected) in (int, float) and actual == actual:  # NaN is neither.
         size = "too small: " if actual < expected else "too large: "
     return f"{what} is {size}{in_words(actual)}; {in_words(expected)} was expected"
+
+
+def wrong_items(actual: Any, expected: Any) -> str:
+    """Of two lists of one length, how many items are wrong, or that only their order is; "" for
+    other values.
+    """
+    if not isinstance(actual, list | tuple) or not isinstance(expected, list | tuple):
+        return ""
+    count = sum(not same(*pair) for pair in zip(actual, expected, strict=False))
+    if not count or len(actual) != len(expected) or len(expected) == 1:
+        return ""
+    if sorted(map(repr, actual)) == sorted(map(repr, expected)):
+        return "the items are right, in another order: "
+    return f"{count} of {len(expected)} items are wrong: "
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
@@ -251,10 +267,8 @@ def unlike_type(actual: Any, expected: Any) -> str:
     return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
 
-def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) -> str:
-    """What is wrong with something that should be a tensor."""
-    if not isinstance(actual, torch.Tensor):
-        return f"{what} is {kind_of(actual)}; a tensor was expected"
+def unlike_tensor(actual: torch.Tensor, expected: torch.Tensor, what: str, bound: float) -> str:
+    """How a tensor differs from another, "" if they are the same."""
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}; {list(expected.shape)} was expected"
     if actual.dtype != expected.dtype:
@@ -265,15 +279,15 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
     place = int(places[0])
     x = actual.reshape(-1).double()
     y = expected.reshape(-1).double()
-    odd = ""
-    if not x[place].abs() <= 1e5 * largest(expected):
-        odd = (
+    cause = ""
+    if not x[place].abs() <= 1e5 * largest(expected):  # NaN too is no such number.
+        cause = (
             "; such numbers come up when bytes are read as another dtype, when nobody has filled a"
             " buffer, or when a number is too large or divided by 0"
         )
     return (
         f"{len(places)} of {len(x)} numbers are wrong: number {place} is {x[place]:.6g};"
-        f" {y[place]:.6g} was expected{odd}"
+        f" {y[place]:.6g} was expected{cause}"
     )
 
 
@@ -294,10 +308,8 @@ def numbers(thing: Any) -> torch.Tensor:
     """All numbers of a piece of plain data as one vector; an empty one if there are none."""
     vectors = [torch.empty(0, dtype=torch.float64)]
     for each in tree_leaves(thing):
-        if isinstance(each, torch.Tensor):
-            vectors.append(each.reshape(-1).double())
-        elif isinstance(each, int | float):
-            vectors.append(torch.tensor([each], dtype=torch.float64))
+        if isinstance(each, torch.Tensor | int | float):
+            vectors.append(torch.as_tensor(each, dtype=torch.float64).reshape(-1))
     return torch.cat(vectors)
 
 
@@ -314,19 +326,19 @@ def relation(wrong: Sequence[Value]) -> str:
     z = numbers([value.still for value in wrong])
     if len(x) < 2 or near(x, y):
         return ""
+    if isinstance(wrong[0].expected, torch.Tensor) and near(x, z):
+        return "nothing has changed: what was given must be changed itself, in place: "
+    if not x.any():
+        return "all of it is 0: "
     factor = (x / y)[y.abs().argmax()].item()
-    laws = {
-        "nothing has changed: what was given must be changed itself, in place": (
-            isinstance(wrong[0].expected, torch.Tensor) and near(x, z)
-        ),
-        "all of it is 0": not bool(x.any()),
-        f"all are {factor:.6g} times what was expected": (
-            len(x) > 2 and bool(y.any()) and near(x, factor * y)
-        ),
-        f"all are {(x - y)[0]:+.6g} off": near(x - y, (x - y)[:1].expand(len(x))),
-        "these are the right numbers, in another order": near(x.sort().values, y.sort().values),
-    }
-    return next((f"{words}: " for words, holds in laws.items() if holds), "")
+    if len(x) > 2 and y.any() and near(x, factor * y):
+        return f"all are {factor:.6g} times what was expected: "
+    offset = (x - y)[0]
+    if near(x - y, offset.expand(len(x))):
+        return f"all are {offset:+.6g} off: "
+    if near(x.sort().values, y.sort().values):
+        return "these are the right numbers, in another order: "
+    return ""
 
 
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:

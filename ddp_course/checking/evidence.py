@@ -15,15 +15,16 @@ from typing import NamedTuple
 from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
 from ..running.links import Link
-from .attempt import Attempt, Evidence, assembled, make_attempts
+from .attempt import Attempt, Evidence, assemble, make_attempts
 from .tasks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
-# What computes has seconds of the processor, and a deadlock is known at once. The clock stops only
-# what waits for something else: in the lab after so many times those seconds, in the grader at the
-# submission's deadline, and on a busy machine after so many times what the solution took.
+# What computes is stopped after a task's `seconds` of the processor, and a deadlock is known at
+# once. The clock stops only what waits for something else: in the grader at the submission's
+# deadline, in the lab after PATIENCE times a task's seconds, and on a busy machine not before
+# SLOWER times what the solution took.
 PATIENCE = 4.0
 SLOWER = 10.0
 TOO_LONG = (
@@ -33,11 +34,15 @@ TOO_LONG = (
 BOTH_SEND = (
     " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 )
+# These are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
+# Past its answer, a rank waits in a file of checks such as 04.py, or in the clock's stalls.py.
 ENDED = re.compile(r"waits [^;]* since [\d.]+ s, (?:\d\d|stalls)\.py line [^;]*")
-GIVEN = re.compile(r" since [\d.]+ s, shared\.py line [^;]*")  # The all-reduce that checks give.
+# A rank waits in the all-reduce of exercises/checks/shared.py, which checks give to answers.
+GIVEN = re.compile(r" since [\d.]+ s, shared\.py line [^;]*")
 WAITS_IN_LINE = re.compile(r" since [\d.]+ s, \S+ line (\d+): [^;]*")
-NOT_OURS = re.compile(
+# These files are torch's, the course's or Python's.
+NOT_LEARNERS = re.compile(
     r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
@@ -58,44 +63,49 @@ def gather(
     results: list[Evidence] = []
     waiting = list(attempts)
     began = time.monotonic()
-    took = 0.0
+    first_took = 0.0  # This is how long the first attempt took, from its launch on.
     while waiting:
         planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
-        patience = max(planned, SLOWER * took)
+        patience = max(planned, SLOWER * first_took)
         if seconds is not None:
             patience = began + seconds - time.monotonic()
             if patience <= 0:
                 break
-        done, failure, first = launched(waiting, enter, on_rank, link, patience)
-        for attempt, by_rank in zip(waiting, done, strict=False):
-            results.append(assembled(attempt, by_rank)._replace(seconds=first))
-        waiting = waiting[len(done) :]
+        written, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
+        for attempt, of_ranks in zip(waiting, written, strict=False):
+            results.append(assemble(attempt, of_ranks)._replace(seconds=took))
+        waiting = waiting[len(written) :]
         if not failure:
             break
-        took = took or first
-        if isinstance(failure, LaunchTimeout) and seconds is None and patience < SLOWER * took:
-            continue  # The machine is slower than was planned for.
+        first_took = first_took or took
+        # If the machine is slower than was planned for, there is more time in the next launch.
+        if (
+            isinstance(failure, LaunchTimeout)
+            and seconds is None
+            and patience < SLOWER * first_took
+        ):
+            continue
         if waiting:
             failed = waiting.pop(0)
             results.append(Evidence(None, explain(failure, find(failed.number))))
     return results
 
 
-def solved(task: Task, inputs: dict) -> Attempt:
+def solution_attempt(task: Task, inputs: dict) -> Attempt:
     """The attempt with the course's own solution."""
     return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
 
 
-def known(task: Task, inputs: dict) -> list[Attempt]:
-    """Attempts with an answer that does nothing and with the known wrong ones, on the inputs of a
-    wrong answer.
+def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
+    """Attempts with an answer that does nothing, then with the known wrong ones, all on the inputs
+    of a wrong answer.
     """
-    idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
-    texts = [idle, *(answer.source for answer in known_wrong(task.number))]
+    texts = ["\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)]
+    texts += [answer.source for answer in known_wrong(task.number)]
     return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
 
 
-def launched(
+def launch_attempts(
     attempts: Sequence[Attempt],
     enter: Callable | None,
     on_rank: Callable,
@@ -122,14 +132,14 @@ def launched(
             )
         except CourseError as error:
             failure = error
-        first = time.time()
+        first_end = time.time()
         written = []
-        for place in range(len(attempts)):
-            files = [Path(folder, f"{place}-{rank}") for rank in range(ranks)]
-            if all(map(Path.exists, files)):
-                written.append(list(map(Path.read_bytes, files)))
-                first = min(first, files[0].stat().st_mtime)
-        return written, failure, first - began
+        for number in range(len(attempts)):
+            files = [Path(folder, f"{number}-{rank}") for rank in range(ranks)]
+            if all(file.exists() for file in files):
+                written.append([file.read_bytes() for file in files])
+                first_end = min(first_end, files[0].stat().st_mtime)
+        return written, failure, first_end - began
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -138,49 +148,45 @@ def explain(error: CourseError, task: Task) -> str:
         return f"{TOO_LATE}: {still_running(error, task)}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
+    kind = error.type_name
+    message = error.message
+    shortened = message[:300]
     frame = own_frame(error.traceback, task)
     where = place(frame, task)
-    if error.type_name == "Wrong" and error.message:
-        return error.message + where
+    if kind == "Wrong" and message:
+        return message + where
     if TooSlow.__name__ in error.traceback:  # A lock may have made another error of it.
         return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
-    if error.type_name == "NotImplementedError":
+    if kind == "NotImplementedError":
         if frame and frame.task != task.number:
             return (
                 f"it uses {frame.function} of {frame.task}, which does not run yet: mend"
                 f" {frame.task} first"
             )
-        return f"not solved yet ({error.message})"
-    if error.type_name == DeadlockError.__name__:
-        all_send = BOTH_SEND
-        exchanges = "wire.exchange" in solution(task.number)
-        if re.search("waits (to receive|for)", error.message) or not exchanges:
-            all_send = ""
-        return (
-            f"the ranks wait for each other for ever: {waits(error.message)}; {task.hang}{all_send}"
-        )
-    if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
+        return f"not solved yet ({message})"
+    if kind == DeadlockError.__name__:
+        advice = task.hang
+        all_send = not re.search("waits (to receive|for)", message)
+        if all_send and "wire.exchange" in solution(task.number):
+            advice += BOTH_SEND
+        return f"the ranks wait for each other for ever: {waits(message)}; {advice}"
+    if kind == "killed" and "SIGABRT" in message and task.ranks > 1:
         return TOO_LONG
-    if "Pair is not connected" in error.message:
+    if "Pair is not connected" in message:
         return f"a rank sends to itself, or receives from itself{where}: the others are meant"
-    if "modified by an inplace operation" in error.message:
+    if "modified by an inplace operation" in message:
         return (
             f"weights changed between the forward and the backward pass{where}: step() comes after"
             " backward()"
         )
-    if error.type_name in ("killed", "exited"):
-        return (
-            f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
-        )
-    if not frame and error.type_name not in LEARNERS_OWN:
-        return (
-            "your answer returned something that cannot be used"
-            f" ({error.type_name}: {error.message[:300]})"
-        )
-    unknown = ""
-    if error.type_name == "NameError":
-        unknown = "; is it spelt right, and defined or imported in a cell above?"
-    return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
+    if kind in ("killed", "exited"):
+        return f"your code ended the process of rank {error.rank} ({kind} {message})"
+    if not frame and kind not in LEARNERS_OWN:
+        return f"your answer returned something that cannot be used ({kind}: {shortened})"
+    advice = ""
+    if kind == "NameError":
+        advice = "; is it spelt right, and defined or imported in a cell above?"
+    return f"your code raised {kind}: {shortened}{where}{advice}"
 
 
 def waits(deadlock: str) -> str:
@@ -213,13 +219,13 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
     """The last line of the learner's own in a traceback; it belongs to the innermost function that
     a task asks for.
     """
-    own = [frame for frame in FRAME.findall(traceback) if not NOT_OURS.search(frame[0])]
+    own = [frame for frame in FRAME.findall(traceback) if not NOT_LEARNERS.search(frame[0])]
     if not own:
         return None
-    owners = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
+    task_of = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
     owner = task.number
     for _, _, function, _ in own:
-        owner = owners.get(function, owner)
+        owner = task_of.get(function, owner)
     _, line, function, text = own[-1]
     return Frame(owner, line, function, text.strip())
 

@@ -13,6 +13,7 @@ def hand_over(number: str, answers: tuple) -> None:
     """
     from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
 
+    # An entry is (length, time, lines, name); one that has not been read yet is shorter.
     sources = {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())

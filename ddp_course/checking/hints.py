@@ -19,9 +19,10 @@ def all_hints() -> dict[str, list[str]]:
 
 def hint(number: str, level: int = 1) -> None:
     """Print one of the hints for a task; ValueError if there is no such task or level."""
-    if str(number) not in all_hints():
+    hints = all_hints().get(str(number))  # A learner may write hint(4.2).
+    if hints is None:
         raise ValueError(f'there is no task {number}; hint("4.2") is how this is called')
     if level not in range(1, LEVELS + 1):
         raise ValueError(f"there are hints 1 to {LEVELS} for each task, not {level}")
     more = f' hint("{number}", {level + 1}) says more.' if level < LEVELS else ""
-    print(f"Hint {level} of {LEVELS} for {number}: {all_hints()[str(number)][level - 1]}{more}")
+    print(f"Hint {level} of {LEVELS} for {number}: {hints[level - 1]}{more}")

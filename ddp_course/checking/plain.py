@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 import torch
 
-MOST_ITEMS = 1 << 20
-MOST_DIGITS = 60
+MOST_ITEMS = 1 << 20  # A generator may have no end.
+MOST_DIGITS = 60  # An integer of 309 digits or more has no float to be compared with.
 LAZY = Iterator | KeysView | ValuesView | range | deque
 # This key, with the name of a type, stands for an object that is not plain data.
 ODD = "an object of type"
@@ -30,11 +30,9 @@ def plain(thing: Any) -> Any:
     if kind in (bool, str, float, type(None)):
         return thing
     if kind is int:
-        return (
-            thing
-            if abs(thing) < 10**MOST_DIGITS
-            else {ODD: f"int of more than {MOST_DIGITS} digits"}
-        )
+        if abs(thing) < 10**MOST_DIGITS:
+            return thing
+        return {ODD: f"int of more than {MOST_DIGITS} digits"}
     if isinstance(thing, numpy.number | numpy.bool_):
         return plain(thing.item())
     if kind is Fraction:

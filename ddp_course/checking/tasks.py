@@ -22,6 +22,7 @@ from ..running.files import course_folder
 
 HEADER = re.compile(r"^# %% (\d+\.\d+) (right|wrong|told): (.+?)(?: \| (.+))?$", re.MULTILINE)
 EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
+MARK = re.compile(r"^#[-+] ?", re.MULTILINE)
 
 
 def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
@@ -99,13 +100,12 @@ def load_tasks(exercise: int) -> Any:
     is no file.
     """
     folder = course_folder("exercises") / "checks"
-    package = ModuleType("exercise_checks")
-    sys.modules.setdefault(package.__name__, package).__path__ = [str(folder)]
-    return (
-        import_module(f"exercise_checks.{exercise:02d}")
-        if (folder / f"{exercise:02d}.py").exists()
-        else None
-    )
+    # No package has this name: it is made, so that the files can import `.shared`.
+    package = sys.modules.setdefault("exercise_checks", ModuleType("exercise_checks"))
+    package.__path__ = [str(folder)]
+    if (folder / f"{exercise:02d}.py").exists():
+        return import_module(f"exercise_checks.{exercise:02d}")
+    return None
 
 
 def find(number: str) -> Task:
@@ -146,33 +146,29 @@ def known_answers(exercise: int) -> list[Known]:
     the solution.
     """
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
-    _, *pieces = HEADER.split(path.read_text(encoding="utf-8") if path.exists() else "")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    _, *pieces = HEADER.split(text)  # the groups of each header, and what follows it
     answers = []
     for start in range(0, len(pieces), 5):
         number, kind, name, message, body = pieces[start : start + 5]
-        source = edited(solution(number), body.strip("\n") + "\n", name)
+        source = edit_solution(solution(number), body.strip("\n") + "\n", name)
         answers.append(Known(number, kind, name, message or "", source))
     return answers
 
 
 def known_wrong(number: str) -> list[Known]:
     """The known answers to a task that are of the kind "wrong", and so a diagnosis."""
-    return [
-        known
-        for known in known_answers(find(number).exercise)
-        if (known.task, known.kind) == (number, "wrong")
-    ]
+    answers = known_answers(find(number).exercise)
+    return [known for known in answers if known.task == number and known.kind == "wrong"]
 
 
-def edited(source: str, body: str, name: str) -> str:
+def edit_solution(source: str, body: str, name: str) -> str:
     """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made.
     Raises ValueError for an old text that is not in the solution exactly once.
     """
     edits = EDIT.findall(body)
-    for old, new in edits:
-        old, new = (
-            re.sub(r"^#[-+] ?", "", text, flags=re.MULTILINE).rstrip("\n") for text in (old, new)
-        )
+    for edit in edits:
+        old, new = [MARK.sub("", lines).rstrip("\n") for lines in edit]
         if source.count(old) != 1:
             raise ValueError(f"{name}: {old!r} is {source.count(old)} times in the solution")
         source = source.replace(old, new)

@@ -7,8 +7,8 @@ For p bytes over K ranks, links of bandwidth b and latency a, additions free:
     tree               2 log2(K) a  + 2 log2(K) p/b    few steps, whole tensors: for small messages
     halving-doubling   2 log2(K) a  + 2(K-1)/K p/b     few steps and least traffic; wants a power of
                                                        two
-    hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes
-                       between hosts
+    hierarchical       a ring inside each host of R ranks around a ring between the hosts: 1/R of
+                       the bytes between hosts
 
 Sources: Thakur, Rabenseifner and Gropp, Int. J. High Performance Computing Applications 19 (2005),
 for tree and halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.

@@ -24,21 +24,22 @@ def halving_doubling_all_reduce(
     flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    power = 2 ** (world_size.bit_length() - 1)
-    folded = 2 * (world_size - power)
-    other = wire.global_rank(rank ^ 1, group) if rank < folded else None
-    if other is not None and rank % 2:
-        wire.send(flat, other, group)
-        wire.recv(flat, other, group)
+    power = 2 ** (world_size.bit_length() - 1)  # the greatest power of two up to K
+    paired = 2 * (world_size - power)  # With so many ranks in pairs, `power` ranks are left.
+    # Ranks 0 and 1 are a pair, 2 and 3, …: their numbers differ in the last bit.
+    partner = wire.global_rank(rank ^ 1, group) if rank < paired else None
+    if partner is not None and rank % 2:
+        wire.send(flat, partner, group)
+        wire.recv(flat, partner, group)
         return copy_back(flat, tensor)
-    if other is not None:
+    if partner is not None:
         incoming = torch.empty_like(flat)
-        wire.recv(incoming, other, group)
+        wire.recv(incoming, partner, group)
         flat += incoming
-    ranks = [*range(0, folded, 2), *range(folded, world_size)]
-    halve_and_double(flat, ranks, ranks.index(rank), 1, group)
-    if other is not None:
-        wire.send(flat, other, group)
+    ranks = [*range(0, paired, 2), *range(paired, world_size)]
+    halve_and_double(flat, ranks, ranks.index(rank), distance=1, group=group)
+    if partner is not None:
+        wire.send(flat, partner, group)
     return copy_back(flat, tensor)
 
 
@@ -47,15 +48,17 @@ def halve_and_double(
     ranks: list[int],
     place: int,
     distance: int,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Exchange halves of `part` with the rank `distance` places on, sum its own half by recursion,
-    fetch the other.
+    """Exchange halves of `part` with a partner, sum the own half by recursion, fetch the other.
+    This rank is at `place` in `ranks`, and its partner `distance` places on or back.
     """
     if distance == len(ranks):
         return
     lower, upper = part.tensor_split(2)
-    own, other = (lower, upper) if place & distance == 0 else (upper, lower)
+    # Two partners' places differ in one bit, that of `distance`; the first keeps the lower half.
+    is_first = place & distance == 0
+    own, other = (lower, upper) if is_first else (upper, lower)
     peer = wire.global_rank(ranks[place ^ distance], group)
     incoming = torch.empty_like(own)
     wire.exchange(other, peer, incoming, peer, group)

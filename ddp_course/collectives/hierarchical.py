@@ -25,20 +25,23 @@ def hierarchical_all_reduce(
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    size = min(world_size, ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    size = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    size = min(size, world_size)
     if world_size % size:
         raise ValueError(
             f"{world_size} ranks cannot be divided into hosts of {size}; choose ranks_per_host"
             " to fit"
         )
     whole = group or default_group()
-    host, place = divmod(rank, size)
-    inside = group_of(whole, range(host * size, (host + 1) * size))
+    place = rank % size  # in the host
+    first = rank - place
+    inside = group_of(whole, range(first, first + size))
     across = group_of(whole, range(place, world_size, size))
     flat = flat_memory(tensor)
     chunks = flat.tensor_split(size)
     wire.warm_up(flat, inside)
     reduce_scatter(chunks, inside)
+    # The ring left the sum of chunk `place` + 1 here, and on all ranks of `across`.
     pieces = chunks[(place + 1) % size].tensor_split(world_size // size)
     wire.warm_up(flat, across)
     reduce_scatter(pieces, across)

@@ -18,18 +18,18 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    own = rank & -rank  # the lowest bit; 0 for rank 0, which has nobody above it
-    above = wire.global_rank(rank - own, group)
+    lowest_bit = rank & -rank  # the docstring's d; 0 for rank 0, which has nobody above it
+    above = wire.global_rank(rank - lowest_bit, group)
     below = []
     distance = 1
-    while distance < (own or world_size) and rank + distance < world_size:
+    while distance < (lowest_bit or world_size) and rank + distance < world_size:
         below.append(wire.global_rank(rank + distance, group))
         distance *= 2
     incoming = torch.empty_like(flat)
     for peer in below:
         wire.recv(incoming, peer, group)
         flat += incoming
-    if own:
+    if lowest_bit:
         wire.send(flat, above, group)
         wire.recv(flat, above, group)
     for peer in reversed(below):

@@ -1,4 +1,4 @@
-"""Stage 6: everything a real one needs, a drop-in for `torch.nn.parallel.DistributedDataParallel`.
+"""Stage 6: everything a real DDP needs; a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
 Stage 5 assumed that all goes well: every parameter gets a gradient in every pass, all ranks have
 the same model and the same amount of data, and gradients are not accumulated. One file per feature,

@@ -13,19 +13,19 @@ from ..mesh import refuse_slices
 from ..running import wire
 from ..running.torch_inside import default_group, is_wrapper
 
-# Stage 7's class, which cannot be imported here, has torch's name.
+# Layers are known by the names of their classes: stage 7's has torch's name, and imports stage 6.
 SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
 def trainable(module, ignored):
     """Return {name: parameter} of all parameters that take part, each once even if several layers
-    share it. Raises RuntimeError if there is none or one is not initialised, ValueError for parts
-    of parameters and for several types of device.
+    share it; `ignored` has the names of others. Raises RuntimeError if there is none or one is not
+    initialised, ValueError for parts of parameters and for several types of device.
     """
-    managed = {
-        name: parameter for name, parameter in module.named_parameters() if name not in ignored
-    }
-    for name, parameter in managed.items():
+    parameters = dict(module.named_parameters())
+    for name in ignored:
+        parameters.pop(name, None)
+    for name, parameter in parameters.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise RuntimeError(
                 f"parameter {name} is not initialised yet; run one batch through the model first"
@@ -35,18 +35,19 @@ def trainable(module, ignored):
                 f"parameter {name} is a {type(parameter).__name__}, which has its elements in"
                 " other tensors, on several ranks perhaps: give an ordinary one, by full_tensor()"
             )
-    kinds = {parameter.device.type for parameter in managed.values()}
-    if len(kinds) > 1:
+    device_types = {parameter.device.type for parameter in parameters.values()}
+    if len(device_types) > 1:
         raise ValueError(
-            f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}"
+            "the model's parameters are on different types of device:"
+            f" {', '.join(sorted(device_types))}"
         )
-    parameters = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
-    if not parameters:
+    trained = {name: value for name, value in parameters.items() if value.requires_grad}
+    if not trained:
         raise RuntimeError(
             "DistributedDataParallel has nothing to do: no parameter of the module requires a"
             " gradient"
         )
-    return parameters
+    return trained
 
 
 def sparse_parameters(module):
@@ -66,38 +67,41 @@ def same_on_all_ranks(parameters, group=None):
     Raises ValueError for slices of layers that these ranks share.
     """
     refuse_slices(parameters, group)
-    gradients = {
-        name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()
-    }
-    forms = [
-        (name, f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}")
-        for name, gradient in gradients.items()
-    ]
-    ranks = [None] * dist.get_world_size(group)
+    forms = []
+    for name, parameter in parameters.items():
+        # The gradient's strides count: `empty_like` packs them as autograd does.
+        gradient = torch.empty_like(parameter, device="meta")
+        form = f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}"
+        forms.append((name, form))
+    forms_of_ranks = [None] * dist.get_world_size(group)
     with wire.naming_absent(group):
-        dist.all_gather_object(ranks, forms, group=group)
-    for rank, parameters_of_rank in enumerate(ranks):
-        difference = first_difference(ranks[0], parameters_of_rank, rank)
+        dist.all_gather_object(forms_of_ranks, forms, group=group)
+    for rank, forms_of_rank in enumerate(forms_of_ranks):
+        difference = first_difference(forms_of_ranks[0], forms_of_rank, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
 
 
 def first_difference(expected, actual, rank):
-    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not."""
-    for index, ((name, form), (own_name, own)) in enumerate(zip(expected, actual, strict=False)):
-        if form != own:
+    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not. Both
+    lists have the (name, form) of each parameter.
+    """
+    for index, ((name, form), (other_name, other_form)) in enumerate(
+        zip(expected, actual, strict=False)
+    ):
+        if form != other_form:
             return (
-                f"parameter {index} ({name}) has {form} on rank 0, and ({own_name}) {own} on rank"
-                f" {rank}"
+                f"parameter {index} ({name}) has {form} on rank 0, and ({other_name}) {other_form}"
+                f" on rank {rank}"
             )
-    if len(expected) != len(actual):
-        longer = max(expected, actual, key=len)
-        extra = ", ".join(name for name, *_ in longer[min(len(expected), len(actual)) :])
-        return (
-            f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of"
-            f" them has {extra}"
-        )
-    return None
+    shorter, longer = sorted([expected, actual], key=len)
+    if len(shorter) == len(longer):
+        return None
+    extra = ", ".join(name for name, _ in longer[len(shorter) :])
+    return (
+        f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of"
+        f" them has {extra}"
+    )
 
 
 def group_of(process_group, device_mesh):
@@ -117,16 +121,14 @@ def devices_of(parameters, device_ids, output_device):
     """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or
     None for both. Raises ValueError for several devices, or a GPU without a model on it.
     """
-    devices = {parameter.device for parameter in parameters.values()}
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
-    if len(devices) > 1 or devices.pop().type == "cpu":
-        if device_ids or output_device:
-            raise ValueError(
-                "device_ids and output_device only work with modules on a single GPU; leave"
-                " them out"
-            )
-        return None, None
+    devices = {parameter.device for parameter in parameters.values()}
+    on_one_gpu = len(devices) == 1 and devices != {torch.device("cpu")}
+    if (device_ids or output_device) and not on_one_gpu:
+        raise ValueError(
+            "device_ids and output_device only work with modules on a single GPU; leave them out"
+        )
     if not device_ids:
         return None, None
     if output_device is None:
@@ -138,8 +140,8 @@ def refuse_modules(module):
     """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on
     the CPU.
     """
-    kinds = {kind.__name__ for layer in module.modules() for kind in type(layer).__mro__}
-    if kinds & SHARDED:
+    classes = {each.__name__ for layer in module.modules() for each in type(layer).__mro__}
+    if classes & SHARDED:
         raise ValueError(
             "the model contains a FullyShardedDataParallel, which averages gradients itself; use it"
             " alone"

@@ -95,10 +95,11 @@ def by_algorithm(all_reduce, group=None):
         tensor = bucket.buffer()
         if tensor.is_sparse:
             return backend(bucket)
-        done = thread.start(lambda group: all_reduce(tensor, group=group), tensor.device)
+        # The thread sends over a group of its own.
+        wait_for_sum = thread.start(lambda twin: all_reduce(tensor, group=twin), tensor.device)
 
         def wait():
-            done()
+            wait_for_sum()
             return tensor
 
         return wait
@@ -122,6 +123,7 @@ def by_hook(hook, state):
 
         def wait():
             value = future.wait()
+            # torch's own collectives have futures of a list with one tensor.
             return value[0] if isinstance(value, (list, tuple)) else value
 
         return wait

@@ -23,10 +23,9 @@ from math import inf
 import torch
 
 MIB = 2**20
-FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
+FIRST_CAP = 1 * MIB  # The first bucket is small so that communication starts early.
 DEFAULT_CAP = 25 * MIB
-# There is one bucket in the first pass, in which the order of gradients is not known yet.
-NO_LIMIT = 2**63
+NO_LIMIT = 2**63  # No model has so many bytes: all gradients of a kind share one bucket.
 HIGHER_ORDER = (
     "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the"
     " averaging is no part of the graph, so gradients of gradients would stay those of each rank."
@@ -65,8 +64,8 @@ def bucket_assignment(tensors, limits, sparse=(), order=None):
     """
     filling = {}
     closed = []
-    in_turn = range(len(tensors)) if order is None else order
-    for index in in_turn:
+    indices = range(len(tensors)) if order is None else order
+    for index in indices:
         tensor = tensors[index]
         if index in sparse:
             closed.append([index])
@@ -113,8 +112,8 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self):
-        """Move existing gradients into this bucket, where `take` divides them as torch does; a copy
-        has other bits.
+        """Move existing gradients into this bucket, so that `take` divides them there, as torch
+        does. A copy would be multiplied by 1 / divisor, which rounds another way.
         """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
@@ -165,12 +164,10 @@ class Bucket:
         grads = []
         views = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is view or parameter in untouched:
+            if parameter in untouched:
                 continue
-            if parameter.grad is None and self.as_view:
-                parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if parameter.grad is None:
+                parameter.grad = view if self.as_view else torch.empty_like(parameter)
             if parameter.grad.data_ptr() != view.data_ptr():
                 grads.append(parameter.grad)
                 views.append(view)
@@ -180,7 +177,7 @@ class Bucket:
 
 class SparseBucket:
     """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient
-    travels as it is.
+    travels as it is, so `as_view` and `dtype` have no effect.
     """
 
     def __init__(self, index, parameters, as_view, dtype):
@@ -210,8 +207,8 @@ class SparseBucket:
 
 @cache
 def reciprocal(divisor, dtype):
-    """1 / `divisor` as a tensor, for gradients of `dtype`: converting a number takes five times as
-    long as the copy.
+    """1 / `divisor` as a tensor, for gradients of `dtype`. It is made once, because that takes
+    longer than the copy of a small gradient.
     """
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 

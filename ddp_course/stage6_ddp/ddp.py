@@ -7,8 +7,8 @@ forward     buckets are laid out anew, once; buffers are broadcast; the module r
 backward    the reducer does all that is left: see `reducer`
 """
 
-import copy
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from .buffers import broadcast_tensors
 from .graphs import FindUnused, StaticGraph
 from .mixed_precision import LowPrecision
 from .reducer import Reducer
-from .uneven import Shadow, active_ranks, common_rank, others_synchronise
+from .uneven import Shadow, active_ranks, any_synchronises, common_rank
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -35,7 +35,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - module: its parameters and buffers must not be exchanged afterwards.
     - device_ids, output_device: None, or one GPU to which inputs are moved.
     - forward_sync_buffers, broadcast_buffers: broadcast rank 0's buffers before every forward pass
-      (the default). The older name, when False, leaves them out of the first synchronisation too.
+      (the default). The older name, when False and alone, leaves them out of the first
+      synchronisation too.
     - init_sync: check that models agree and broadcast rank 0's parameters.
     - process_group or device_mesh (one-dimensional): the ranks to average over.
     - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1. bucket_cap_mb_list:
@@ -96,9 +97,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.all_reduce = all_reduce
         self.check_module(device_ids, output_device)
         self.start_equal(init_sync, broadcast_buffers, forward_sync_buffers)
-        self.low = None
+        self.low_precision = None
         if mixed_precision:
-            self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+            self.low_precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.make_reducer()
 
     def check_module(self, device_ids, output_device):
@@ -119,14 +120,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def start_equal(self, init_sync, broadcast_buffers, forward_sync_buffers):
         """Choose when buffers are broadcast, and if wanted give all ranks rank 0's model now."""
-        wanted = broadcast_buffers is not False
-        self.forward_sync_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
-        self.buffers_from = 0
+        with_buffers = broadcast_buffers is not False
+        self.forward_sync_buffers = with_buffers
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            with_buffers = True
+        self.buffers_from = 0  # This rank's buffers are broadcast outside of `join`.
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         if init_sync:
             before_training.same_on_all_ranks(self.trainable(), self.process_group)
-            self.sync_model(0, with_buffers=wanted or forward_sync_buffers is not None)
+            self.sync_model(0, with_buffers)
 
     def make_reducer(self):
         """Lay out the buckets and listen to the gradients; unpickling calls this too."""
@@ -145,7 +149,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             start,
             sparse=before_training.sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
-            dtype=self.low and self.low.communicate,
+            dtype=self.low_precision.communicate if self.low_precision else None,
             limited_at_once=bool(self.bucket_cap_mb_list),
         )
 
@@ -156,9 +160,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.before_forward()
         if self.device_ids:
-            move = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
+            move = partial(torch.Tensor.to, device=self.device, non_blocking=True)
             inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
-        outputs = (self.low or self.module)(*inputs, **kwargs)
+        module = self.low_precision or self.module
+        outputs = module(*inputs, **kwargs)
         self.require_forward_param_sync = synchronising
         return keep_for_backward(self, self.reducer.expect(outputs)) if synchronising else outputs
 
@@ -166,17 +171,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """The collectives at the beginning of an iteration, in the order that shadowing ranks
         follow.
         """
-        announced = Join.notify_join_context(self)
-        by_active = announced and not self.divides_by_initial_world_size
-        self.reducer.divisor = (
-            active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
-        )
+        announcement = Join.notify_join_context(self)  # None, unless in `join`
+        self.reducer.divisor = dist.get_world_size(self.process_group)
+        if announcement and not self.divides_by_initial_world_size:
+            self.reducer.divisor = active_ranks(announcement)
         if torch.is_grad_enabled():
             self.reducer.rebuild()
         if self.syncs_buffers():
             self.sync_buffers()
-        if self._join_config.enable:
-            others_synchronise(self, self.require_backward_grad_sync)
+        if self._join_config.enable:  # Only ranks without data need the answer.
+            any_synchronises(self, self.require_backward_grad_sync)
 
     @contextmanager
     def no_sync(self):
@@ -218,7 +222,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         last rank.
         """
         if src is None:
-            src = common_rank(self, True) if self._join_config.enable else self.buffers_from
+            src = self.buffers_from
+            if self._join_config.enable:
+                src = common_rank(self, candidate=True)
         buffers = self.named_buffers_in_sync().values()
         # An earlier forward pass may have saved a buffer for its backward pass.
         with unnoticed_by_autograd(buffers):
@@ -249,8 +255,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         data: needed where the model has collectives of its own, such as SyncBatchNorm, which cannot
         be shadowed.
         """
-        divide = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return Join([self], enable, throw_on_early_termination, **divide)
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     def join_hook(self, **kwargs):
         """What a rank without data does in every iteration of the other ranks."""
@@ -264,7 +274,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise RuntimeError(
                 "DDP can be pickled with the default process group only; this one has its own"
             )
-        state = copy.copy(self.__dict__)
+        state = vars(self).copy()
         del state["process_group"], state["reducer"]
         return state
 

@@ -23,13 +23,14 @@ class FindUnused(Reducer):
     """
 
     reason = UNUSED_ALTHOUGH_SEARCHED
+    keeps_buckets = True
 
-    def __init__(self, parameters, *settings, **named):
+    def __init__(self, parameters, *args, **kwargs):
+        super().__init__(parameters, *args, **kwargs)
         # 1 for each parameter that this rank has used since the last synchronised pass, else 0.
         self.used = [0] * len(parameters)
         # How many ranks used each parameter, by the last bitmap.
         self.users = [0] * len(parameters)
-        super().__init__(parameters, *settings, **named | {"limited_at_once": True})
 
     def expect(self, outputs):
         """As in every reducer; also look for the parameters that are not behind `outputs`."""
@@ -41,10 +42,6 @@ class FindUnused(Reducer):
         ]
         return behind_entrance(outputs, lambda: None)
 
-    def rebuild(self):
-        """Keep the buckets; raise RuntimeError if the last pass was not finished."""
-        self.check_finished()
-
     def gradient_ready(self, index):
         """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be
         averaged later.
@@ -55,9 +52,7 @@ class FindUnused(Reducer):
 
     def completed_by(self, index):
         """With the first gradient of a pass all unused parameters too."""
-        unused = self.current.unused
-        self.current.unused = []
-        return [*unused, index]
+        return [*self.current.take_unused(), index]
 
     def all_sent(self):
         """Send the bitmap after the last bucket."""
@@ -84,12 +79,13 @@ class StaticGraph(Reducer):
 
     reason = CHANGED
 
-    def __init__(self, parameters, *settings, **named):
+    def __init__(self, parameters, *args, **kwargs):
+        super().__init__(parameters, *args, **kwargs)
+        # How many parts of each gradient came in the first pass.
         self.counts = [0] * len(parameters)
-        self.counted = False
-        self.remaining = []  # So many parts of each gradient are still to come in this pass.
-        self.idle = None  # It becomes the set of parameters that no rank used in the first pass.
-        super().__init__(parameters, *settings, **named)
+        self.counted = False  # True from the end of the first pass on.
+        # The set of parameters that no rank used in the first pass; None until the ranks know it.
+        self.never_used = None
 
     def expect(self, outputs):
         """As in every reducer; in the first pass, outputs go through an entrance that finds the end
@@ -99,7 +95,7 @@ class StaticGraph(Reducer):
         if not self.counted:
             self.end_is_queued = False
             return behind_entrance(outputs, self.first_backward)
-        self.remaining = list(self.counts)
+        self.remaining = list(self.counts)  # So many parts of each gradient are still to come.
         self.current.unused = [index for index, count in enumerate(self.counts) if count == 0]
         return outputs
 
@@ -112,16 +108,14 @@ class StaticGraph(Reducer):
             after_backward(self.reduce_all)
 
     def completed_by(self, index):
-        """Nothing in the first pass; later the parameter, when this was the last part of its
+        """Yield nothing in the first pass; later the parameter, when this was the last part of its
         gradient. Raises RuntimeError if the graph has changed since the first pass.
         """
         if not self.counted:
-            self.current.ready[index] = True
+            self.current.ready[index] = True  # `check_finished` shall see that the pass has begun.
             self.counts[index] += 1
             return
-        unused = self.current.unused
-        self.current.unused = []
-        yield from unused
+        yield from self.current.take_unused()
         if not self.remaining[index]:
             raise RuntimeError(used_anew(self.names[index]))
         self.remaining[index] -= 1
@@ -131,17 +125,17 @@ class StaticGraph(Reducer):
     def reduce_all(self):
         """At the end of the first pass, reduce all gradients, in however many parts they came."""
         self.counted = True
-        self.current.ready = {}
+        self.current.ready = {}  # `mark_ready` fills it again, and refuses what is there already.
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)
         for index in range(len(self.parameters)):
             self.mark_ready(index)
 
     def untouched(self):
         """The parameters that no rank used in the first pass; the ranks are asked once."""
-        if self.idle is None:
-            self.idle = unused_by_all(self.parameters, self.counting())
+        if self.never_used is None:
+            self.never_used = unused_by_all(self.parameters, self.counting())
             self.order = []  # The next pass shows in which order gradients become ready.
-        return self.idle
+        return self.never_used
 
 
 def unused_by_all(parameters, users):

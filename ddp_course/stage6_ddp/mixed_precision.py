@@ -39,8 +39,8 @@ class LowPrecision:
         self.communicate = wanted.reduce_dtype or wanted.param_dtype
         self.module = module
         self.ignored = ignored
-        self.in_backward = ExitStack()
-        self.latest = -1  # This is the number of the latest backward pass.
+        self.in_backward = ExitStack()  # In a backward pass the module has low-precision weights.
+        self.latest_pass = -1  # The number of the latest backward pass, from 0; there was none yet.
         for name, buffer in module.named_buffers():
             if name not in ignored and buffer.is_floating_point() and wanted.buffer_dtype:
                 buffer.data = buffer.to(wanted.buffer_dtype)
@@ -50,15 +50,18 @@ class LowPrecision:
         if self.compute is None:
             return self.module(*inputs, **kwargs)
         self.in_backward.close()  # The pass before may have ended with an exception.
-        cast = lambda tensor: tensor.to(self.compute) if tensor.is_floating_point() else tensor  # noqa: E731
-        low = tree_map_only(torch.Tensor, cast, (inputs, kwargs))
-        outputs = functional_call(self.module, self.weights(), *low)
+        low_inputs, low_kwargs = tree_map_only(torch.Tensor, self.cast, (inputs, kwargs))
+        outputs = functional_call(self.module, self.weights(), low_inputs, low_kwargs)
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self.enter_backward)
         return outputs
 
-    @torch.enable_grad()  # Hooks run without.
+    def cast(self, tensor):
+        """A tensor of floating-point numbers in low precision; any other as it is."""
+        return tensor.to(self.compute) if tensor.is_floating_point() else tensor
+
+    @torch.enable_grad()  # Hooks run without gradients, but these copies lead back to the weights.
     def weights(self):
         """{name: low-precision weight}, made from the module's own."""
         return {
@@ -69,8 +72,10 @@ class LowPrecision:
 
     @uncompiled
     def enter_backward(self, gradient):
-        """The hook on outputs: activation checkpointing will run parts of the module again."""
-        if backward_pass() != self.latest:
-            self.latest = backward_pass()
+        """The hook on outputs, once in a pass: activation checkpointing will run parts of the
+        module again, and then needs low-precision weights too.
+        """
+        if backward_pass() != self.latest_pass:
+            self.latest_pass = backward_pass()
             self.in_backward.enter_context(with_weights(self.module, self.weights()))
             after_backward(self.in_backward.close)

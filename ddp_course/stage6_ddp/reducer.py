@@ -17,9 +17,11 @@ reducers, which override expect(), completed_by(), all_sent() and untouched().
 """
 
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from ..running import wire
 from ..running.torch_inside import after_backward, as_plain_tensors, uncompiled
@@ -41,18 +43,26 @@ class Pass:
         # For `graphs`: these parameters count as ready as soon as the first gradient comes.
         self.unused = []
 
+    def take_unused(self):
+        """Return `unused`, which is empty from now on."""
+        unused = self.unused
+        self.unused = []
+        return unused
+
 
 class Reducer:
     """Average the gradients of `parameters`, {name: parameter}, over `group` while backward runs.
 
     - limits: the sizes of the buckets in bytes, from the second pass on; the first pass, in which
-      the order of gradients is not known yet, has one bucket, unless it is `limited_at_once`.
+      the order of gradients is not known yet, has one bucket of each kind, unless it is
+      `limited_at_once`.
     - start: the way to communicate, see `communication`; `hooked` says that it divides by K itself.
     - sparse: the parameters with sparse gradients. as_view: gradients are views of the buckets.
     - dtype: that of the buckets (None: the parameters').
     """
 
     reason = UNUSED  # Most passes without an end have this cause.
+    keeps_buckets = False  # Buckets are laid out anew after the first pass.
 
     def __init__(
         self,
@@ -78,22 +88,28 @@ class Reducer:
         self.divisor = dist.get_world_size(group)
         self.hooked = False
         self.current = None  # This is a `Pass` from `expect` to `finish`.
-        self.order = []  # So gradients became ready in the first pass that shows it.
+        self.order = []  # The parameters' indices, as gradients became ready in the first pass.
         self.rebuilt = False
-        first_limits = limits if limited_at_once else [NO_LIMIT]
-        self.make_buckets(bucket_assignment(self.parameters, first_limits, self.sparse)[::-1])
+        first_limits = limits if limited_at_once or self.keeps_buckets else [NO_LIMIT]
+        layout = bucket_assignment(self.parameters, first_limits, self.sparse)
+        layout.reverse()  # The gradients of the last parameters come first.
+        self.make_buckets(layout)
         self.listen()
 
     def listen(self):
         """Hook every parameter's gradient accumulator; the hooks do not keep this reducer alive."""
-        with torch.enable_grad(), as_plain_tensors():
-            self.accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self.parameters]
         this = weakref.ref(self)
-        hooks = [
-            node.register_hook(lambda *_, index=index: this() and this().gradient_ready(index))
-            for index, node in enumerate(self.accumulators)
-        ]
-        self.silence = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+        def report(index, *_):
+            reducer = this()
+            if reducer is not None:
+                reducer.gradient_ready(index)
+
+        # An accumulator and its hooks last only as long as somebody keeps it.
+        with as_plain_tensors():
+            self.accumulators = [get_gradient_edge(p).node for p in self.parameters]
+        for index, accumulator in enumerate(self.accumulators):
+            accumulator.register_hook(partial(report, index))
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
@@ -134,7 +150,7 @@ class Reducer:
         order and sizes.
         """
         self.check_finished()
-        if self.rebuilt or not self.order:
+        if self.keeps_buckets or self.rebuilt or not self.order:
             return
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         with wire.naming_absent(self.group):
@@ -189,9 +205,8 @@ class Reducer:
 
     def as_grad_bucket(self, bucket, flat):
         """`bucket` as hooks see it, with the contents `flat`."""
-        return GradBucket(
-            bucket.index, flat, bucket.parameters, bucket.index == len(self.buckets) - 1
-        )
+        is_last = bucket.index == len(self.buckets) - 1
+        return GradBucket(bucket.index, flat, bucket.parameters, is_last)
 
     def all_sent(self):
         """Called when the last bucket has left."""

@@ -59,22 +59,20 @@ class SyncBatchNorm(BatchNorm):
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         outputs, mean, variance, count = Normalise.apply(wide, self.eps, self.process_group)
         if self.track_running_stats:
-            self.update_averages(mean, variance * (count / (count - 1).clamp(min=1)))
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.update_averages(mean, unbiased)
         if self.affine:
             outputs = outputs * per_channel(self.weight, inputs) + per_channel(self.bias, inputs)
         return outputs.to(inputs.dtype)
 
-    @torch.no_grad()
     def update_averages(self, mean, variance):
         """Move the running averages towards this batch's mean and unbiased variance."""
         self.num_batches_tracked += 1
-        for average, value in ((self.running_mean, mean), (self.running_var, variance)):
-            momentum = (
-                (1 / self.num_batches_tracked).to(average.dtype)
-                if self.momentum is None
-                else self.momentum
-            )
-            average.lerp_(value.to(average.dtype), momentum)
+        momentum = self.momentum
+        if momentum is None:  # All batches so far weigh the same.
+            momentum = (1 / self.num_batches_tracked).to(self.running_mean.dtype)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
@@ -110,11 +108,9 @@ class Normalise(Function):
         axes = [axis for axis in range(gradient.dim()) if axis != 1]
         sums = torch.stack([gradient.sum(axes), (gradient * normalised).sum(axes)])
         dist.all_reduce(sums, group=ctx.group)
-        means = sums / count
-        mean = per_channel(means[0], gradient)
-        mean_of_product = per_channel(means[1], gradient)
-        towards = gradient - mean - normalised * mean_of_product
-        return towards * per_channel(scale, gradient), None, None
+        mean, mean_of_product = (per_channel(each, gradient) for each in sums / count)
+        centred = gradient - mean - normalised * mean_of_product
+        return centred * per_channel(scale, gradient), None, None
 
 
 def whole_batch_statistics(inputs, group=None):
@@ -122,24 +118,27 @@ def whole_batch_statistics(inputs, group=None):
     Raises ValueError for a single value per channel, which has no variance.
     """
     channels = inputs.transpose(0, 1).flatten(1)
+    width = len(channels)
     count = channels.shape[1]
-    mean = channels.mean(1) if count else channels.new_zeros(len(channels))
+    mean = channels.mean(1) if count else channels.new_zeros(width)  # The mean of nothing is NaN.
     deviations = (channels - mean[:, None]).square().sum(1)
     own = torch.cat([mean, deviations, mean.new_full((1,), count)])
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
+    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, own, group=group)
+    means, deviations, counts = torch.stack(of_ranks).split([width, width, 1], dim=1)
     total = counts.sum()
-    # With 2 values a rank does not read `total`, for which it would wait on a GPU.
+    # A rank with 2 values or more need not read `total`, for which it would wait on a GPU.
     if count <= 1 and total <= 1:
         raise ValueError(
             "training needs more than 1 value per channel over all ranks together, got"
             f" {int(total)}"
         )
     mean = (counts * means).sum(0) / total
-    return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total
+    variance = (deviations + counts * (means - mean).square()).sum(0) / total
+    return mean, variance, total
 
 
 def per_channel(values, inputs):
     """Shape `values`, one for each channel, so that they broadcast over (N, C, …)."""
-    return values.view(1, -1, *[1] * (inputs.dim() - 2))
+    ones = [1] * (inputs.dim() - 2)
+    return values.view(1, -1, *ones)

@@ -30,13 +30,12 @@ class Shadow(JoinHook):
         ranks do.
         """
         ddp = self.ddp
-        reducer = self.ddp.reducer
-        reducer.rebuild()
+        ddp.reducer.rebuild()
         if ddp.syncs_buffers():
-            ddp.sync_buffers(common_rank(ddp, False))
-        ddp.require_forward_param_sync = others_synchronise(ddp, False)
+            ddp.sync_buffers(common_rank(ddp, candidate=False))
+        ddp.require_forward_param_sync = any_synchronises(ddp, own=False)
         if ddp.require_forward_param_sync:
-            reducer.shadow()
+            ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner):
         """All ranks are done: the rank that trained last has the newest buffers, so all ranks get
@@ -49,18 +48,18 @@ class Shadow(JoinHook):
 
 
 def common_rank(ddp, candidate):
-    """Agree on one rank: the highest among the candidates."""
-    own = dist.get_rank(ddp.process_group) if candidate else -1
+    """Agree on one rank: the highest among the candidates. At least one rank is a candidate."""
+    own = dist.get_rank(ddp.process_group) if candidate else -1  # any candidate is higher
     rank = torch.tensor([own], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     return rank.item()
 
 
-def others_synchronise(ddp, own):
-    """Whether any rank synchronises its gradients in this iteration; a rank outside `no_sync` says
-    so with `own`.
+def any_synchronises(ddp, own):
+    """Whether any rank synchronises its gradients in this iteration; `own` is True on a rank that
+    does, which has data and is not in `no_sync`.
     """
-    votes = torch.full((1,), float(own), device=ddp.device)
+    votes = torch.tensor([float(own)], device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
     return votes.item() > 0
 

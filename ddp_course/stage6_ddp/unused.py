@@ -21,18 +21,21 @@ from ..running.torch_inside import tree_leaves, tree_map_only
 def used_by(outputs):
     """Return the set of parameters that the graph behind the tensors `outputs` leads to."""
     functions = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    return graph_behind(functions)[1] | {tensor for tensor in outputs if tensor.is_leaf}
+    _, leaves = graph_behind(functions)
+    return leaves | {tensor for tensor in outputs if tensor.is_leaf}
 
 
 def graph_behind(roots, stop=()):
-    """Return `roots` and the autograd functions that they lead to without passing through `stop`,
-    and the leaves.
+    """Walk from the autograd functions `roots` towards the leaves, and not into the functions
+    `stop`; return the functions met, `roots` among them, and the leaves.
     """
     functions = [*roots]
     leaves = set()
     known = {None, *roots, *stop}
-    for function in functions:  # the loop also visits the functions that it appends
-        if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
+    for function in functions:  # The loop also visits the functions that it appends.
+        if (
+            type(function).__name__ == "AccumulateGrad"
+        ):  # Other functions may have a `variable` too.
             leaves.add(function.variable)
         for following, _ in function.next_functions:
             if following not in known:
@@ -81,12 +84,12 @@ def behind_entrance(outputs, entered):
     """Return `outputs`, in the same structure, with every tensor that has a graph passed through
     one `Entrance`.
     """
-    tensors = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+    tensors = filter(torch.is_tensor, tree_leaves(outputs))
     computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if not computed:
         return outputs
-    passed = dict(zip(computed, Entrance.apply(entered, *computed), strict=True))
-    return tree_map_only(torch.Tensor, lambda tensor: passed.get(tensor, tensor), outputs)
+    inside = dict(zip(computed, Entrance.apply(entered, *computed), strict=True))
+    return tree_map_only(torch.Tensor, lambda tensor: inside.get(tensor, tensor), outputs)
 
 
 # The words of the messages are torch's, because people search the web for them.

@@ -8,7 +8,7 @@ from ..running.torch_inside import as_plain_tensors, tree_leaves
 from .flat import Flat, gather_chunks
 from .parts import label
 
-# These functions and attributes tell of shape and kind.
+# These functions and attributes tell of shape and kind, and read no element.
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex"}
 HARMLESS |= {"shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad"}
 
@@ -26,9 +26,8 @@ class Sharded(torch.nn.Parameter):
         if label(function) in HARMLESS and function.__name__ != "__set__":
             with as_plain_tensors():
                 return function(*args, **(kwargs or {}))
-        shape = next(
-            tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls)
-        )
+        sharded = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        shape = tuple(sharded[0].shape)
         raise RuntimeError(
             f"this parameter, of shape {shape}, is sharded, and whole only while its block"
             " computes. Make an optimizer from parameters() of FullyShardedDataParallel, after"
@@ -50,11 +49,11 @@ class Block(Flat):
     """
 
     def __init__(self, number, module, parameters, group, holders):
-        if len({(parameter.dtype, parameter.device) for parameter in parameters}) > 1:
-            kind = type(module).__name__
+        kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+        if len(kinds) > 1:
             raise ValueError(
-                f"the block {kind} has parameters of several dtypes or devices; name smaller"
-                " `blocks`"
+                f"the block {type(module).__name__} has parameters of several dtypes or devices;"
+                " name smaller `blocks`"
             )
         super().__init__(parameters, group, copied=True)
         self.number = number
@@ -64,15 +63,16 @@ class Block(Flat):
             self.holders += [(parameter, *place) for place in holders[parameter]]
         self.following = {}
         self.bytes = self.full.untyped_storage().nbytes()
-        self.kinds = [type(parameter) for parameter in parameters]
+        self.classes = {parameter: type(parameter) for parameter in parameters}
         self.gathering = None
 
     def make_room(self):
         """Allocate the memory of the whole parameters, which `gather` will fill."""
         self.full.untyped_storage().resize_(self.bytes)
-        for (parameter, view), kind in zip(self.views(self.full).items(), self.kinds, strict=True):
-            parameter.__class__ = kind
-            parameter.data = view
+        views = self.views(self.full)
+        for parameter, whole_class in self.classes.items():
+            parameter.__class__ = whole_class
+            parameter.data = views[parameter]
         for parameter, layer, name in self.holders:
             layer._parameters[name] = parameter
 
@@ -92,6 +92,7 @@ class Block(Flat):
             self.gathering = None
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
+                # One element, repeated by strides of 0, has the shape without the memory.
                 parameter.data = self.full.new_empty(()).expand(parameter.shape)
                 parameter.grad = None
                 parameter.__class__ = Sharded
@@ -113,9 +114,7 @@ def assign_blocks(module, blocks):
     """Return (block, its parameters) pairs; parameters of no block, of several, or of other layers
     too go to `module` as a whole. Raises ValueError for a block that is no part of the model.
     """
-    members = {module: []}  # A module that runs twice is one block.
-    for block in blocks:
-        members[block] = []
+    members = {block: [] for block in [module, *blocks]}  # A module that runs twice is one block.
     if not {*members} <= {*module.modules()}:
         raise ValueError("every block must be a submodule of the model")
     for parameter, places in holders_of(module).items():

@@ -8,22 +8,28 @@ from ..stage4_ring import ring_all_reduce
 
 def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
     """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`;
-    return the norm.
+    return the norm before.
 
     Like `torch.nn.utils.clip_grad_norm_`, if all the gradients were on one device. All ranks of
     `group` must call this; each sends 16 (K-1) bytes. Raises ValueError for a norm of an order that
     is not positive.
     """
+    parameters = list(parameters)
+    total = total_norm(parameters, norm_type, group, device)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def total_norm(parameters, norm_type, group, device):
+    """The norm of the gradients of all ranks' `parameters` together. Raises ValueError as above."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
-    parameters = [
-        parameter
+    gradients = [
+        parameter.grad.as_subclass(torch.Tensor)
         for parameter in parameters
         if parameter.grad is not None and parameter.grad.numel()
     ]
-    gradients = [parameter.grad.as_subclass(torch.Tensor) for parameter in parameters]
-    of_ranks = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
-    of_ranks[dist.get_rank(group)] = torch.nn.utils.get_total_norm(gradients, norm_type)
-    total = torch.linalg.vector_norm(ring_all_reduce(of_ranks, group), norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return total
+    # Each rank fills in its own norm, and the sum has those of all.
+    norms = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
+    norms[dist.get_rank(group)] = torch.nn.utils.get_total_norm(gradients, norm_type)
+    return torch.linalg.vector_norm(ring_all_reduce(norms, group), norm_type)

@@ -47,9 +47,11 @@ LINEAR = """
 ALLOWED = frozenset(f"{SAME_ELEMENTS} {NO_ELEMENTS} {OPTIMIZERS}".split())
 MAY_CHANGE_SHAPE = frozenset(OTHER_SHAPES.split())
 ALLOWED_BEFORE_AVERAGE = frozenset(LINEAR.split())
-ACCESS = {"__get__", "__set__"}
-TURNED = {"T", "mT", "H", "mH"}
-NOT_POINTWISE = {"equal", "_foreach_max"}  # Other forms of these are.
+ACCESS = {"__get__", "__set__"}  # torch calls these to read and to write an attribute.
+TRANSPOSED = {"T", "mT", "H", "mH"}
+# torch marks `equal` and a form of `max`, but these make one number of all elements.
+NOT_POINTWISE = {"equal", "_foreach_max"}
+# {another name of a function: the name by which torch marks it}
 ALIASES = {
     "floordiv": "div",
     "floor_divide": "div",
@@ -102,8 +104,8 @@ class Part(torch.Tensor):
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
-            parts = [each for each in tensors_in(args, kwargs) if isinstance(each, Part)]
-            if not {each.shape for each in tensors_in(result)} <= {each.shape for each in parts}:
+            shapes = [each.shape for each in tensors_in(args, kwargs) if isinstance(each, Part)]
+            if any(each.shape not in shapes for each in tensors_in(result)):
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
         # What is computed from a parameter is a part, but no parameter.
         kind = Part if issubclass(cls, torch.nn.Parameter) else cls
@@ -122,7 +124,8 @@ class Part(torch.Tensor):
         if name.startswith("_fused_"):
             parameters, _, state, *_ = args
             if state and [each.shape for each in state] != [each.shape for each in parameters]:
-                raise RuntimeError(STATE_OF_WHOLE)  # It would take as many elements from there.
+                # The fused function would read as many elements as a part has from the whole.
+                raise RuntimeError(STATE_OF_WHOLE)
 
     @classmethod
     def allows(cls, function, args):
@@ -131,7 +134,7 @@ class Part(torch.Tensor):
         """
         name = function.__name__
         if name == "__get__":
-            return label(function) not in TURNED
+            return label(function) not in TRANSPOSED
         if name == "__setitem__":  # A mask chooses elements one by one.
             return isinstance(args[1], Part) and args[1].dtype == torch.bool
         if name in ALLOWED or is_pointwise(name):
@@ -145,8 +148,9 @@ class Part(torch.Tensor):
 
     def __deepcopy__(self, memo):
         with as_plain_tensors():
-            elements = self.detach().clone().as_subclass(type(self))
-            copied = memo[id(self)] = elements.requires_grad_(self.requires_grad)
+            copied = self.detach().clone().as_subclass(type(self))
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
         vars(copied).update(vars(self))
         return copied
 
@@ -179,42 +183,48 @@ class PartOfParameter(Part, torch.nn.Parameter):
 
 
 def label(function):
-    """What people call `function`: of an attribute its name, if it has one."""
-    attribute = function.__name__ in ACCESS
-    return getattr(function.__self__, "__name__", "") if attribute else function.__name__
+    """What people call `function`; where it reads or writes an attribute, the attribute's name, if
+    that has one.
+    """
+    if function.__name__ in ACCESS:
+        return getattr(function.__self__, "__name__", "")
+    return function.__name__
 
 
 @cache
 def is_pointwise(name):
     """Whether torch marks the function called `name` as working element by element.
 
-    `_foreach_mul_`, `mul_` and `__imul__` are forms of `mul`.
+    `_foreach_mul_`, `mul_`, `__mul__` and `__imul__` are forms of `mul`.
     """
     if name in NOT_POINTWISE:
         return False
     base = name.removeprefix("_foreach_").strip("_")
-    forms = [base, ALIASES.get(base)]
+    forms = [base]
     if name.startswith("__"):
-        forms += [base[1:], ALIASES.get(base[1:])]
-    packets = [getattr(torch.ops.aten, form, None) for form in forms if form]
-    return any(
-        torch.Tag.pointwise in getattr(packet, overload).tags
-        for packet in packets
-        if hasattr(packet, "overloads")
-        for overload in packet.overloads()
-    )
+        forms.append(base[1:])  # without the i or r of __imul__ and __rmul__
+    forms += [ALIASES[form] for form in forms if form in ALIASES]
+    for form in forms:
+        function = getattr(torch.ops.aten, form, None)
+        if hasattr(function, "overloads"):
+            overloads = [getattr(function, name) for name in function.overloads()]
+            if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+                return True
+    return False
 
 
-def marked_like_lists(result, lists):
-    """The tensors of `result`, of a function that goes through `lists`: parts where those are."""
-    lists = [each for each in lists if isinstance(each, list | tuple)]
+def marked_like_lists(result, args):
+    """The tensors of `result`, of a function that goes through the lists among `args` side by side:
+    each is a part if one of its operands is.
+    """
     if result is None:
         return None
-    several = []
-    for each, *members in zip(result, *lists, strict=True):
-        has_part = any(isinstance(member, Part) for member in members)
-        several.append(marked(each, Part) if has_part else each)
-    return several
+    lists = [each for each in args if isinstance(each, list | tuple)]
+    tensors = []
+    for tensor, *operands in zip(result, *lists, strict=True):
+        has_part = any(isinstance(operand, Part) for operand in operands)
+        tensors.append(marked(tensor, Part) if has_part else tensor)
+    return tensors
 
 
 def marked(result, kind):

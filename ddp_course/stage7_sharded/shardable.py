@@ -15,10 +15,9 @@ def check_model(module, group):
         raise ValueError(
             "a part of the model is sharded already, or split: wrap or split the whole model, once"
         )
-    if any(
-        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
-        for each in module.modules()
-    ):
-        raise ValueError("the model, or a part of it, is compiled already; wrap it first")
-    trainable(module)
+    for layer in module.modules():
+        # The first is what torch.compile(layer) returns, the second what layer.compile() sets.
+        if type(layer).__name__ == "OptimizedModule" or layer._compiled_call_impl:
+            raise ValueError("the model, or a part of it, is compiled already; wrap it first")
+    trainable(module)  # It raises if there is nothing to train.
     same_on_all_ranks(parameters, group)

@@ -19,6 +19,7 @@ from .schedules import one_forward_one_backward
 from .timetable import home_ranks, timetable
 from .transfers import Transfers
 
+# These would average gradients after every micro-batch.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
 
@@ -88,9 +89,9 @@ class Pipeline:
         with failing_together(self.group), recorded:
             self.run(inputs, targets)
         for parameter in self.module.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # No rank has the norm of all gradients: see `Part`.
                 parameter.grad = parameter.grad.as_subclass(Part)
-        return float(self.total) if self.last in self.stages else None
+        return float(self.batch_loss) if self.last in self.stages else None
 
     def run(self, inputs, targets):
         """Go through the instructions of this rank."""
@@ -98,8 +99,8 @@ class Pipeline:
         self.inputs = inputs.tensor_split(self.microbatches)
         self.targets = targets.tensor_split(self.microbatches)
         self.device = inputs.device
-        self.total = 0  # the loss
-        self.kept = {}  # {(micro-batch, stage): what its backward pass needs}
+        self.batch_loss = 0
+        self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
         forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
         self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
         for instruction in self.schedule[self.rank]:
@@ -114,11 +115,11 @@ class Pipeline:
         """
         microbatch = instruction.microbatch
         stage = instruction.stage
-        start = None
+        received = None
         inputs = self.inputs[microbatch]
         if stage > 0:
-            start = self.transfers.receive(instruction.needs).requires_grad_()
-            inputs = start.clone()  # layers may overwrite their inputs, but not a leaf of the graph
+            received = self.transfers.receive(instruction.needs).requires_grad_()
+            inputs = received.clone()  # Layers may overwrite their inputs, but no leaf of a graph.
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             targets = self.targets[microbatch]
@@ -128,85 +129,94 @@ class Pipeline:
                     f"the loss has the shape {tuple(outputs.shape)}; a pipeline needs one number,"
                     " the mean over the samples"
                 )
-            outputs = outputs * (len(targets) / self.samples)
-            self.total += outputs.detach()
+            outputs = outputs * (len(targets) / self.samples)  # The sum is the mean of the batch.
+            self.batch_loss += outputs.detach()
         else:
             self.transfers.announce(outputs, stage)
             self.transfers.send(instruction.gives, outputs.detach().contiguous())
-        self.kept[microbatch, stage] = start, outputs
+        self.kept[microbatch, stage] = received, outputs
 
-    def backward(self, instruction, compute=torch.Tensor.backward):
-        """Compute the gradients of the weights and of the input from that of the outputs."""
-        start, outputs = self.kept.pop((instruction.microbatch, instruction.stage))
-        gradient = self.transfers.receive(instruction.needs)
-        rest = []
-        if outputs.requires_grad:  # the first stages may be frozen
-            rest = compute(outputs, gradient)
-        if start is not None:
-            towards = torch.zeros_like(start) if start.grad is None else start.grad.contiguous()
-            self.transfers.send(instruction.gives, towards)
-        return rest
-
-    def backward_input(self, instruction):
-        """Compute the gradient of the input alone, and keep what `backward_weight` needs."""
+    def backward(self, instruction):
+        """Compute the gradients of the weights and of the input from that of the outputs. A
+        `BackwardInput` leaves the weights, and keeps what `backward_weight` needs.
+        """
         place = (instruction.microbatch, instruction.stage)
-        start, _ = self.kept[place]
-        self.kept[place] = self.backward(instruction, partial(backward_input, start))
+        received, outputs = self.kept.pop(place)
+        gradient = self.transfers.receive(instruction.needs)
+        if isinstance(instruction, BackwardInput):
+            self.kept[place] = backward_to(received, outputs, gradient)
+        elif outputs.requires_grad:
+            outputs.backward(gradient)
+        if received is not None:
+            towards = received.grad
+            if towards is None:  # The stage does not use its input.
+                towards = torch.zeros_like(received)
+            self.transfers.send(instruction.gives, towards.contiguous())
 
     def backward_weight(self, instruction):
         """Compute the gradients of the weights."""
-        for part in self.kept.pop((instruction.microbatch, instruction.stage)):
-            torch.autograd.backward(**part)
+        for arguments in self.kept.pop((instruction.microbatch, instruction.stage)):
+            torch.autograd.backward(**arguments)
 
     methods = {
         Forward: forward,
         Backward: backward,
-        BackwardInput: backward_input,
+        BackwardInput: backward,
         BackwardWeight: backward_weight,
     }
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; return it.
-        All ranks call it.
+        """Scale the gradients of all stages so that their norm is at most `max_norm`; return the
+        norm before. All ranks call this.
         """
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, self.group, self.device
         )
 
 
-def backward_input(start, outputs, gradient):
-    """The first part of a backward pass: from the gradient of `outputs` to that of `start`, and not
-    to the weights.
+def backward_to(received, outputs, gradient):
+    """The first part of a backward pass: from the gradient of `outputs` to that of what was
+    `received`, and not to the weights.
 
-    Returns the second part as arguments of `torch.autograd.backward`: from the gradients that came
-    to a function to the weights that it uses. Where a weight is used twice, the second part goes
-    through the whole graph again.
+    Returns the second part as a list of arguments of `torch.autograd.backward`: from the gradients
+    that came to a function to the weights that it uses. Where a weight is used twice, the second
+    part goes through the whole graph again.
     """
-    if start is None:  # no rank waits for a gradient of the first stage
+    if not outputs.requires_grad:  # The first stages may be frozen.
+        return []
+    if received is None:  # No rank waits for a gradient of the first stage.
         return [{"tensors": outputs, "grad_tensors": gradient}]
     incoming = {}  # {function: the gradients that came to it}
     functions, leaves = graph_behind([outputs.grad_fn])
+    # Each function of the graph notes the gradients that come to it.
     hooks = [
         function.register_prehook(partial(incoming.__setitem__, function)) for function in functions
     ]
-    torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[start])
+    torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[received])
     for hook in hooks:
         hook.remove()
-    beside = {function: graph_behind([function], incoming)[1] - {start} for function in incoming}
-    if sum(map(len, beside.values())) != len(leaves - {start}):
-        return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*leaves - {start}]}]
-    rest = []
-    for function, weights in beside.items():
-        edges = {
-            GradientEdge(function, n): each
-            for n, each in enumerate(incoming[function])
+    weights = leaves - {received}
+    weights_of = {}  # {function on the way to `received`: the weights that it uses}
+    for function in incoming:
+        _, leaves = graph_behind([function], stop=incoming)
+        weights_of[function] = leaves - {received}
+    if sum(map(len, weights_of.values())) != len(weights):  # Two functions use one weight.
+        return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*weights]}]
+    second_part = []
+    for function, own_weights in weights_of.items():
+        gradients_at = {
+            GradientEdge(function, number): each
+            for number, each in enumerate(incoming[function])
             if each is not None
         }
-        if weights and edges:
-            rest.append(
-                {"tensors": [*edges], "grad_tensors": [*edges.values()], "inputs": [*weights]}
-            )
-    return rest
+        if own_weights and gradients_at:
+            arguments = {
+                "tensors": [*gradients_at],
+                "grad_tensors": [*gradients_at.values()],
+                "inputs": [*own_weights],
+            }
+            second_part.append(arguments)
+    return second_part
 
 
 def average_part(part, group):

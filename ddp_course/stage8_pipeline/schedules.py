@@ -40,15 +40,17 @@ def interleaved(ranks, microbatches, chunks=2):
             f"{microbatches} micro-batches cannot go around {ranks} ranks; use a multiple of "
             f"{ranks}"
         )
-    groups = range(0, microbatches, ranks)
-    order = [
-        (first + m, chunk) for first in groups for chunk in range(chunks) for m in range(ranks)
-    ]
+    order = []  # (micro-batch, chunk)
+    for first in range(0, microbatches, ranks):
+        for chunk in range(chunks):
+            order += [(m, chunk) for m in range(first, first + ranks)]
     schedule = []
     for rank in range(ranks):
         forward = [(m, rank + ranks * chunk) for m, chunk in order]
         backward = [(m, rank + ranks * (chunks - 1 - chunk)) for m, chunk in order]
-        ahead = 2 * (ranks - 1 - rank) + ranks * (chunks - 1)
+        # As in Megatron-LM: the first group's passes through all chunks but the last, and two more
+        # for each rank behind this one.
+        ahead = ranks * (chunks - 1) + 2 * (ranks - 1 - rank)
         schedule.append(alternate(forward, backward, ahead))
     return schedule
 

@@ -1,14 +1,13 @@
 """A model as stages of about equal size."""
 
-from collections import Counter
 from itertools import pairwise
 
 import torch
 
 
 def layers_of(model):
-    """The model as a list of modules to run one after the other; ValueError if it is no Sequential
-    and has no layers().
+    """The modules of a Sequential, or what the model's layers() returns, to run one after the
+    other; ValueError if it is no Sequential and has no layers().
     """
     if isinstance(model, torch.nn.Sequential):
         return list(model)
@@ -32,7 +31,7 @@ def split(layers, stages):
     have parameters, or if two stages would share a parameter or a buffer.
     """
     sizes = [count_parameters(layer) for layer in layers]
-    best = {0: (0, [])}  # {number of layers: (sum of squared sizes, where each stage starts)}
+    best = {0: (0, [])}  # No layers in no stages: `with_one_stage_more` says what this holds.
     for _ in range(stages):
         best = with_one_stage_more(best, sizes)
     if len(layers) not in best:
@@ -44,10 +43,10 @@ def split(layers, stages):
     _, starts = best[len(layers)]
     cuts = [*starts, len(layers)]
     parts = [torch.nn.Sequential(*layers[start:end]) for start, end in pairwise(cuts)]
-    owners = Counter()
+    tensors = []
     for part in parts:
-        owners.update({*part.parameters(), *part.buffers()})
-    if any(count > 1 for count in owners.values()):
+        tensors += {*part.parameters(), *part.buffers()}
+    if len(set(tensors)) < len(tensors):
         raise ValueError(
             "two stages would share a parameter or a buffer; a pipeline cannot keep it the same "
             "on both"
@@ -56,10 +55,11 @@ def split(layers, stages):
 
 
 def with_one_stage_more(best, sizes):
-    """The best cuts with one stage more, from the best cuts of each first part of the layers.
+    """`best` has the best cut of the first 1, 2, … layers into a number of stages; return the same
+    for one stage more.
 
-    Both are {number of layers: (sum of squared sizes, where each stage starts)}; a stage without
-    parameters is left out.
+    Both are {number of layers: (sum of squared sizes, where each stage starts)}, without those
+    layers that cannot be cut into stages with parameters in all of them.
     """
     longer = {}
     for end in range(1, len(sizes) + 1):
@@ -69,5 +69,5 @@ def with_one_stage_more(best, sizes):
             if start < end and size > 0:
                 choices.append((squares + size**2, [*starts, start]))
         if choices:
-            longer[end] = min(choices)
+            longer[end] = min(choices)  # Of equal sums the one with the earliest starts.
     return longer

@@ -19,52 +19,57 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     """
     homes = home_ranks(schedule)
     durations = durations_of(forward, backward, len(homes))
-    message = as_list(message, len(homes))
+    message_times = as_list(message, len(homes))
     waiting = [deque(instructions) for instructions in schedule]
     rows = [[] for _ in schedule]
     free = [0.0 for _ in schedule]  # when each rank has done what it has begun
     arrivals = {None: 0.0}  # {activation or gradient: when the rank that needs it has it}
     links = defaultdict(float)  # {("out" or "in", rank): when this way is free again}
     while any(waiting):
-        ready = []  # (end, rank, start) of what can be done next; a message leaves at the end
+        # (end, rank, start) of what can be done next. The first end comes first, because its
+        # message leaves then, and holds up later ones on the same links.
+        ready = []
         for rank, queue in enumerate(waiting):
             if queue and needed(queue[0], homes) in arrivals:
-                start = max(free[rank], arrivals[needed(queue[0], homes)])
-                duration = durations[type(queue[0])][queue[0].stage]
+                instruction = queue[0]
+                start = max(free[rank], arrivals[needed(instruction, homes)])
+                duration = durations[type(instruction)][instruction.stage]
                 ready.append((start + duration, rank, start))
         if not ready:
-            heads = [f"rank {rank} at {queue[0]}" for rank, queue in enumerate(waiting) if queue]
-            words = ", ".join(heads)
+            places = [f"rank {rank} at {queue[0]}" for rank, queue in enumerate(waiting) if queue]
+            words = ", ".join(places)
             raise ValueError(f"the ranks of this schedule wait for each other in a circle: {words}")
         end, rank, start = min(ready)
         instruction = waiting[rank].popleft()
         rows[rank].append((instruction, start, end))
         free[rank] = end
         result = given(instruction, homes)
-        if result is not None and homes[result.user] == rank:
-            arrivals[result] = end
-        elif result is not None:
-            duration = message[result.cut]
-            peer = homes[result.user]
+        if result is None:
+            continue
+        arrivals[result] = end
+        receiver = homes[result.user]
+        if receiver != rank:
+            duration = message_times[result.cut]
             departure = max(end, links["out", rank])
             links["out", rank] = departure + duration
-            links["in", peer] = max(departure + latency, links["in", peer]) + duration
-            arrivals[result] = links["in", peer]
+            # The first byte comes after the latency, the last one a message's time later.
+            arrivals[result] = max(departure + latency, links["in", receiver]) + duration
+            links["in", receiver] = arrivals[result]
     return rows
 
 
 def as_list(times, count):
-    """One time for each of `count`, from one for all or from a list."""
+    """A list of `count` times: `times` itself if it is one, else this one time for all."""
     return [times] * count if isinstance(times, int | float) else times
 
 
 def durations_of(forward, backward, stages):
     """How long each kind of instruction takes at each stage: {class: list of times}."""
-    backward = as_list(backward, stages)
-    half = [times / 2 for times in backward]
+    whole = as_list(backward, stages)
+    half = [time / 2 for time in whole]
     return {
         Forward: as_list(forward, stages),
-        Backward: backward,
+        Backward: whole,
         BackwardInput: half,
         BackwardWeight: half,
     }
@@ -93,12 +98,13 @@ def home_ranks(schedule):
             homes[instruction.stage] = rank
     stages = range(max(homes) + 1)
     microbatches = {instruction.microbatch for instruction in schedule[0]}
-    done = {(m, stage, homes.get(stage)): [] for m in microbatches for stage in stages}
+    # {(micro-batch, stage, rank): what runs there}, of a stage that no rank has nothing
+    names_at = {(m, stage, homes.get(stage)): [] for m in microbatches for stage in stages}
     for rank, instructions in enumerate(schedule):
         for instruction in instructions:
             place = (instruction.microbatch, instruction.stage, rank)
-            done.setdefault(place, []).append(instruction.name)
-    for (microbatch, stage, _), names in done.items():
+            names_at.setdefault(place, []).append(instruction.name)
+    for (microbatch, stage, _), names in names_at.items():
         if names not in (WHOLE, IN_PARTS):
             words = " and ".join(names) or "nothing"
             raise ValueError(

@@ -9,15 +9,16 @@ from ..running import wire
 from .instructions import Result
 from .timetable import given
 
-CPU = torch.device("cpu")  # by which the forms travel: NCCL would need a communicator more for them
+CPU = torch.device("cpu")  # Forms travel over gloo: NCCL would need a communicator more for them.
 
 
 class Transfers:
     """What this rank sends and receives in one step, and what it keeps for its own stages.
 
     `schedule` has the instructions of all ranks, and `homes` maps each stage to its rank. `inputs`
-    are those of each micro-batch. `forms` maps each cut to dtype and shape of a sample there: it is
-    filled in the first step, and is given again in later steps with batches of this kind.
+    are those of each micro-batch. `forms` maps each cut to the form, (dtype, shape), of a sample
+    there: it is filled in the first step, and is given again in later steps with batches of this
+    kind.
     """
 
     def __init__(self, schedule, homes, group, inputs, forms):
@@ -25,11 +26,12 @@ class Transfers:
         self.group = group
         self.rank = dist.get_rank(group)
         self.inputs = inputs
-        self.device = inputs[0].device
+
         self.forms = forms
-        self.own = {}  # {result: tensor} between two stages of this rank
-        self.arriving = {}  # {result: transfer}
-        self.leaving = {}  # {result: transfer}
+        self.own_results = {}  # {result: tensor} between two stages of this rank
+        self.arriving = {}  # {result: its transfer, which has begun}
+        self.leaving = {}  # {result: its transfer}
+        # For each rank the results that it will still send here, without those in `arriving`.
         self.expected = [self.sent_here(instructions) for instructions in schedule]
         if wire.on_nccl(inputs[0], group):
             self.connect()
@@ -44,8 +46,8 @@ class Transfers:
         for rank, results in enumerate(self.expected):
             if results and rank != self.rank:
                 first, second = sorted([rank, self.rank])
-                self.group_for((first, second))
-                self.group_for((second, first))  # Gradients go back where activations come from.
+                self.channel(first, second)
+                self.channel(second, first)  # Gradients go back where activations come from.
 
     def sent_here(self, instructions):
         """The results of a rank's instructions that this rank needs, in the order of sending."""
@@ -54,9 +56,9 @@ class Transfers:
 
     def receive(self, result):
         """The tensor of `result`, from this rank or another; None if no stage computes it."""
-        rank = self.homes.get(result.source)
-        if rank is None or rank == self.rank:
-            return self.own.pop(result, None)
+        rank = self.homes.get(result.source, self.rank)
+        if rank == self.rank:
+            return self.own_results.pop(result, None)
         while result not in self.arriving:
             self.post_receive(rank)
         transfer = self.arriving.pop(result)
@@ -65,7 +67,7 @@ class Transfers:
             transfer.wait()
         sent = self.leaving.pop(Result(result.microbatch, result.user, result.source), None)
         if sent is not None:
-            sent.wait()  # its gradient has arrived, so the activation has, too
+            sent.wait()  # Its gradient has arrived, so the activation has, too.
         return transfer.tensor
 
     def post_next(self, rank):
@@ -76,21 +78,22 @@ class Transfers:
     def post_receive(self, rank):
         """Begin to receive the next message from `rank`; before the first over a cut, its form."""
         result = self.expected[rank].popleft()
+        peer, group = self.channel(rank, self.rank)
         if result.cut not in self.forms:
-            form = [None]
-            dist.recv_object_list(form, *self.channel(rank, rank, self.rank), device=CPU)
-            self.forms[result.cut] = form[0]
+            received = [None]
+            dist.recv_object_list(received, peer, group, device=CPU)
+            self.forms[result.cut] = received[0]
         dtype, shape = self.forms[result.cut]
         samples = len(self.inputs[result.microbatch])
-        room = torch.empty(samples, *shape, dtype=dtype, device=self.device)
-        self.arriving[result] = wire.irecv(room, *self.channel(rank, rank, self.rank))
+        room = torch.empty(samples, *shape, dtype=dtype, device=self.inputs[0].device)
+        self.arriving[result] = wire.irecv(room, peer, group)
 
     def announce(self, outputs, stage):
         """Before the first activations over a cut, tell the next rank their dtype and shape.
 
         Raises ValueError for outputs that cannot be passed on.
         """
-        form = (type(outputs).__name__,)
+        form = (type(outputs).__name__,)  # This is for the error alone.
         sendable = False
         if isinstance(outputs, torch.Tensor):
             form = (outputs.dtype, outputs.shape[1:])
@@ -101,37 +104,36 @@ class Transfers:
                 "floating-point numbers can be passed on, of the same dtype and shape for each "
                 "micro-batch: cut the model elsewhere"
             )
-        peer = self.homes[stage + 1]
-        if stage not in self.forms and peer != self.rank:
-            dist.send_object_list([form], *self.channel(peer, self.rank, peer), device=CPU)
+        rank = self.homes[stage + 1]
+        if stage not in self.forms and rank != self.rank:
+            peer, group = self.channel(self.rank, rank)
+            dist.send_object_list([form], peer, group, device=CPU)
         self.forms[stage] = form
 
     def send(self, result, tensor):
         """Give `result` to the instruction that needs it, on this rank or another."""
         rank = self.homes[result.user]
         if rank == self.rank:
-            self.own[result] = tensor
+            self.own_results[result] = tensor
         else:
-            self.leaving[result] = wire.isend(tensor, *self.channel(rank, self.rank, rank))
+            self.leaving[result] = wire.isend(tensor, *self.channel(self.rank, rank))
 
     def finish(self):
         """Wait until all that was sent has left."""
         for transfer in self.leaving.values():
             transfer.wait()
 
-    def channel(self, peer, *ends):
-        """The global rank of `peer`, and the group for messages between the two ranks `ends`."""
-        return wire.global_rank(peer, self.group), self.group_for(ends)
-
-    def group_for(self, ends):
-        """The group for messages between the two ranks `ends`, from the first to the second.
+    def channel(self, sender, receiver):
+        """The other rank's global number, and the group for messages from `sender` to `receiver`,
+        of which one is this rank.
 
         NCCL works through a group's messages one after the other, so a message that is waited for
         would hold up all others. So with NCCL two ranks have a group of their own for each
         direction.
         """
-        if wire.on_nccl(self.inputs[0], self.group):
-            pair = wire.group_of(self.group, ends)
-            wire.warm_up(self.inputs[0], pair)
-            return pair
-        return self.group
+        other = wire.global_rank(receiver if sender == self.rank else sender, self.group)
+        if not wire.on_nccl(self.inputs[0], self.group):
+            return other, self.group
+        pair = wire.group_of(self.group, (sender, receiver))
+        wire.warm_up(self.inputs[0], pair)
+        return other, pair

@@ -86,7 +86,7 @@ import inspect
 import torch.distributed as dist
 
 from ddp_course.collectives import hierarchical
-from ddp_course.collectives.hierarchical import copied_back, default_group, flattened, group_of, os, wire
+from ddp_course.collectives.hierarchical import copy_back, default_group, flat_memory, group_of, os, wire
 
 exec(inspect.getsource(hierarchical.hierarchical_all_reduce))
 

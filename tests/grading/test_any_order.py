@@ -10,7 +10,7 @@ import pytest
 from answers import edited, hand_in, of_kind, submission_of
 
 from ddp_course.checking import check, evidence
-from ddp_course.checking.any_order import confirmed
+from ddp_course.checking.any_order import confirm
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.diagnosis import nothing
 from ddp_course.checking.evidence import STILL_RUNNING, TOO_LATE, gather
@@ -29,7 +29,7 @@ def said_of(number, source):
     """What is said of an answer that was right at first, part by part."""
     task = find(number)
     attempt = Attempt(number, task.inputs(1), cells_with(number, source))
-    return confirmed(nothing(task, ""), attempt).parts
+    return confirm(nothing(task, ""), attempt).parts
 
 
 def test_all_tasks_in_which_a_learner_sends_ask_for_every_order():
@@ -273,7 +273,7 @@ def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, own, edit,
     attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
     failure = gather([attempt])[0].failure
     assert failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
-    message = confirmed(nothing(find(number), failure), attempt).message
+    message = confirm(nothing(find(number), failure), attempt).message
     assert "it never comes to its end: " in message
     assert "nobody waits for what was begun" in message or "and not waited for" in message
     assert "of your cell: wire.isend" in message

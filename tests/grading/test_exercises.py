@@ -17,7 +17,7 @@ from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 from ddp_course.checking import CORRECT, check, evidence
 from ddp_course.checking.attempt import COLLECTIVES, Attempt, Evidence, refusing
 from ddp_course.checking.diagnosis import Value, relation, same, verdict
-from ddp_course.checking.evidence import explain, gather, solved
+from ddp_course.checking.evidence import explain, gather, solution_attempt
 from ddp_course.checking.tasks import cells_with, find, known_wrong, of_exercise, solution
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.running import wire
@@ -118,7 +118,7 @@ def test_on_a_slow_machine_an_answer_may_wait_as_the_solution_does(monkeypatch):
     task = find("4.1")
     inputs = task.inputs(1)
     slow = Attempt("4.1", inputs, cells_with("4.1", f"{THREE_SECONDS}{solution('4.1')}"))
-    right, slowly = gather([solved(task, inputs), slow])
+    right, slowly = gather([solution_attempt(task, inputs), slow])
     assert not verdict(task, slowly, right, list).message
 
 

@@ -312,11 +312,11 @@ def test_a_task_is_told_as_soon_as_it_is_judged(tmp_path, monkeypatch):
     (item,) = walk(path, (path.name,))
     events = []
 
-    def confirmed(verdict, attempt, limits, seconds):
+    def confirm(verdict, attempt, limits, seconds):
         events.append(f"tried again: {attempt.number}")
         return verdict
 
-    monkeypatch.setattr(grader, "confirmed", confirmed)
+    monkeypatch.setattr(grader, "confirm", confirm)
     submission = read_submission(item, Owner("you", path.name))
     result = grader.grade_one(
         submission, EXERCISES, grader.Judge(3), 120.0, lambda task: events.append(task.id)

@@ -29,10 +29,10 @@ class WithPrivateNames(DistributedDataParallel):
             )
         super().__init__(module, *settings, **named)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in self.bucket_cap_mb_list or []]
-        if self.low and self.low.compute:
+        if self.low_precision and self.low_precision.compute:
             for parameter in self._get_data_parallel_params(module):
                 parameter._fp_param = parameter.data
-                parameter._mp_param = parameter.detach()[:0].to(self.low.compute)
+                parameter._mp_param = parameter.detach()[:0].to(self.low_precision.compute)
 
     def _set_static_graph(self):
         if self.started:
@@ -69,7 +69,7 @@ class WithPrivateNames(DistributedDataParallel):
         self.clones_outputs = val
 
     def _remove_autograd_hooks(self):
-        self.reducer.silence()
+        self.reducer.gradient_ready = lambda index: None
 
     def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
         broadcast_tensors(bufs, authoritative_rank, self.process_group)
