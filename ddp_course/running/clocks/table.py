@@ -196,17 +196,17 @@ class Table:
         """Wake the thread that waits in `sleep_until_woken`."""
         place.woken = 1
         if libc is not None:
-            at_most = 1  # thread
-            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAKE, at_most, None, None, 0)
+            # At most one thread waits there.
+            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAKE, 1, None, None, 0)
 
     def sleep_until_woken(self, place: Place) -> None:
         """Sleep, without the lock, until `wake` was called for this thread, or for a moment."""
         if libc is None:
             real_sleep(POLL_S)  # macOS has no wait of this kind between processes
         else:
-            not_woken = 0  # The kernel lets the thread sleep only if it finds this in `woken`.
             timeout = (ctypes.c_long * 2)(0, LOOK_AGAIN_NS)  # seconds and nanoseconds
-            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAIT, not_woken, timeout, None, 0)
+            # The kernel lets the thread sleep only if it finds 0 in `woken`.
+            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAIT, 0, timeout, None, 0)
 
 
 def where(items: list, mask: Any) -> list:

@@ -124,8 +124,7 @@ class Lock:
     def __exit__(self, *exception):
         self.release()
 
-    def _is_owned(self):
-        return self.real.locked()  # a condition would try to take the lock, which is a question
+    _is_owned = locked  # else a condition would try to take the lock, which is a question
 
     def _at_fork_reinit(self):
         self.__init__()
