@@ -161,32 +161,30 @@ def tree_steps(size: int) -> int:
 
 class Form(NamedTuple):
     """How long a collective takes: it is called `name`, gloo's `method` moves the data, and each of
-    its `steps`, which follow from the number of members, carries the argument number `sent`, or
-    only a K-th of it if it is `shared`.
+    its `steps`, which follow from the number of members, carries as many bytes as the argument
+    number `sized_by` has, or a K-th of them if that is `shared`.
     """
 
     name: str
     method: str
     steps: Callable[[int], int]
-    sent: int
+    sized_by: int = 0
     shared: bool = False
 
 
 FORMS = {  # These are by torch's name of the method that begins it.
-    "allreduce": Form("all_reduce", "allreduce", ring_steps, sent=0, shared=True),
-    "allreduce_coalesced": Form(
-        "all_reduce", "allreduce_coalesced", ring_steps, sent=0, shared=True
-    ),
-    "broadcast": Form("broadcast", "broadcast", tree_steps, sent=0),
-    "reduce": Form("reduce", "reduce", tree_steps, sent=0),
-    "allgather": Form("all_gather", "allgather", direct_steps, sent=1),
-    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", direct_steps, sent=0),
-    "gather": Form("gather", "gather", direct_steps, sent=1),
-    "scatter": Form("scatter", "scatter", direct_steps, sent=0),
-    "alltoall": Form("all_to_all", "alltoall", direct_steps, sent=1, shared=True),
-    "_allgather_base": Form("all_gather", "_allgather_base", direct_steps, sent=1),
-    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", direct_steps, sent=0),
-    "alltoall_base": Form("all_to_all", "alltoall_base", direct_steps, sent=1, shared=True),
+    "allreduce": Form("all_reduce", "allreduce", ring_steps, shared=True),
+    "allreduce_coalesced": Form("all_reduce", "allreduce_coalesced", ring_steps, shared=True),
+    "broadcast": Form("broadcast", "broadcast", tree_steps),
+    "reduce": Form("reduce", "reduce", tree_steps),
+    "allgather": Form("all_gather", "allgather", direct_steps, sized_by=1),
+    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", direct_steps),
+    "gather": Form("gather", "gather", direct_steps, sized_by=1),
+    "scatter": Form("scatter", "scatter", direct_steps),
+    "alltoall": Form("all_to_all", "alltoall", direct_steps, sized_by=1, shared=True),
+    "_allgather_base": Form("all_gather", "_allgather_base", direct_steps, sized_by=1),
+    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", direct_steps),
+    "alltoall_base": Form("all_to_all", "alltoall_base", direct_steps, sized_by=1, shared=True),
 }
 # Newer versions of torch call three of them so.
 FORMS["all_gather_single"] = FORMS["_allgather_base"]
@@ -297,7 +295,7 @@ def add_collective(torch_name: str, form: Form) -> None:
 
     def collective(self: Group, *arguments: Any) -> Work:
         work = getattr(self.inner, form.method)(*arguments)
-        nbytes: float = nbytes_of(arguments[form.sent])
+        nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()
         return self.timed(form.name, work, nbytes, form.steps(self.size()))

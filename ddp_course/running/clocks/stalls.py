@@ -35,7 +35,7 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     # Of a rank with several threads the main one says what it waits for.
     if not table.lines[table.rank] or clock.slot == table.own_threads()[0]:
         table.lines[table.rank] = own_line.encode()
-    waiting_ranks = sorted(set((table.waiting() // table.threads_per_rank).tolist()))
+    waiting_ranks = table.waiting() // table.threads_per_rank
     end = real_clock() + GATHER_S
     while not all(table.lines[waiting_ranks]) and real_clock() < end:
         real_sleep(POLL_S)

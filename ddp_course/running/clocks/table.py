@@ -130,8 +130,8 @@ class Table:
         os.set_inheritable(self.file.fileno(), True)
         self.lay_out()
         self.lock = Lock(self.file)
-        self.rank = 0
-        self.idents: dict[int, int] = {}  # the threads of this process, by their places
+        self.rank = 0  # until `clocks.enter` says which one this process is
+        self.idents: dict[int, int] = {}  # Python's numbers of this process's threads, by slot
         # This process has read these entries; the table learns that in `arbiter.find`.
         self.dropped: list[Entry] = []
         if descriptor is None:

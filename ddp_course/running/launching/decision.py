@@ -166,8 +166,8 @@ def decide_failure(
     # After a broken connection, or without a process, ranks are not fit for another call.
     all_raised = all(isinstance(event, Raised) for event in failed.values())
     all_alive = all_raised and not all_gone and not consequences
-    by_time = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
-    return Failures(by_time, all_alive and len(failed) == phase.world_size)
+    causes_first = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
+    return Failures(causes_first, all_alive and len(failed) == phase.world_size)
 
 
 def pids_of(events: Sequence[Event]) -> dict[int, int]:

@@ -126,8 +126,8 @@ class Ranks:
         )
 
     def hear_agent(self, message: Any) -> None:
-        """Note what the agent says, or the server about its end; after that nobody of the launch is
-        left.
+        """Note what the agent says, or the server about the agent. When the socket ends, no process
+        of the launch is left.
         """
         match message:
             case AgentStarted(pid):
@@ -139,7 +139,7 @@ class Ranks:
             case RankExited(rank, code):
                 words = stacks.as_traceback(text_in(self.stacks[rank])) or text_in(self.log)
                 self.heard.append(Ended(rank, code, words, time.monotonic()))
-            case _:  # None, or what cannot be read
+            case _:  # None for the end, or an error for what cannot be read
                 self.cut_off = not self.told_to_end
                 self.gone = True
                 self.heard.append(Gone())
@@ -168,7 +168,7 @@ class Ranks:
         """Read for at most `seconds`, until `enough()`; what arrives decides nothing any more."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
-            self.inbox.read(max(0.0, deadline - time.monotonic()))
+            self.inbox.read(deadline - time.monotonic())
 
     def order(self, order: Call | Leave) -> None:
         """Tell all ranks that there is another call, or that they may leave."""

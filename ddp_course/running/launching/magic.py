@@ -17,14 +17,7 @@ from ...errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage
-from .launch import (
-    DEFAULT_RANKS,
-    EXPECTED,
-    LONGEST_TIMEOUT,
-    check_request,
-    pack_call,
-    plain,
-)
+from .launch import DEFAULT_RANKS, EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain
 from .protocol import Call, Setting, Started
 from .setting import describe_launch
 from .watch import Launch
@@ -72,7 +65,7 @@ class KeptRanks(RankByRank):
         self.shared_call = open_memory("call")  # the ranks have this file open for all calls
         self.last_use = time.monotonic()
 
-    def call(self, call: IO[bytes], timeout: float) -> list:
+    def call(self, packed_call: IO[bytes], timeout: float) -> list:
         """Run a packed call on all ranks, which the first call starts; results and errors are those
         of `launch`. Raises LaunchError if the ranks have ended while no cell wanted them.
         """
@@ -84,7 +77,7 @@ class KeptRanks(RankByRank):
         self.ending = None
         self.shared_call.seek(0)
         self.shared_call.truncate()
-        self.shared_call.write(call.read())
+        self.shared_call.write(packed_call.read())
         self.shared_call.flush()
         try:
             if is_first:

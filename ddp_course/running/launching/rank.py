@@ -45,8 +45,8 @@ NCCL_LOST = (
 )
 NO_MORE_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unreachable")
-UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does not find
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
+UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does not find
 
 
 @dataclass
@@ -79,9 +79,9 @@ class Rank:
         faulthandler.enable(file=self.files.stacks, all_threads=False)
         feeds_bar = self.setting.progress and self.number == 0
         self.steps = Steps(self.files.report if feeds_bar else None)
-        self.answer(self.first_call)
+        self.answer(self.join_and_call)
         while isinstance(self.next_order(), Call):
-            self.answer(self.call)
+            self.answer(self.call_function)
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
@@ -93,17 +93,17 @@ class Rank:
                 return orders.recv()
         return None
 
-    def first_call(self) -> tuple[Any, float | None]:
+    def join_and_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
         of the function.
         """
         self.join_group()
         flight_recorder.attach(self.launch_files.recorder, self.number, self.setting.world_size)
         redirect_output(self.files.out, self.files.err)
-        return self.call()
+        return self.call_function()
 
-    def call(self) -> tuple[Any, float | None]:
-        """Call the function that the caller has packed; return its result, and
+    def call_function(self) -> tuple[Any, float | None]:
+        """Call the function that the caller has packed. Return its result, and the answer of
         `Steps.unconnected_model`.
         """
         with mmap.mmap(self.launch_files.call, 0, access=mmap.ACCESS_READ) as packed:
@@ -148,7 +148,7 @@ class Rank:
         """
         choose_device(self.setting, self.number)
         world_size = self.setting.world_size
-        place = {
+        variables = {
             "RANK": self.number,
             "WORLD_SIZE": world_size,
             "LOCAL_RANK": self.number,
@@ -156,8 +156,8 @@ class Rank:
             "MASTER_ADDR": self.meeting.address,
             "MASTER_PORT": self.meeting.port,
         }
-        os.environ.update({name: str(value) for name, value in place.items()})
-        # the launch's own timeout comes first
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        # The launch's own timeout comes first: its error says where each rank is.
         patience = timedelta(seconds=self.setting.timeout + 60)
         dist.init_process_group(
             self.setting.backend,

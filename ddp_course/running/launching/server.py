@@ -63,7 +63,7 @@ IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
 
 def serve(control: socket.socket, forks: bool) -> None:
     """Fork an agent for each request until the caller is gone or idle. Where agents fork their
-    ranks (`forks`), import for them what each would import otherwise.
+    ranks (`forks`), import for these, after the first launch, what each would import otherwise.
     """
     modules_to_load = LATER_MODULES if forks else []
     times_read: dict = {}
@@ -199,15 +199,13 @@ def end_what_is_left(agent: int, launches: dict) -> None:
         os.killpg(agent, signal.SIGKILL)
     # Only Linux has this file, and adopts orphans.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    killed = True
-    while killed:  # their children are adopted next
-        killed = False
-        for word in linux.read(children).split():
-            pid = int(word)
-            if pid not in launches:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                killed = True
+    while True:
+        strays = set(map(int, linux.read(children).split())) - launches.keys()
+        if not strays:
+            return
+        for pid in strays:  # this process adopts their children, which are killed in the next round
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
