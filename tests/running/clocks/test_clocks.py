@@ -121,7 +121,8 @@ def in_two_groups():
 
 
 def test_of_two_collectives_at_one_moment_that_of_the_group_made_first_is_first():
-    first, second = 14 * MS, 20 * MS
+    first = 14 * MS
+    second = 20 * MS
     assert launch(in_two_groups, world_size=3, link=LINK) == [[second], [first, second], [first]]
 
 
