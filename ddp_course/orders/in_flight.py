@@ -196,7 +196,7 @@ def watching(watch: Watch) -> Iterator[None]:
         (torch.Tensor, "tolist", watch.read),
         (torch.Tensor, "numpy", watch.read),
         (time, "sleep", lambda run, seconds: run(1e-5)),
-        (group.Work, "settle", watch.settle),
+        (group.Work, "wait_by_clock", watch.settle),
         (group.Work, "is_completed", asks),
         (group.Group, "recv_anysource", partial(watch.question, "it receives from any rank")),
         *[(group.Group, name, watch.post) for name in OPERATIONS],
