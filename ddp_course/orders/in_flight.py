@@ -205,7 +205,7 @@ def watching(watch: Watch) -> Iterator[None]:
         (torch.Tensor, "tolist", watch.read),
         (torch.Tensor, "numpy", watch.read),
         (time, "sleep", lambda run, seconds: run(1e-5)),
-        (clocks_group.Work, "settle", watch.settle),
+        (clocks_group.Work, "wait_by_clock", watch.settle),
         (clocks_group.Work, "is_completed", asks),
         (clocks_group.Group, "recv_anysource", receives),
     ]

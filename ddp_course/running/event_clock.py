@@ -22,7 +22,8 @@ class EventClock:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.beginnings: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        # For each GPU an event, and the time of `time.perf_counter` at which it was.
+        self.first_events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
         self.now()
 
     def now(self, device: torch.device | None = None) -> Any:
@@ -32,14 +33,14 @@ class EventClock:
         if self.device.type == "cpu":
             return perf_counter()
         device = device or self.device
-        if device not in self.beginnings:
+        if device not in self.first_events:
             torch.cuda.synchronize(device)  # the first event must mark this very moment
-            self.beginnings[device] = event(device), perf_counter()
+            self.first_events[device] = event(device), perf_counter()
         return device, event(device)
 
     def finish(self) -> None:
         """Wait until all marked work is over."""
-        for device in self.beginnings:
+        for device in self.first_events:
             torch.cuda.synchronize(device)
 
     def seconds(self, mark: Any) -> float:
@@ -48,13 +49,13 @@ class EventClock:
         """
         if isinstance(mark, float):  # the processor or gloo did the work
             return mark
-        device, end = mark
-        beginning, seconds = self.beginnings[device]
-        return seconds + beginning.elapsed_time(end) / 1000
+        device, marked_event = mark
+        first_event, seconds = self.first_events[device]
+        return seconds + first_event.elapsed_time(marked_event) / 1000  # it is in milliseconds
 
 
 def event(device: torch.device) -> torch.cuda.Event:
     """Return a new event, recorded on the current stream of `device`."""
-    recorded = torch.cuda.Event(enable_timing=True)
-    recorded.record(torch.cuda.current_stream(device))
-    return recorded
+    new_event = torch.cuda.Event(enable_timing=True)
+    new_event.record(torch.cuda.current_stream(device))
+    return new_event

@@ -11,19 +11,23 @@ from filelock import FileLock
 from .files import write_whole
 
 RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
-PROGRESS = ".ddp-course-progress.json"
+PROGRESS = ".ddp-course-progress.json"  # What is kept is in this one.
 
 
 def find_copy() -> Path | None:
-    """The copy in which this process runs, or that lies in `work` below it; None without one."""
+    """The copy in whose folders this process runs, or else the one in `work` below; None without
+    one.
+    """
     folder = Path.cwd()
-    places = (folder, *folder.parents, folder / "work")
-    return next((place for place in places if (place / RECORD).is_file()), None)
+    for place in (folder, *folder.parents, folder / "work"):
+        if (place / RECORD).is_file():
+            return place
+    return None
 
 
 def progress_in(copy: Path) -> dict[str, Any]:
-    """{"tasks": {task: solved}, "guesses": {question: right}, "visited": seconds since 1970}, as
-    far as something is known.
+    """What is kept in a copy, as {"tasks": {task: solved}, "guesses": {question: right}, "visited":
+    seconds since 1970}; keys of which nothing is known are missing.
     """
     try:
         return json.loads((copy / PROGRESS).read_text(encoding="utf-8"))
@@ -32,8 +36,8 @@ def progress_in(copy: Path) -> dict[str, Any]:
 
 
 def keep(kind: str, name: str, value: bool) -> None:
-    """Keep the result of a task or a guess; nothing is kept outside a copy, and no full disk or
-    folder without rights may cost a check.
+    """Keep the result of a task (`kind` is "tasks") or of a guess ("guesses"), if this process runs
+    in a copy. A full disk, or a folder that cannot be written, must not cost a check.
     """
     copy = find_copy()
     if copy is None:

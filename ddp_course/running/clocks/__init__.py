@@ -30,8 +30,8 @@ __all__ = [
 
 
 def enter(table: Table, rank: int) -> None:
-    """Give this process, which is `rank`, clocks, and have torch make groups with clocks where it
-    would use gloo.
+    """Give the threads of this process, which is `rank`, clocks, and have torch make groups with
+    clocks where it would use gloo.
     """
     from .. import torch_inside
     from . import group, stalls, threads
@@ -48,8 +48,9 @@ def enter(table: Table, rank: int) -> None:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """While the caller's function runs, the main thread has a clock; a rank that failed causes no
-    deadlock. A child that the function has forked has no clock, and nothing of it counts here.
+    """Within this block the caller's function runs; after it the main thread has no clock. If the
+    function has failed, other ranks that wait for this one are in no deadlock. In real time, and in
+    a child that the function has forked, this does nothing.
     """
     try:
         yield

@@ -9,68 +9,72 @@ from ctypes import byref, memset, sizeof
 from operator import attrgetter
 
 from .table import (
-    AWAITS,
     BLOCKED,
     BOOKED,
-    FLOOR,
+    COLLECTIVE,
     FOREVER,
-    KEY,
-    MOMENT,
+    MESSAGE,
+    NEW_GROUP,
     READY,
     RUNNING,
-    STAGE,
-    STATE,
-    TIMER,
     Entry,
     Place,
     Table,
+    least,
     where,
 )
 
-# The kinds of an entry; those of one moment are booked in this order.
-MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
-ORDER = ("kind", "first", "second", "group", "tag", "count")  # what an entry is sorted by
+# Entries that are ready at one moment are booked in this order.
+ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
 
 
 def settle(table: Table) -> None:
-    """Book all that no thread can come before any more; find out whether nothing can go on."""
+    """Do all that is due, up to the first moment at which a thread may still do something; find out
+    whether nothing can go on.
+    """
     head = table.head
-    floors = table.threads[FLOOR]  # `argmin` and one index take a third of the time of `min`
-    timers = table.threads[TIMER]
     while True:
-        ready = FOREVER
-        if head.pending:
-            rows = (table.rows[STAGE] == READY).nonzero()[0]
-            moments = table.rows[MOMENT, rows]
-            ready = int(moments.min(initial=FOREVER))
-        timer = table.places[int(timers.argmin())].timer
-        moment = min(ready, timer)
-        floor = table.places[int(floors.argmin())].floor
-        if floor <= moment < FOREVER:
-            head.threshold = moment
-            return
+        booking = first_ready(table)
+        turn = least(table.threads["timer"])
+        moment = min(booking, turn)
         if moment == FOREVER:
             break
+        if least(table.threads["floor"]) <= moment:
+            head.threshold = moment
+            return
         head.latest = moment
-        if ready == moment:
-            due = [table.entries[row] for row in rows[moments == moment].tolist()]
-            for entry in sorted(due, key=attrgetter(*ORDER)):
+        if booking == moment:
+            for entry in ready_at(table, moment):
                 book(table, entry)
         else:
-            release(table, first_due(table, moment), moment)
+            release(table, first_in_turn(table, moment), moment)
     head.threshold = FOREVER
-    states = table.threads[STATE]
+    states = table.threads["state"]
     if len(table.waiting()) and not (states == RUNNING).any() and not head.failed:
         head.deadlock = 1
         for place in where(table.places, states == BLOCKED):
             table.wake(place)
 
 
-def first_due(table: Table, moment: int) -> Place:
+def first_ready(table: Table) -> int:
+    """Return the first moment at which an entry is to be booked; FOREVER if none is."""
+    if not table.head.pending:  # mostly so: then there is no need to look at all entries
+        return FOREVER
+    ready = table.rows["stage"] == READY
+    return int(table.rows["moment"][ready].min(initial=FOREVER))
+
+
+def ready_at(table: Table, moment: int) -> list[Entry]:
+    """Return the entries that are to be booked at this moment, in their order."""
+    ready = table.rows["stage"] == READY
+    return sorted(where(table.entries, ready & (table.rows["moment"] == moment)), key=ORDER)
+
+
+def first_in_turn(table: Table, moment: int) -> Place:
     """Return the place of the thread that goes on at `moment`: the first by rank, then by number.
     A place is given to a new thread when its thread has ended, so places are in no order.
     """
-    due = (table.threads[TIMER] == moment).nonzero()[0].tolist()
+    due = (table.threads["timer"] == moment).nonzero()[0].tolist()
 
     def rank_and_number(slot: int) -> tuple[int, int]:
         return slot // table.threads_per_rank, table.places[slot].number
@@ -96,7 +100,7 @@ def needs_order(table: Table, entry: Entry) -> bool:
     if entry.kind == MESSAGE:
         same_host = table.hosts[entry.first] == table.hosts[entry.second]
         return bool(table.byte or table.latency) and not same_host
-    return entry.size > 0 and len(hosts_of(table, entry)) > 1
+    return entry.duration > 0 and len(hosts_of(table, entry)) > 1
 
 
 def hosts_of(table: Table, entry: Entry) -> set[int]:
@@ -107,47 +111,47 @@ def hosts_of(table: Table, entry: Entry) -> set[int]:
 
 def book(table: Table, entry: Entry) -> None:
     """Decide when a message or a collective ends, and let who waits for it go on."""
+    entry.departs = entry.arrives = entry.moment
     if entry.kind == MESSAGE:
         book_message(table, entry)
+    elif entry.kind == COLLECTIVE:
+        book_collective(table, entry)
     else:
-        entry.departs = entry.arrives = end_of_collective(table, entry)
+        entry.group = table.head.groups  # the number of the new group
+        table.head.groups += 1
     entry.stage = BOOKED
     table.head.pending -= 1
-    for place in where(table.places, table.threads[AWAITS] == entry.key):
+    for place in where(table.places, table.threads["awaits"] == entry.key):
         release(table, place, entry.departs if place.sends else entry.arrives)
+    free_if_read(entry)
 
 
 def book_message(table: Table, entry: Entry) -> None:
     """Book a message on the way out of its sender's host and on the way in of its receiver's."""
-    entry.departs = entry.arrives = entry.moment
     if not needs_order(table, entry):
         return
     source = table.ways[table.hosts[entry.first]]
     target = table.ways[table.hosts[entry.second]]
-    duration = table.bytes_take(entry.size)
+    duration = table.bytes_take(entry.nbytes)
     start = max(entry.moment, source.out)
     entry.departs = source.out = start + duration
     entry.arrives = target.into = max(start + table.latency, target.into) + duration
 
 
-def end_of_collective(table: Table, entry: Entry) -> int:
-    """Book a collective on all links of its members' hosts; a new group gets its number instead."""
-    if entry.kind == NEW_GROUP:
-        entry.group = table.head.groups
-        table.head.groups += 1
-        return entry.moment
+def book_collective(table: Table, entry: Entry) -> None:
+    """Book a collective on all ways of its members' hosts. Without bytes it uses no way, on one
+    host it takes no time.
+    """
     hosts = hosts_of(table, entry)
     if len(hosts) == 1:
-        return entry.moment
-    end = entry.moment + entry.size
-    if entry.tag == 0:  # this collective has no bytes
-        return end
-    ways = [table.ways[host] for host in hosts]
+        return
+    ways = [table.ways[host] for host in hosts] if entry.has_bytes else []
+    start = entry.moment
     for way in ways:
-        end = max(end, max(way.out, way.into) + entry.size)
+        start = max(start, way.out, way.into)
+    entry.arrives = start + entry.duration
     for way in ways:
-        way.out = way.into = end
-    return end
+        way.out = way.into = entry.arrives
 
 
 def release(table: Table, place: Place, moment: int) -> None:
@@ -162,17 +166,16 @@ def release(table: Table, place: Place, moment: int) -> None:
     table.wake(place)
 
 
-def tell_receiver_of_any(table: Table, receiver: int, moment: int) -> None:
-    """A send was posted to `receiver`: if it waits for any rank, it has a turn at that moment."""
-    # `anyone` has the slot of the thread that waits for any rank, plus 1; 0 means that none does.
-    waiting = table.anyone[receiver]
-    if not waiting or table.places[waiting - 1].state != BLOCKED:
-        return
-    place = table.places[waiting - 1]
-    turn = max(moment, place.clock)
-    place.timer = min(place.timer, turn)
-    table.head.threshold = min(table.head.threshold, turn)
-    settle(table)
+def tell_receivers_of_any(table: Table, receiver: int, moment: int) -> None:
+    """A send was posted to rank `receiver`: its threads that wait for any rank have a turn then."""
+    first = receiver * table.threads_per_rank
+    own = slice(first, first + table.threads_per_rank)
+    waiting = where(table.places[own], table.threads["from_any"][own])
+    for place in waiting:
+        if place.state == BLOCKED:
+            place.timer = min(place.timer, max(moment, place.clock))
+    if waiting:
+        settle(table)
 
 
 def find(table: Table, key: int) -> Entry:
@@ -180,10 +183,11 @@ def find(table: Table, key: int) -> Entry:
     RuntimeError if the table is full.
     """
     for entry in table.dropped:
-        forget_reader(entry)
+        entry.readers -= 1
+        free_if_read(entry)
     table.dropped.clear()
-    keys = table.rows[KEY]
-    # An entry is at this place, unless another one was there when it came.
+    keys = table.rows["key"]
+    # An entry is in this row, unless another one was there when it came.
     entry = table.entries[key % len(keys)]
     if entry.key == key:
         return entry
@@ -202,8 +206,7 @@ def find(table: Table, key: int) -> Entry:
     return entry
 
 
-def forget_reader(entry: Entry) -> None:
-    """One side of an entry has read it, or never will; the last one frees it."""
-    entry.readers -= 1
-    if entry.readers == 0:
+def free_if_read(entry: Entry) -> None:
+    """Free an entry that is booked, if no side will read it any more."""
+    if entry.stage == BOOKED and entry.readers == 0:
         memset(byref(entry), 0, sizeof(entry))

@@ -1,6 +1,7 @@
 """The clock of one thread: it moves on, takes turns, and stops while the thread waits."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,14 @@ from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
 QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
 
-process: Any = SimpleNamespace(table=None, started=0, threads=0, needed=0, daemons=set(), calls={})
+process: Any = SimpleNamespace(
+    table=None,  # a process without one has real time
+    started=0,  # so many threads with a clock have been started, beside the main one
+    threads=0,  # so many of them run
+    needed=0,  # so many of these are no daemons
+    daemons=set(),  # the slots of the daemons that have computed
+    calls=Counter(),  # the messages posted by channel and side, and the collectives by group
+)
 
 
 class Local(threading.local):
@@ -46,23 +54,23 @@ class Clock:
                 arbiter.settle(self.table)
 
     def take_turn(self) -> None:
-        """Wait until all that happens up to now has happened, if another thread of this rank can
-        have a part in it.
+        """Wait for this thread's turn at this moment, if the rank has other threads: all touch what
+        they share in the order of virtual time.
         """
         if process.threads > 1:
             self.sleep_until(self.moment, "for its turn")
 
     def sleep_until(self, moment: int, why: str) -> None:
-        """Wait until the arbiter comes to `moment`; then no other thread can come before it any
-        more.
+        """Wait until the arbiter comes to `moment`: then all that is due before has been done. What
+        the thread waits for is told by `why` if there is a deadlock.
         """
         with self.table.lock:
             self.stop(moment)
         self.stand(why)
 
     def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
-        """Stop this clock, under the lock, until another thread, the `timer` or the booking of what
-        a `ticket` is for releases it.
+        """Stop this clock, under the lock, until another thread releases it, or the moment `timer`
+        has come, or what the `ticket` is for is booked.
         """
         place = self.place
         place.clock = self.moment
@@ -90,6 +98,7 @@ class Clock:
                 raise self.deadlock
             table.sleep_until_woken(place)
             if place.state == BLOCKED and not place.woken:
+                # Floors are written without the lock: the last call may have read an old one.
                 with table.lock:
                     arbiter.settle(table)
         self.moment = place.clock
@@ -153,26 +162,24 @@ def ask(answer: bool) -> bool:
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:
-    """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed`
-    ones may all wait. Raises RuntimeError if the rank has as many threads as it may have.
+    """Return a clock for a thread that `parent`'s thread is about to start, and that is `needed` if
+    it is no daemon. Raises RuntimeError if the rank has as many threads as it may have.
     """
     table = parent.table
     with table.lock:
-        for slot in table.own_threads():
-            if table.places[slot].state == FREE:
-                break
-        else:
+        free = [slot for slot in table.own_threads() if table.places[slot].state == FREE]
+        if not free:
             most = table.threads_per_rank
             raise RuntimeError(f"a rank may have {most} threads where time is virtual; end some")
         process.started += 1
-        table.places[slot].number = process.started
-        return begin(table, slot, parent.moment, needed)
+        table.places[free[0]].number = process.started
+        return begin(table, free[0], parent.moment, needed)
 
 
 def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
-    """Return the clock of a thread that runs at place `slot` from now on; under the lock."""
+    """Return the clock of a thread that runs at place `slot` from now on."""
     process.threads += 1
-    process.needed += int(needed)
+    process.needed += needed
     clock = Clock(table, slot, moment)
     clock.place.floor = moment
     clock.place.needed = needed
@@ -181,8 +188,8 @@ def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
 
 
 def several_compute() -> bool:
-    """Return whether another thread of this rank may compute, too; a daemon may once it has
-    computed.
+    """Return whether another thread of this rank may compute, too. A thread that is no daemon may;
+    of a daemon that is known once it has computed.
     """
     clock = own()
     if clock is None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from . import arbiter
 from .clock import own, process
-from .table import BOOKED, FOREVER, GROUP, KIND, OPEN, SECOND, STAGE, TAG, Entry, where
+from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry, where
 
 
 class Ticket(NamedTuple):
@@ -29,77 +29,83 @@ class Ticket(NamedTuple):
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
     """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
     table = process.table
-    clock = own()
-    sender, receiver = (table.rank, peer) if sending else (peer, table.rank)
-    way = (sender, receiver, group, tag, sending)
-    number = process.calls[way] = process.calls.get(way, 0) + 1
-    key = hash((sender, receiver, group, tag, number))
+    if sending:
+        sender = table.rank
+        receiver = peer
+        why = f"to send to rank {peer}"
+    else:
+        sender = peer
+        receiver = table.rank
+        why = f"to receive from rank {peer}"
+    channel = (sender, receiver, group, tag)
+    process.calls[channel, sending] += 1
+    count = process.calls[channel, sending]
+    # The hash of numbers is the same in all processes; that of a text is not.
+    key = hash((*channel, count))
     with table.lock:
-        entry = come(key, 2, arbiter.MESSAGE, sender, receiver, group, tag, number)
+        entry = come(
+            key,
+            sides=2,
+            kind=MESSAGE,
+            first=sender,
+            second=receiver,
+            group=group,
+            tag=tag,
+            count=count,
+        )
         if sending:
-            entry.size = nbytes
+            entry.nbytes = nbytes
         if entry.present == 2:
             arbiter.make_ready(table, entry)
         elif sending:
-            arbiter.tell_receiver_of_any(table, receiver, clock.moment)
-    verb = "to send to" if sending else "to receive from"
-    return Ticket(entry, sending, f"{verb} rank {peer}")
+            arbiter.tell_receivers_of_any(table, receiver, own().moment)
+    return Ticket(entry, sending, why)
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
     """Take part in a collective, which begins when all `members` (global ranks) have joined; return
     a ticket.
     """
-    number = process.calls[group] = process.calls.get(group, 0) + 1
-    what = f"for ranks {members} in {name}"
-    key = hash((group, number, zlib.crc32(name.encode())))  # Unlike collectives never meet.
-    return joined(key, arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what)
+    table = process.table
+    process.calls[group] += 1
+    count = process.calls[group]
+    key = hash((group, count, zlib.crc32(name.encode())))  # Unlike collectives never meet.
+    with table.lock:
+        entry = come(key, sides=len(members), kind=COLLECTIVE, group=group, count=count)
+        entry.duration = max(entry.duration, duration)
+        entry.has_bytes = max(entry.has_bytes, has_bytes)
+        if entry.present == len(members):
+            arbiter.make_ready(table, entry)
+    return Ticket(entry, False, f"for ranks {members} in {name}")
 
 
 def join_new_group(name: str, members: list[int]) -> int:
     """Make a group with all its members; return its number."""
+    table = process.table
     digest = hashlib.sha256(name.encode()).digest()
-    key = int.from_bytes(digest[:7], "big")
-    ticket = joined(
-        key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
-    )
+    key = int.from_bytes(digest[:7], "big")  # seven bytes are never too many for a field
+    with table.lock:
+        entry = come(key, sides=len(members), kind=NEW_GROUP, first=members[0])
+        if entry.present == len(members):
+            arbiter.make_ready(table, entry)
+    ticket = Ticket(entry, False, f"for ranks {members} to make a group")
     stand_until_booked(ticket)
-    number = ticket.entry.group  # once all have waited, the entry is free
+    number = entry.group  # once all have waited, the entry is free
     wait(ticket)
-    process.table.members[number][process.table.rank] = 1
+    table.members[number][table.rank] = 1
     return number
 
 
-def joined(
-    key: int,
-    kind: int,
-    group: int,
-    number: int,
-    members: list[int],
-    duration: int,
-    has_bytes: bool,
-    what: str,
-) -> Ticket:
-    """Note that this rank has come to a collective."""
-    table = process.table
-    with table.lock:
-        entry = come(key, len(members), kind, members[0], 0, group, int(has_bytes), number)
-        entry.size = max(entry.size, duration)
-        if entry.present == len(members):
-            arbiter.make_ready(table, entry)
-    return Ticket(entry, False, what)
-
-
-def come(key: int, sides: int, *place: int) -> Entry:
+def come(key: int, sides: int, **fields: int) -> Entry:
     """Note, under the lock, that one of the `sides` of a message or a collective has come; return
-    its entry. Its `place` among those of one moment is by the fields in `arbiter.ORDER`.
+    its entry, in which the first side writes the `fields`.
     """
     entry = arbiter.find(process.table, key or 1)  # the key 0 would be an entry that is free
     if not entry.stage:
         entry.stage = OPEN
         entry.readers = sides
-        for field, value in zip(arbiter.ORDER, place, strict=True):
-            setattr(entry, field, value)
+        for name, value in fields.items():
+            setattr(entry, name, value)
     entry.moment = max(entry.moment, own().moment)  # type: ignore[union-attr]
     entry.present += 1
     return entry
@@ -110,7 +116,7 @@ def wait(ticket: Ticket) -> int:
     return when.
     """
     stand_until_booked(ticket)
-    moment: Any = ticket.end
+    moment: Any = ticket.end  # It is known now.
     own().advance(moment)  # type: ignore[union-attr]
     drop(ticket)
     return moment
@@ -147,20 +153,22 @@ def oldest_sender(group: int, tag: int) -> int:
     while True:
         with table.lock:
             rows = table.rows
-            way = (rows[SECOND] == table.rank) & (rows[GROUP] == group) & (rows[TAG] == tag)
-            posted = way & (rows[STAGE] == OPEN) & (rows[KIND] == arbiter.MESSAGE)
-            sends = filter(is_next, where(table.entries, posted))
-            found = [(send.moment, send.first) for send in sends]
-            moment, sender = min(found, default=(FOREVER, 0))
+            to_this_rank = (rows["second"] == table.rank) & (rows["group"] == group)
+            posted = (rows["stage"] == OPEN) & (rows["kind"] == MESSAGE)
+            entries = where(table.entries, to_this_rank & (rows["tag"] == tag) & posted)
+            sends = [(entry.moment, entry.first) for entry in entries if is_next_send(entry)]
+            moment, sender = min(sends, default=(FOREVER, 0))
             if moment <= clock.moment:
                 return sender
-            table.anyone[table.rank] = clock.slot + 1
+            clock.place.from_any = 1
             clock.stop(moment)
         clock.stand("to receive from any rank")
-        table.anyone[table.rank] = 0
+        clock.place.from_any = 0
 
 
-def is_next(send: Entry) -> bool:
-    """Return whether a posted send is the next that this rank has not begun to receive."""
-    way = (send.first, send.second, send.group, send.tag, False)
-    return send.count == process.calls.get(way, 0) + 1
+def is_next_send(entry: Entry) -> bool:
+    """Return whether an open message was posted by its sender, and is the next from there that this
+    rank has not begun to receive.
+    """
+    channel = (entry.first, entry.second, entry.group, entry.tag)
+    return entry.count == process.calls[channel, False] + 1

@@ -8,6 +8,7 @@ that has not come.
 # mypy: disable-error-code="override, attr-defined, misc, call-arg"
 # The stubs of torch overload these methods in ways that no class can follow.
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Work(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         """Wait in virtual time, then for gloo."""
         if own() is not None:
-            self.settle()
+            self.wait_by_clock()
         self.finish()
         return True
 
@@ -45,7 +46,7 @@ class Work(dist.Work):
             self.work.wait()
             self.finished = True
 
-    def settle(self) -> int:
+    def wait_by_clock(self) -> int:
         """Wait in virtual time; return the moment of the end."""
         if self.ended is None:
             self.ended = events.wait(self.ticket)
@@ -67,7 +68,7 @@ class Work(dist.Work):
         future = Future(self)
         # DDP's reducer will wait for it in C++, where no clock can see it.
         if torch_inside.backward_pass() != -1:
-            torch_inside.after_backward(future.bring)
+            torch_inside.after_backward(future.complete)
         return future
 
     def result(self) -> Any:
@@ -92,29 +93,29 @@ class Future(torch.futures.Future):
         super().__init__()
         self.work = work
 
-    def bring(self) -> None:
+    def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
         if super().done():
             return
-        thread = own()
-        ended = self.work.settle()
+        clock = own()
+        ended = self.work.wait_by_clock()
         self.work.finish()
-        later = thread.moment
-        thread.moment = ended
+        present = clock.moment
+        clock.moment = ended  # This may be earlier.
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
-            thread.moment = max(later, thread.moment)
+            clock.moment = max(present, clock.moment)
 
     def wait(self) -> Any:
         """Wait for the result, and return it."""
-        self.bring()
+        self.complete()
         return super().wait()
 
     def done(self) -> bool:
         """Return whether the operation has ended by now."""
         if not super().done() and self.work.is_completed():
-            self.bring()
+            self.complete()
         return super().done()
 
     def then(self, callback: Any) -> torch.futures.Future:
@@ -132,50 +133,63 @@ class Future(torch.futures.Future):
 
 
 class Following(Future):
-    """The future of a callback."""
+    """The future of a callback, which runs when the future `before` is complete."""
 
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
 
-    def bring(self) -> None:
-        """Wait for what the callback waits for."""
-        self.before.bring()
+    def complete(self) -> None:
+        """Wait for what the callback waits for; then it runs."""
+        self.before.complete()
+
+
+def direct_steps(size: int) -> int:
+    """Return the steps in which a member sends something to each other one."""
+    return size - 1
+
+
+def ring_steps(size: int) -> int:
+    """Return the steps of a ring all-reduce: once around to add up, once more to hand out."""
+    return 2 * (size - 1)
+
+
+def tree_steps(size: int) -> int:
+    """Return the steps of a binary tree: log2 K, rounded up."""
+    return (size - 1).bit_length()
 
 
 class Form(NamedTuple):
     """How long a collective takes: it is called `name`, gloo's `method` moves the data, and each of
-    its `steps` carries argument number `sent`, or only a K-th of that if it is `shared`.
+    its `steps`, which follow from the number of members, carries as many bytes as the argument
+    number `sized_by` has, or a K-th of them if that is `shared`.
     """
 
     name: str
     method: str
-    steps: str
-    sent: int
+    steps: Callable[[int], int]
+    sized_by: int = 0
     shared: bool = False
 
 
-ROUND = "K - 1"  # one step for each other member
-RING = "2 (K - 1)"
-TREE = "log2 K"
 FORMS = {  # These are by torch's name of the method that begins it.
-    "allreduce": Form("all_reduce", "allreduce", RING, 0, True),
-    "allreduce_coalesced": Form("all_reduce", "allreduce_coalesced", RING, 0, True),
-    "broadcast": Form("broadcast", "broadcast", TREE, 0),
-    "reduce": Form("reduce", "reduce", TREE, 0),
-    "allgather": Form("all_gather", "allgather", ROUND, 1),
-    "all_gather_single": Form("all_gather", "_allgather_base", ROUND, 1),
-    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", ROUND, 0),
-    "reduce_scatter_single": Form("reduce_scatter", "_reduce_scatter_base", ROUND, 0),
-    "gather": Form("gather", "gather", ROUND, 1),
-    "scatter": Form("scatter", "scatter", ROUND, 0),
-    "all_to_all_single": Form("all_to_all", "alltoall_base", ROUND, 1, True),
-    "alltoall": Form("all_to_all", "alltoall", ROUND, 1, True),
-    # Older versions of torch call three of them so.
-    "_allgather_base": Form("all_gather", "_allgather_base", ROUND, 1),
-    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", ROUND, 0),
-    "alltoall_base": Form("all_to_all", "alltoall_base", ROUND, 1, True),
+    "allreduce": Form("all_reduce", "allreduce", ring_steps, shared=True),
+    "allreduce_coalesced": Form("all_reduce", "allreduce_coalesced", ring_steps, shared=True),
+    "broadcast": Form("broadcast", "broadcast", tree_steps),
+    "reduce": Form("reduce", "reduce", tree_steps),
+    "allgather": Form("all_gather", "allgather", direct_steps, sized_by=1),
+    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", direct_steps),
+    "gather": Form("gather", "gather", direct_steps, sized_by=1),
+    "scatter": Form("scatter", "scatter", direct_steps),
+    "alltoall": Form("all_to_all", "alltoall", direct_steps, sized_by=1, shared=True),
+    "_allgather_base": Form("all_gather", "_allgather_base", direct_steps, sized_by=1),
+    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", direct_steps),
+    "alltoall_base": Form("all_to_all", "alltoall_base", direct_steps, sized_by=1, shared=True),
 }
+# Newer versions of torch call three of them so.
+FORMS["all_gather_single"] = FORMS["_allgather_base"]
+FORMS["reduce_scatter_single"] = FORMS["_reduce_scatter_base"]
+FORMS["all_to_all_single"] = FORMS["alltoall_base"]
 
 
 def nbytes_of(tensors: Any) -> int:
@@ -229,33 +243,28 @@ class Group(dist.ProcessGroup):
 
     group_name = property(getGroupName)
 
-    def timed(self, name: str, work: Any, nbytes: float, steps: str) -> Work:
+    def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
         """Join a collective of so many `steps`, each of which takes as long as a message of
-        `nbytes`.
+        `nbytes`; gloo's `work` has begun.
         """
         table = process.table
-        counts = {
-            ROUND: self.size() - 1,
-            RING: 2 * (self.size() - 1),
-            TREE: (self.size() - 1).bit_length(),
-        }
-        duration = counts[steps] * (table.latency + table.bytes_take(nbytes))
+        duration = steps * (table.latency + table.bytes_take(nbytes))
         ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
         return Work(work, ticket)
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
         work = self.inner.send(tensors, peer, tag)
-        return Work(
-            work, events.post(True, nbytes_of(tensors), self.members[peer], self.number, tag)
-        )
+        nbytes = nbytes_of(tensors)
+        ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
+        return Work(work, ticket)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a receive."""
         work = self.inner.recv(tensors, peer, tag)
-        return Work(
-            work, events.post(False, nbytes_of(tensors), self.members[peer], self.number, tag)
-        )
+        nbytes = nbytes_of(tensors)
+        ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
+        return Work(work, ticket)
 
     def recv_anysource(self, tensors: list, tag: int) -> Any:
         """Wait for the oldest message from any rank, and post its receive."""
@@ -263,34 +272,37 @@ class Group(dist.ProcessGroup):
         return self.recv(tensors, self.members.index(sender), tag)
 
     def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
-        """Collect each member's tensors, in one for each."""
+        """Gather each of the `inputs` from all members into one of the `outputs`."""
         parts = [output.chunk(self.size()) for output in outputs]
-        of_members = [list(members) for members in zip(*parts, strict=True)]
-        work = self.inner.allgather_coalesced(of_members, inputs, *opts)
-        return self.timed("all_gather", work, nbytes_of(inputs), ROUND)
+        # gloo wants a list for each member, not for each output.
+        by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
+        work = self.inner.allgather_coalesced(by_member, inputs, *opts)
+        steps = direct_steps(self.size())
+        return self.timed("all_gather", work, nbytes_of(inputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
-        return self.timed("barrier", self.inner.barrier(**opts), 0, TREE)
+        work = self.inner.barrier(**opts)
+        return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""
         self.barrier().wait()
 
 
-def add_collective(called: str, form: Form) -> None:
+def add_collective(torch_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
         work = getattr(self.inner, form.method)(*arguments)
-        nbytes: float = nbytes_of(arguments[form.sent])
+        nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()
-        return self.timed(form.name, work, nbytes, form.steps)
+        return self.timed(form.name, work, nbytes, form.steps(self.size()))
 
-    collective.__name__ = called
-    setattr(Group, called, collective)
+    collective.__name__ = torch_name
+    setattr(Group, torch_name, collective)
 
 
-for called, form in FORMS.items():
-    add_collective(called, form)
+for torch_name, form in FORMS.items():
+    add_collective(torch_name, form)

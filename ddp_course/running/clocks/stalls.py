@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from ...errors import DeadlockError
-from .table import FLOOR, RUNNING, real_clock, real_sleep
+from .table import RUNNING, real_clock, real_sleep
 
 # Virtual time may stand still for so long before the watchdog says who holds it up.
 PATIENCE_S = 3.0
-LOOK_S = 0.5
+LOOK_S = 0.5  # the watchdog looks at the table this often
 GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
+POLL_S = 0.002  # a rank looks this often whether all have written theirs
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
-LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON, "<frozen", "<string>")
+LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
 
 
 def deadlock(clock: Any, why: str) -> DeadlockError:
@@ -30,29 +31,32 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
     """
     table = clock.table
     since = f"{clock.moment / 1e12:.6f} s"
-    line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
+    own_line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
+    # Of a rank with several threads the main one says what it waits for.
     if not table.lines[table.rank] or clock.slot == table.own_threads()[0]:
-        table.lines[table.rank] = line.encode()
-    ranks = sorted(set((table.waiting() // table.threads_per_rank).tolist()))
+        table.lines[table.rank] = own_line.encode()
+    waiting_ranks = table.waiting() // table.threads_per_rank
     end = real_clock() + GATHER_S
-    while not all(table.lines[ranks]) and real_clock() < end:
-        real_sleep(0.002)
+    while not all(table.lines[waiting_ranks]) and real_clock() < end:
+        real_sleep(POLL_S)
     # A rank that was told of the deadlock before may have ended: it has left its line.
-    texts = [line.decode("utf-8", "replace") for line in table.lines.tolist()]
-    lines = [text for text in texts if text]
-    lines += [f"rank {rank} has returned" for rank, text in enumerate(texts) if not text]
-    return DeadlockError("deadlock: " + "; ".join(lines))
+    lines = [line.decode("utf-8", "replace") for line in table.lines.tolist()]
+    written = [line for line in lines if line]
+    silent = [f"rank {rank} has returned" for rank, line in enumerate(lines) if not line]
+    return DeadlockError("deadlock: " + "; ".join(written + silent))
 
 
 def line_of(frame: Any) -> str:
-    """Return the innermost line at a frame that is neither ours nor torch's nor Python's; a
-    notebook's cell has no file.
+    """Return, with its text, the innermost line at or around a frame that is neither ours nor
+    torch's nor Python's. Where all are, one that is not Python's will do, or else any.
     """
-    stack = list(traceback.walk_stack(frame))  # Each message asks: `extract_stack` reads all lines.
-    for others in (LIBRARIES, PYTHON, ()):
+    # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
+    stack = list(traceback.walk_stack(frame))
+    for left_out in (LIBRARIES, PYTHON, ()):
         for each, number in stack:
             path = each.f_code.co_filename
-            if not path.startswith(others):
+            if not path.startswith(left_out):
+                # A notebook's cell has no file.
                 name = os.path.basename(path) if os.path.exists(path) else "cell"
                 return f"{name} line {number}: {linecache.getline(path, number).strip()}"
     return ""
@@ -62,29 +66,28 @@ def watch(table: Any) -> None:
     """Say, on standard error, which line of this rank holds up virtual time, once for each such
     line.
     """
-    said: set[str] = set()
-    before = None
+    reported: set[str] = set()
+    state_before = None
     since = real_clock()
     while True:
         real_sleep(LOOK_S)
-        state = (table.head.latest, tuple(table.threads[FLOOR].tolist()))
-        if state != before:
-            before = state
+        state = (table.head.latest, table.threads["floor"].tolist())
+        if state != state_before:
+            state_before = state
             since = real_clock()
-            continue
-        if real_clock() - since > PATIENCE_S and len(table.waiting()):
+        elif real_clock() - since > PATIENCE_S and len(table.waiting()):
             for slot in table.own_threads():
                 if table.places[slot].state == RUNNING:
-                    report(table, slot, said)
+                    report(table, slot, reported)
 
 
-def report(table: Any, slot: int, said: set[str]) -> None:
-    """Name the line of the thread at `slot`."""
+def report(table: Any, slot: int, reported: set[str]) -> None:
+    """Say which line the thread at `slot` runs, unless that was `reported` before."""
     thread = table.idents.get(slot)
     frame = sys._current_frames().get(thread)
     line = "" if frame is None else line_of(frame)
-    if line and line not in said:
-        said.add(line)
+    if line and line not in reported:
+        reported.add(line)
         print(
             f"virtual time stands still: rank {table.rank} holds up all others, {line}",
             file=sys.stderr,

@@ -4,9 +4,9 @@ ranks.
 It is a file without a name, which forked ranks and new processes inherit as an open file. It is
 laid out as in C, in whole numbers; all moments are picoseconds.
 
-A thread's `floor` is written without the lock: no moment before it can come from that thread any
-more. Another rank that still reads the value before (ARM may deliver late) only books later, never
-in another order; whoever waits looks again after a moment.
+A thread's `floor` is written without the lock. Another rank that still reads the value before (ARM
+may deliver late) only books later, never in another order; whoever waits looks again after a
+moment.
 """
 
 import ctypes
@@ -29,14 +29,13 @@ FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 # The stages of a message or a collective; 0 is that of an entry that is free.
 OPEN, READY, BOOKED = range(1, 4)
-# NumPy reads these fields of all places, and these of all entries, each as a row of `Table.threads`
-# or `Table.rows`; their numbers are those in `Place` and `Entry`.
-FLOOR, STATE, NEEDED, TIMER, AWAITS = range(1, 6)
-KEY, STAGE, MOMENT, KIND, SECOND, GROUP, TAG = range(7)
+# The kinds of an entry; those of one moment are booked in this order.
+MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
 MOST_GROUPS = 1024
-LINE = 240
-LOOK_AGAIN_S = 0.2  # a thread that waits looks at the table this often
+LINE_BYTES = 240  # what a rank says in a deadlock is cut after so many bytes
+LOOK_AGAIN_NS = 200_000_000  # a thread that waits looks at the table this often
 POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
+FUTEX_WAIT, FUTEX_WAKE = range(2)  # what the system call futex(2) is asked to do
 
 real_sleep = time.sleep
 real_clock = time.perf_counter
@@ -51,22 +50,30 @@ def numbers(*names: str) -> list[tuple[str, Any]]:
 class Head(Structure):
     """What there is once."""
 
-    _fields_ = numbers("threshold", "deadlock", "failed", "groups", "pending", "latest")
+    _fields_ = numbers(
+        "threshold",  # whoever moves on beyond this moment calls `arbiter.settle`
+        "deadlock",  # 1 if nothing can go on
+        "failed",  # 1 if a rank has raised an error, for which others may wait in vain
+        "groups",  # so many process groups have been made
+        "pending",  # so many entries are ready
+        "latest",  # the moment at which something was last booked, or somebody had a turn
+    )
 
 
 class Place(Structure):
-    """What all ranks know of a thread; it `awaits` the entry with that key."""
+    """What all ranks know of a thread."""
 
     _fields_ = numbers(
-        "woken",  # the kernel lets the thread sleep until this is 1
-        "floor",
+        "woken",  # the kernel lets the thread sleep until this is 1: the first field, for `wake`
+        "floor",  # the thread does nothing before this moment; FOREVER while it is blocked
         "state",
-        "needed",
-        "timer",
-        "awaits",
-        "clock",
-        "sends",  # of the entry that it awaits, it waits for the departure
-        "number",
+        "needed",  # 1 unless it is a daemon: there is a deadlock only if a needed thread waits
+        "timer",  # a blocked thread goes on at this moment, if nothing lets it go on before
+        "awaits",  # the key of the entry whose booking lets it go on; 0 for none
+        "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
+        "from_any",  # 1 if it waits for a message from any rank
+        "clock",  # the thread's own time when it was blocked, or when it is to go on
+        "number",  # the threads of a rank are numbered in the order of their starts
     )
 
 
@@ -78,15 +85,17 @@ class Entry(Structure):
         "stage",
         "moment",  # when the last side so far has come
         "kind",
-        "second",  # the rank that receives
+        "first",  # the rank that sends a message, or the first member of a new group
+        "second",  # the rank that receives a message
         "group",
         "tag",
-        "first",  # the rank that sends, or the first member of a collective
-        "count",  # its number among those on the same way, or in the same group
-        "size",  # the bytes of a message, or the duration of a collective
+        "count",  # a message's number among those of its ranks, group and tag; or that in a group
+        "nbytes",  # of a message
+        "duration",  # of a collective
+        "has_bytes",  # 1 if a collective uses the links
         "present",  # so many sides have come
         "departs",
-        "arrives",
+        "arrives",  # a message arrives, or a collective ends
         "readers",  # so many sides have still to read when it ends
     )
 
@@ -113,57 +122,57 @@ class Table:
         self.bits_per_second = bits_per_second
         self.latency_s = latency
         self.latency = round(latency * 1e12)
-        self.byte = 8e12 / bits_per_second
+        self.byte = 8e12 / bits_per_second  # so many picoseconds, not rounded
         self.ranks = len(hosts)
+        # Few ranks may have many threads each: the arbiter looks at all places.
         self.threads_per_rank = max(16, 256 // self.ranks)
         self.file = open_memory("clocks") if descriptor is None else os.fdopen(descriptor, "r+b")
         os.set_inheritable(self.file.fileno(), True)
         self.lay_out()
         self.lock = Lock(self.file)
-        self.rank = 0
-        self.idents: dict[int, int] = {}  # the threads of this process, by their places
-        # The table does not know yet that this process has read these entries.
+        self.rank = 0  # until `clocks.enter` says which one this process is
+        self.idents: dict[int, int] = {}  # Python's numbers of this process's threads, by slot
+        # This process has read these entries; the table learns that in `arbiter.find`.
         self.dropped: list[Entry] = []
         if descriptor is None:
             self.clear()
 
     def lay_out(self) -> None:
-        """Map the memory. `threads` has a column for each of the `places`, `rows` for each of the
-        `entries`.
+        """Map the memory. `threads["floor"]` is the field `floor` of all `places`, as an array, and
+        `rows["stage"]` the field `stage` of all `entries`.
         """
 
         class Memory(Structure):
             _fields_ = [
                 ("head", Head),
                 ("places", Place * (self.ranks * self.threads_per_rank)),
-                ("entries", Entry * (1024 + 64 * self.ranks)),
+                ("entries", Entry * (1024 + 64 * self.ranks)),  # more than any stage needs at once
                 ("ways", Ways * (max(self.hosts) + 1)),
-                ("anyone", c_int64 * self.ranks),
                 ("members", c_int64 * self.ranks * MOST_GROUPS),
-                ("lines", c_char * LINE * self.ranks),
+                ("lines", c_char * LINE_BYTES * self.ranks),
             ]
 
         self.file.truncate(ctypes.sizeof(Memory))
         memory = Memory.from_buffer(mmap.mmap(self.file.fileno(), 0))
         self.head = memory.head
         self.places = list(memory.places)
-        self.threads = as_rows(memory.places)
+        self.threads = np.frombuffer(memory.places, Place)
         self.entries = list(memory.entries)
-        self.rows = as_rows(memory.entries)
+        self.rows = np.frombuffer(memory.entries, Entry)
         self.ways = list(memory.ways)
-        self.anyone = memory.anyone
         self.members = memory.members
-        self.lines = np.frombuffer(memory.lines, f"S{LINE}")
+        self.lines = np.frombuffer(memory.lines, f"S{LINE_BYTES}")
 
     def clear(self) -> None:
         """Let the main threads of all ranks run from 0 on."""
         self.head.threshold = FOREVER
-        self.head.groups = 1
-        self.threads[FLOOR] = self.threads[TIMER] = FOREVER
-        for main in self.places[:: self.threads_per_rank]:
-            main.floor = 0
-            main.state = RUNNING
-            main.needed = 1
+        self.head.groups = 1  # the whole job, whose number is 0
+        self.threads["floor"] = FOREVER
+        self.threads["timer"] = FOREVER
+        for main_thread in self.places[:: self.threads_per_rank]:
+            main_thread.floor = 0
+            main_thread.state = RUNNING
+            main_thread.needed = 1
         self.members[0][:] = [1] * self.ranks
 
     def __reduce__(self):
@@ -174,36 +183,40 @@ class Table:
         return round(nbytes * self.byte)
 
     def own_threads(self) -> range:
-        """Return the numbers of this rank's places."""
+        """Return the slots of this rank's places, which are indices in `places`."""
         first = self.rank * self.threads_per_rank
         return range(first, first + self.threads_per_rank)
 
     def waiting(self) -> Any:
-        """Return the numbers of the places whose threads are needed and blocked."""
-        return ((self.threads[STATE] == BLOCKED) & (self.threads[NEEDED] > 0)).nonzero()[0]
+        """Return the slots of the threads that are needed and blocked, as an array."""
+        blocked = self.threads["state"] == BLOCKED
+        return (blocked & (self.threads["needed"] > 0)).nonzero()[0]
 
     def wake(self, place: Place) -> None:
         """Wake the thread that waits in `sleep_until_woken`."""
         place.woken = 1
         if libc is not None:
-            libc.syscall(FUTEX, ctypes.byref(place), 1, 1, None, None, 0)
+            # At most one thread waits there.
+            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAKE, 1, None, None, 0)
 
     def sleep_until_woken(self, place: Place) -> None:
         """Sleep, without the lock, until `wake` was called for this thread, or for a moment."""
         if libc is None:
             real_sleep(POLL_S)  # macOS has no wait of this kind between processes
         else:
-            libc.syscall(FUTEX, ctypes.byref(place), 0, 0, LOOK_AGAIN, None, 0)
-
-
-def as_rows(structures: Any) -> Any:
-    """Return the memory of structures as an array with a row for each field."""
-    return np.frombuffer(structures, np.int64).reshape(len(structures), -1).T
+            timeout = (ctypes.c_long * 2)(0, LOOK_AGAIN_NS)  # seconds and nanoseconds
+            # The kernel lets the thread sleep only if it finds 0 in `woken`.
+            libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAIT, 0, timeout, None, 0)
 
 
 def where(items: list, mask: Any) -> list:
     """Return those items where the array `mask` is true."""
-    return [items[number] for number in mask.nonzero()[0].tolist()]
+    return [items[index] for index in mask.nonzero()[0].tolist()]
+
+
+def least(values: Any) -> int:
+    """Return the smallest number in an array; this takes half the time of NumPy's `min`."""
+    return values.item(values.argmin())
 
 
 class Lock:
@@ -211,21 +224,21 @@ class Lock:
 
     def __init__(self, file):
         self.file = file.fileno()
-        self.threads = plain_lock()
+        self.thread_lock = plain_lock()
         self.fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
 
     def __enter__(self):
         if self.fuzz_ms:
-            real_sleep(fuzz.uniform(0, self.fuzz_ms / 1000))
-        self.threads.acquire()
+            real_sleep(random.SystemRandom().uniform(0, self.fuzz_ms / 1000))
+        self.thread_lock.acquire()
         fcntl.lockf(self.file, fcntl.LOCK_EX)
 
     def __exit__(self, *exception):
         fcntl.lockf(self.file, fcntl.LOCK_UN)
-        self.threads.release()
+        self.thread_lock.release()
 
 
-fuzz = random.SystemRandom()
-LOOK_AGAIN = (ctypes.c_long * 2)(0, round(LOOK_AGAIN_S * 1e9))  # seconds and nanoseconds
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine) if sys.platform == "linux" else None
-libc = None if FUTEX is None else ctypes.CDLL(None, use_errno=True)
+# Linux numbers its system calls by the processor; elsewhere threads poll.
+FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
+SYS_FUTEX = FUTEX_NUMBERS.get(os.uname().machine) if sys.platform == "linux" else None
+libc = None if SYS_FUTEX is None else ctypes.CDLL(None, use_errno=True)

@@ -1,9 +1,9 @@
 """Python's threads in virtual time. All that they share is built on locks, so a lock with a clock
 is enough.
 
-    Condition Event Semaphore Barrier Queue Future executor       Python's own, on the locks of this
-    module acquire        takes a turn: whoever comes first in virtual time gets the lock first
-    release        hands the lock over: its next owner goes on at this moment
+Python's own conditions, events, semaphores, barriers, queues, futures and executors then run on the
+locks of this module. To take a lock is a turn: whoever comes first in virtual time gets it first.
+To give it back hands it over: its next owner goes on at this moment.
 
 So an item cannot leave a queue before it was put there: the lock of the queue was taken in the
 order of virtual time. Threads without a clock may use the same locks; they wait in real time.
@@ -33,12 +33,13 @@ plain_start = threading.Thread.start
 plain_join = threading.Thread.join
 plain_is_set = threading.Event.is_set
 plain_done = concurrent.futures.Future.done
+plain_is_alive = threading.Thread.is_alive
 
 
 class Lock:
     """A lock that threads get in the order in which they come for it in virtual time."""
 
-    turns = True
+    takes_turns = True
 
     def __init__(self):
         self.real = plain_lock()
@@ -48,34 +49,33 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, as `threading.Lock.acquire` does."""
-        clock = own()
-        if clock is None:
+        own_clock = own()
+        if own_clock is None:
             return self.real.acquire(blocking, timeout)
-        if self.turns:
-            clock.take_turn()
-        outcome = AGAIN
+        if self.takes_turns:
+            own_clock.take_turn()
+        outcome = self.take_or_queue(own_clock, blocking, timeout)
         while outcome == AGAIN:
-            outcome = self.take_or_queue(clock, blocking, timeout)
-            if outcome == AGAIN:
-                real_sleep(OTHERS_LEAVE_S)
+            real_sleep(OTHERS_LEAVE_S)
+            outcome = self.take_or_queue(own_clock, blocking, timeout)
         if outcome == TAKEN:
             return True
         if outcome == REFUSED:
             return ask(False)
         try:
-            clock.stand("for another thread")
+            own_clock.stand("for another thread")
         except BaseException:
-            self.give_up(clock)
+            self.give_up(own_clock)
             raise
-        return not self.give_up(clock)
+        return not self.give_up(own_clock)
 
-    def take_or_queue(self, clock: Clock, blocking: bool, timeout: float) -> int:
+    def take_or_queue(self, own_clock: Clock, blocking: bool, timeout: float) -> int:
         """Take the lock, or wait in line for it. A thread without a clock lets go in real time, so
         try AGAIN while it has the lock.
         """
         with self.guard:
             if self.real.acquire(False):
-                self.owner = clock
+                self.owner = own_clock
                 return TAKEN
             if not blocking:
                 return REFUSED
@@ -83,25 +83,25 @@ class Lock:
                 return AGAIN
             until = FOREVER
             if timeout >= 0:
-                until = clock.moment + max(1, round(timeout * 1e12))
-            self.waiting.append(clock)
-            with clock.table.lock:
-                clock.stop(until)
+                until = own_clock.moment + max(1, round(timeout * 1e12))
+            self.waiting.append(own_clock)
+            with own_clock.table.lock:
+                own_clock.stop(until)
             return WAITS
 
-    def give_up(self, clock: Clock) -> bool:
+    def give_up(self, own_clock: Clock) -> bool:
         """No longer wait for the lock; return False if it has been handed over already."""
         with self.guard:
-            if clock in self.waiting:
-                self.waiting.remove(clock)
+            if own_clock in self.waiting:
+                self.waiting.remove(own_clock)
                 return True
         return False
 
     def release(self) -> None:
         """Give the lock back, or to the thread that has waited longest."""
-        clock = own()
-        if self.turns and clock is not None:
-            clock.take_turn()  # Whoever comes for the lock before this moment must find it taken.
+        own_clock = own()
+        if self.takes_turns and own_clock is not None:
+            own_clock.take_turn()  # Whoever comes before this moment must find the lock taken.
         with self.guard:
             if not self.waiting:
                 self.owner = None
@@ -111,7 +111,7 @@ class Lock:
             self.owner = next_clock
             with next_clock.table.lock:
                 # A thread without a clock lets the next one go on at that one's own time.
-                moment = 0 if clock is None else clock.moment
+                moment = 0 if own_clock is None else own_clock.moment
                 arbiter.release(next_clock.table, next_clock.place, moment)
 
     def locked(self) -> bool:
@@ -124,8 +124,7 @@ class Lock:
     def __exit__(self, *exception):
         self.release()
 
-    def _is_owned(self):
-        return self.real.locked()  # a condition would try to take the lock, which is a question
+    _is_owned = locked  # else a condition would try to take the lock, which is a question
 
     def _at_fork_reinit(self):
         self.__init__()
@@ -136,7 +135,7 @@ class Waiter(Lock):
     order already.
     """
 
-    turns = False
+    takes_turns = False
 
 
 class RLock(threading._RLock):
@@ -212,9 +211,6 @@ def is_alive(thread: threading.Thread) -> bool:
         return plain_is_alive(thread)
     clock.take_turn()
     return not ask(not thread.ending.locked())
-
-
-plain_is_alive = threading.Thread.is_alive
 
 
 def is_set(event: threading.Event) -> bool:

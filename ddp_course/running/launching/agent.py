@@ -32,24 +32,27 @@ from .protocol import (
 )
 
 
-def own_ranks(launch: socket.socket, setting: Setting, files: LaunchFiles) -> None:
-    """Carry out one launch: start its ranks, tell the caller how each rank ended, and exit."""
-    send(launch.fileno(), AgentStarted(os.getpid()))
+def own_ranks(connection: socket.socket, setting: Setting, files: LaunchFiles) -> None:
+    """Carry out one launch: start its ranks, tell the caller over this connection how each rank
+    ended, and exit.
+    """
+    send(connection.fileno(), AgentStarted(os.getpid()))
+    # Standard input is empty, and what the agent itself prints goes to the log.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(files.log, 1)
     os.dup2(files.log, 2)
     os.close(files.log)
     try:
-        closed = prepare_network(setting)
+        has_own_network = prepare_network(setting)
         table = prepare_clocks(setting)
-        meeting = prepare_store(setting, closed, table)
-        # this is repeated: Linux forgets it when a process changes its credentials
+        meeting = prepare_store(setting, has_own_network, table)
+        # This is repeated: Linux forgets it when a process changes its credentials.
         linux.die_with_parent()
-        ranks = start_ranks(setting, meeting, files, launch)
+        ranks_by_pid = start_ranks(setting, meeting, files, connection)
     except Exception as error:
-        send(launch.fileno(), Refused(error))
+        send(connection.fileno(), Refused(error))
         os._exit(1)
-    wait_for(ranks, launch)
+    wait_for(ranks_by_pid, connection)
     os._exit(0)
 
 
@@ -61,26 +64,27 @@ def prepare_network(setting: Setting) -> bool:
     """
     link = setting.link
     virtual_hosts = link is not None and link.mode == "hosts"  # they are a network of their own
-    closed = virtual_hosts or enter_own_network(setting.network)
+    has_own_network = virtual_hosts or enter_own_network(setting.network)
     if link is not None:
         link.prepare(setting.world_size)
-    return closed
+    return has_own_network
 
 
 def prepare_clocks(setting: Setting) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
     if setting.link is not None:
-        return getattr(setting.link.network, "table", None)
+        return getattr(setting.link.network, "table", None)  # virtual hosts have none
     if setting.emulated is None:
         return None
-    from ..clocks import Table  # a launch in real time does not need it
+    from ..clocks import Table  # A launch in real time does not need it.
 
-    return Table([0] * setting.world_size)
+    return Table([0] * setting.world_size)  # all on one host, without a link
 
 
 def enter_own_network(wish: str) -> bool:
     """Move this process into a network that no other process can reach, unless the `wish` is
-    "open"; return whether it is there. Raises LaunchError if "private" cannot be had.
+    "open"; return whether it is there. Raises LaunchError if that cannot be had, but must be
+    ("private").
     """
     if wish == "open":
         return False
@@ -95,14 +99,14 @@ def enter_own_network(wish: str) -> bool:
     return True
 
 
-def prepare_store(setting: Setting, closed: bool, table: Any) -> Meeting:
+def prepare_store(setting: Setting, has_own_network: bool, table: Any) -> Meeting:
     """Return where the ranks meet. The socket on which rank 0 serves their store is bound here, so
     that two launches never clash. Where other users could reach it there is none, and the store is
     a file in memory.
     """
     address = LOOPBACK if setting.link is None else setting.link.network.master_address
-    if closed or setting.network == "open" or sys.platform != "linux":
-        listener = socket.create_server((address, 0), backlog=1024)
+    if has_own_network or setting.network == "open" or sys.platform != "linux":
+        listener = socket.create_server((address, 0), backlog=1024)  # on any free port
         listener.set_inheritable(True)
         _, port = listener.getsockname()
         return Meeting(os.getpid(), table, address, port, listener.detach())
@@ -112,9 +116,9 @@ def prepare_store(setting: Setting, closed: bool, table: Any) -> Meeting:
 
 
 def start_ranks(
-    setting: Setting, meeting: Meeting, files: LaunchFiles, launch: socket.socket
+    setting: Setting, meeting: Meeting, files: LaunchFiles, connection: socket.socket
 ) -> dict[int, int]:
-    """Start the ranks; return a dict from process ids to the numbers of the ranks.
+    """Start the ranks; return their numbers by process id.
 
     This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
     stays locked for ever). Raises LaunchError if a process cannot be started.
@@ -122,28 +126,28 @@ def start_ranks(
     if setting.start == "fork" and setting.computes:
         with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
             importlib.import_module("torch._dynamo")  # once for all ranks: it takes a second
-    ranks = {}
+    ranks_by_pid = {}
     for number in range(setting.world_size):
-        descriptors = socket.recv_fds(launch, 1, len(RankFiles._fields))[1]
-        own = RankFiles(*descriptors)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, len(RankFiles._fields))
+        rank_files = RankFiles(*descriptors)
         try:
             if setting.start == "fork":
                 pid = os.fork()
             else:
-                pid = start_anew(setting, number, meeting, files, own)
+                pid = start_anew(setting, number, meeting, files, rank_files)
         except BlockingIOError:
             raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
-            launch.close()
-            be_rank(setting, number, meeting, files, own)
-        ranks[pid] = number
-        for descriptor in own:
-            os.close(descriptor)  # no other rank may inherit it
-    return ranks
+            connection.close()
+            be_rank(setting, number, meeting, files, rank_files)
+        ranks_by_pid[pid] = number
+        for descriptor in descriptors:
+            os.close(descriptor)  # No other rank may inherit it.
+    return ranks_by_pid
 
 
 def start_anew(
-    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> int:
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
@@ -152,17 +156,19 @@ def start_anew(
     from ..files import open_memory
     from .pickling import dumps
 
-    for descriptor in (files.call, files.recorder, *own):
+    for descriptor in (files.call, files.recorder, *rank_files):
         os.set_inheritable(descriptor, True)
-    content = pickle.dumps(place()) + dumps((setting, number, meeting, files, own))
+    # The end of server.py reads these two pickles, and calls `be_rank`.
+    content = pickle.dumps(place()) + dumps((setting, number, meeting, files, rank_files))
     with open_memory("rank", content) as file:
         command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
-        return os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
+        environment = preloading_environment()
+        return os.posix_spawn(sys.executable, command, environment, file_actions=[stdin])
 
 
 def be_rank(
-    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, own: RankFiles
+    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> None:
     """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
     down.
@@ -172,8 +178,9 @@ def be_rank(
     code = 1
     try:
         linux.die_with_parent(meeting.agent)
-        Rank(setting, number, meeting, files, own).run()
-        threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
+        Rank(setting, number, meeting, files, rank_files).run()
+        # This waits for threads that are no daemons, as the end of any Python process does.
+        threading._shutdown()  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):  # The function may have closed or replaced it.
             sys.stdout.flush()
         code = 0
@@ -183,12 +190,12 @@ def be_rank(
         os._exit(code)
 
 
-def wait_for(ranks: dict[int, int], launch: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends; orphans of ranks become children too, and
-    are only reaped.
+def wait_for(ranks_by_pid: dict[int, int], connection: socket.socket) -> None:
+    """Tell the caller each rank's exit code as it ends. Orphans of ranks become children of this
+    process, too; of their end nobody is told.
     """
-    while ranks:
+    while ranks_by_pid:
         pid, status = os.wait()
-        if pid in ranks:
+        if pid in ranks_by_pid:
             code = os.waitstatus_to_exitcode(status)
-            send(launch.fileno(), RankExited(ranks.pop(pid), code))
+            send(connection.fileno(), RankExited(ranks_by_pid.pop(pid), code))

@@ -5,7 +5,7 @@ import time
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
-PATIENCE_SECONDS = 1.0
+DRAWING_SECONDS = 1.0  # the bar is drawn this often
 
 
 class Bar:
@@ -14,17 +14,19 @@ class Bar:
     """
 
     def __init__(self, progress: Any):
-        """`progress`: how many steps are expected, a name and that, or True if nobody knows."""
+        """`progress`: how many steps are expected, or True if nobody knows, or a pair of a name and
+        one of these; False if no bar is wanted.
+        """
         if not isinstance(progress, tuple):
             progress = ("rank 0", progress)
         self.name, self.total = progress
-        self.bar = cast(Any, None)
-        self.due = time.monotonic() + PATIENCE_SECONDS
+        self.bar = cast(Any, None)  # tqdm's own
+        self.next_drawing = time.monotonic() + DRAWING_SECONDS
 
-    def wait(self) -> None:
+    def tick(self) -> None:
         """Draw the bar anew every second, if one is wanted, so that its seconds go on."""
-        if self.total and time.monotonic() > self.due:
-            self.due += PATIENCE_SECONDS
+        if self.total and time.monotonic() > self.next_drawing:
+            self.next_drawing += DRAWING_SECONDS
             if self.bar is None:
                 self.advance_to(0)
             self.bar.refresh()
@@ -32,24 +34,27 @@ class Bar:
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""
         if self.bar is None:
-            from tqdm.auto import tqdm  # this loads the notebook's widgets, which ranks do not need
+            from tqdm.auto import (
+                tqdm,
+            )  # This loads the notebook's widgets, which ranks do not need.
 
             total = None if self.total is True else self.total
             self.bar = tqdm(total=total, desc=self.name, unit="step", disable=sys.stderr is None)
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
-        """Print a line above the bar. A stream that is closed or lacks a character must not cost
-        the results.
+        """Print a line above the bar, on "stdout" or "stderr". A stream that is closed or lacks a
+        character must not cost the results.
         """
         file = getattr(sys, stream)
-        above = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
+        above_bar = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
         # The stream may be None, or closed.
-        with suppress(OSError, ValueError, AttributeError), above:
+        with suppress(OSError, ValueError, AttributeError), above_bar:
             try:
                 file.write(text)
             except UnicodeEncodeError:
-                file.write(text.encode(file.encoding, "backslashreplace").decode(file.encoding))
+                writable = text.encode(file.encoding, "backslashreplace")
+                file.write(writable.decode(file.encoding))
 
     def close(self) -> None:
         if self.bar is not None:

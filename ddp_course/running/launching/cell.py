@@ -10,8 +10,8 @@ from ..devices import rank_device
 
 PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 
-_names: dict = {}  # the cells that run on this rank share these global names
-_sent: dict = {}  # this maps each name to the value that the notebook sent last
+_globals: dict = {}  # the cells that run on this rank share these global names
+_sent: dict = {}  # the values that the notebook sent last, by name
 
 
 def compile_cell(source: str, filename: str) -> tuple:
@@ -19,12 +19,12 @@ def compile_cell(source: str, filename: str) -> tuple:
     ";" silences it.
     """
     tree = ast.parse(source, filename)
-    last = None
-    end = tree.body[-1] if tree.body else None
-    if isinstance(end, ast.Expr) and not source.rstrip().endswith(";"):
+    expression = None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr) and not source.rstrip().endswith(";"):
         tree.body.pop()
-        last = compile(ast.Expression(end.value), filename, "eval")
-    return compile(tree, filename, "exec"), last
+        expression = compile(ast.Expression(last.value), filename, "eval")
+    return compile(tree, filename, "exec"), expression
 
 
 def used_names(source: str) -> set:
@@ -33,27 +33,28 @@ def used_names(source: str) -> set:
 
 
 def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
-    """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns
-    the names `pull`.
+    """Run a cell on this rank with the names in `given`; print the value of its last expression. On
+    rank 0 return the values of the names in `pull`.
 
     On kept ranks, names that an earlier cell has assigned keep their values; the notebook sends all
     other names.
     """
-    statements, last = compile_cell(source, filename)
+    statements, expression = compile_cell(source, filename)
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     provided = dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
     given = {"__name__": "__main__", **given, **provided}
-    assigned_here = {name for name, value in _names.items() if value is not _sent.get(name, _sent)}
-    _sent.update({name: value for name, value in given.items() if name not in assigned_here})
-    _names.update({name: value for name, value in _sent.items() if name not in assigned_here})
-    exec(statements, _names)
-    value = eval(last, _names) if last else None
+    for name, value in given.items():
+        was_sent = name in _sent and _globals.get(name) is _sent[name]
+        if was_sent or name not in _globals:
+            _globals[name] = _sent[name] = value
+    exec(statements, _globals)
+    value = eval(expression, _globals) if expression else None
     if value is not None:
         print(repr(value))
     if rank != 0:
         return {}
-    return {name: on_cpu(_names[name]) for name in pull if name in _names}
+    return {name: on_cpu(_globals[name]) for name in pull if name in _globals}
 
 
 def on_cpu(value: Any) -> Any:

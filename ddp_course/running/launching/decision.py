@@ -15,12 +15,12 @@ from typing import Any
 from ...errors import Failure, LaunchError
 from .protocol import Refused, Started
 
-# torch may be imported from a cold disk; the launch's own time starts after that
+# torch may be imported from a cold disk; the launch's own time starts after that.
 STARTING_SECONDS = 60.0
-# after a failure other ranks have this long to report theirs; the earliest is named first
+# After a failure other ranks have this long to report theirs; the earliest is named first.
 GRACE_SECONDS = 0.25
 KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
-# after a connection is lost, the system has this long to say which rank died, and how
+# After a connection is lost, the system has this long to say which rank died, and how.
 EXIT_CODE_SECONDS = 1.5
 ENDING_SECONDS = 5.0  # all processes have this long to end after the last result
 SIGNAL_HINTS = {
@@ -51,8 +51,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Returned:
-    """A rank's function has returned; `model` is the sum of the weights that it trained without any
-    message, or None.
+    """A rank's function has returned. If it trained a model and the rank exchanged no message,
+    `model` is the sum of the weights, else None.
     """
 
     rank: int
@@ -70,7 +70,9 @@ class Raised:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process has ended, of which the caller heard at `heard`; `words` are its last."""
+    """A rank's process has ended, of which the caller heard at `heard`; `words` are the last that
+    it wrote.
+    """
 
     rank: int
     code: int
@@ -102,13 +104,6 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """The launch could not begin."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
 class TimedOut:
     """Time was up before all ranks had answered."""
 
@@ -118,7 +113,7 @@ class CutOff:
     """The processes ended from outside."""
 
 
-Ending = Results | Failures | Refusal | TimedOut | CutOff
+Ending = Results | Failures | Refused | TimedOut | CutOff
 
 
 def next_phase(phase: Phase, events: Sequence[Event], now: float) -> Phase:
@@ -133,18 +128,18 @@ def next_phase(phase: Phase, events: Sequence[Event], now: float) -> Phase:
 def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
     """Return how the launch ends, or None as long as that is open."""
     results = results_of(events)
-    gone = any(isinstance(event, Gone) for event in events)
+    all_gone = any(isinstance(event, Gone) for event in events)
     for event in events:
         if isinstance(event, Refused):
-            return Refusal(event.error)
+            return event
         if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
-            return Refusal(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
+            return Refused(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
     if failed := failures_of(phase, events):
-        return decide_failure(phase, failed, results, gone, now)
+        return decide_failure(phase, failed, results, all_gone, now)
     if len(results) == phase.world_size:
         late = phase.stage is Stage.LEAVING and now >= phase.since + ENDING_SECONDS
-        return Results(results) if phase.keeps or gone or late else None
-    if gone:
+        return Results(results) if phase.keeps or all_gone or late else None
+    if all_gone:
         return CutOff()
     patience = phase.timeout
     if phase.stage is Stage.STARTING:
@@ -153,25 +148,26 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
 
 
 def decide_failure(
-    phase: Phase, failed: dict[int, Raised | Ended], results: dict, gone: bool, now: float
+    phase: Phase, failed: dict[int, Raised | Ended], results: dict, all_gone: bool, now: float
 ) -> Ending | None:
     """Return the ending after a failure, or None while other ranks may still name its cause."""
-    first = min(event.heard for event in failed.values())
-    patience = KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
-    grace = first + patience
-    all_heard = len(failed.keys() | results.keys()) == phase.world_size
+    deadline = min(event.heard for event in failed.values())
+    deadline += KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
     failures = [failure_of(event) for event in failed.values()]
-    cause_known = any(not failure.consequence for failure in failures)
-    if not (all_heard or gone or now >= grace):
+    consequences = [failure for failure in failures if failure.consequence]
+    cause_known = len(consequences) < len(failures)
+    all_answered = len(failed.keys() | results.keys()) == phase.world_size
+    if not (all_answered or all_gone or now >= deadline):
         return None
-    if not (cause_known or gone or now >= grace + EXIT_CODE_SECONDS):
+    if not (cause_known or all_gone or now >= deadline + EXIT_CODE_SECONDS):
         return None
-    if gone and not cause_known and phase.stage is not Stage.LEAVING:
+    if all_gone and not cause_known and phase.stage is not Stage.LEAVING:
         return CutOff()
-    alive = all(isinstance(event, Raised) for event in failed.values()) and not gone
-    lonely = any(failure.consequence for failure in failures)
-    by_time = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
-    return Failures(by_time, alive and not lonely and len(failed) == phase.world_size)
+    # After a broken connection, or without a process, ranks are not fit for another call.
+    all_raised = all(isinstance(event, Raised) for event in failed.values())
+    all_alive = all_raised and not all_gone and not consequences
+    causes_first = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
+    return Failures(causes_first, all_alive and len(failed) == phase.world_size)
 
 
 def pids_of(events: Sequence[Event]) -> dict[int, int]:
@@ -185,7 +181,9 @@ def results_of(events: Sequence[Event]) -> dict[int, Returned]:
 
 
 def failures_of(phase: Phase, events: Sequence[Event]) -> dict[int, Raised | Ended]:
-    """Return the first failure of each rank that has one: an error, or an end without a result."""
+    """Return the failure of each rank that has one: an error, or else a process that ended with a
+    code, without a result, or although it was to be kept.
+    """
     results = results_of(events)
     failed: dict[int, Raised | Ended] = {}
     for event in events:
@@ -209,6 +207,6 @@ def exit_code_in_words(code: int) -> tuple[str, str]:
     if code >= 0:
         return "exited", f"with code {code}, without a result"
     name = f"signal {-code}"
-    with suppress(ValueError):  # Signals from 32 on have no names.
+    with suppress(ValueError):  # signals from 32 on have no names
         name = signal.Signals(-code).name
     return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

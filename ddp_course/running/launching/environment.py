@@ -14,11 +14,12 @@ def preloading_environment() -> dict[str, str]:
     environment later.
     """
     short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    # No warnings of torch's C++, and for NumPy no threads, which would not survive a fork.
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def place(**more: str) -> tuple:
+def place(**variables: str) -> tuple:
     """Return what the ranks of this process share with it: paths, arguments, folder and
-    environment, with `more` variables.
+    environment, to which these `variables` are added.
     """
-    return sys.path, sys.argv, os.getcwd(), {**os.environ, **more}
+    return sys.path, sys.argv, os.getcwd(), {**os.environ, **variables}

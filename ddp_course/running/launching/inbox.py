@@ -8,10 +8,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-READ_AT_MOST = 1 << 16
-LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces of this length
-LONGEST_MESSAGE = 1 << 16
-NOISE = ("[Gloo] Rank ",)  # gloo prints such lines for every new group
+READ_AT_MOST = 1 << 16  # bytes: as much as a pipe holds
+LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces
+LONGEST_MESSAGE = 1 << 16  # bytes
+NOISE = "[Gloo] Rank "  # gloo prints lines that begin so for every new group
 
 
 class Lines:
@@ -19,24 +19,25 @@ class Lines:
 
     def __init__(self, show: Callable[[str], None]):
         self.show = show
-        self.rest = b""
+        self.rest = b""  # the beginning of a line
 
     def read(self, descriptor: int) -> bool:
         """Read what has arrived; return False at the end."""
         piece = os.read(descriptor, READ_AT_MOST)
-        self(piece)
+        self.take(piece)
         return bool(piece)
 
-    def __call__(self, piece: bytes) -> None:
-        """Show the lines that `piece` completes, and at the end, an empty piece, the rest; of a
-        progress bar show the text after its last carriage return.
+    def take(self, piece: bytes) -> None:
+        """Show the lines that `piece` completes; an empty piece is the end, where the rest is
+        shown. Of a progress bar show the text after its last carriage return.
         """
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
             lines.append(self.rest)
             self.rest = b""
         for line in lines:
-            text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+            text = line.decode("utf-8", "replace").rstrip("\r")
+            _, _, text = text.rpartition("\r")
             if not text.startswith(NOISE):
                 self.show(text)
 
@@ -45,8 +46,8 @@ class Messages:
     """Reads the messages of a process, which `deliver` gets; instead of one that cannot be read it
     gets an exception, and at the end None.
 
-    A message is written at once, so one that is not there whole was written by something else: a
-    read that would wait for more raises BlockingIOError.
+    A message is written in one piece. What is not there whole was written by something else: to
+    wait for more of it would raise BlockingIOError.
     """
 
     def __init__(self, deliver: Callable[[Any], None]):
@@ -67,20 +68,18 @@ class Messages:
 
 
 class Inbox:
-    """The open files that the processes of a launch write to, each with its reader."""
+    """The `readers` of the open files to which the processes of a launch write, by descriptor. The
+    inbox closes these files.
+    """
 
     def __init__(self) -> None:
         self.readers: dict[int, Lines | Messages] = {}
-
-    def add(self, descriptor: int, reader: Lines | Messages) -> None:
-        """Read from an open file from now on; the inbox closes it."""
-        self.readers[descriptor] = reader
 
     def pipe(self, reader: Lines | Messages) -> int:
         """Open a pipe for a reader; return its writing end."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        self.add(reading, reader)
+        self.readers[reading] = reader
         return writing
 
     def read(self, seconds: float) -> bool:
@@ -102,5 +101,5 @@ class Inbox:
         """Show the beginnings of lines that have no end, and close all files."""
         for descriptor, reader in list(self.readers.items()):
             if isinstance(reader, Lines):
-                reader(b"")
+                reader.take(b"")
             self.remove(descriptor)

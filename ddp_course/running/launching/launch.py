@@ -19,6 +19,8 @@ from . import pickling
 from .setting import describe_launch
 from .watch import Launch
 
+DEFAULT_RANKS = 4
+# These errors are for whoever called: they are shown without the launcher's own frames.
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
 
@@ -46,10 +48,11 @@ def launch(
     """
     try:
         if world_size is None:
+            world_size = DEFAULT_RANKS
             check_arguments(fn, args, kwargs)
-        count = check_request(4 if world_size is None else world_size, device, timeout, link)
+        world_size = check_request(world_size, device, timeout, link)
         with pack_call(fn, args, kwargs) as call:
-            setting = describe_launch(count, device, timeout, link, progress, call)
+            setting = describe_launch(world_size, device, timeout, link, progress, call)
             return Launch(setting).run(call)
     except EXPECTED as error:
         raise plain(error) from None
@@ -61,22 +64,23 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
     """
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
+    number = args[0]
     name = getattr(fn, "__name__", "fn")
-    meant = f"for {args[0]} ranks write world_size={args[0]}"
+    advice = f"for {number} ranks write world_size={number}"
     try:
         signature = inspect.signature(fn)
-        parameter = next(iter(signature.bind(*args, **kwargs).arguments))
+        parameter, *_ = signature.bind(*args, **kwargs).arguments
     except ValueError:  # a function written in C may not name its parameters
         return
     except TypeError:
-        raise TypeError(f"{name} does not take the argument {args[0]}; {meant}") from None
+        raise TypeError(f"{name} does not take the argument {number}; {advice}") from None
     if signature.parameters[parameter].default is not inspect.Parameter.empty:
-        print(f"launch: {args[0]} is the {parameter} of {name}; {meant}", file=sys.stderr)
+        print(f"launch: {number} is the {parameter} of {name}; {advice}", file=sys.stderr)
 
 
 def plain(error: Any) -> BaseException:
     """Return an error without our own frames, which would bury its message; notebooks show the
-    message alone.
+    message alone, by the method that IPython asks for it.
     """
     line = type(error).__name__
     if str(error):
@@ -121,11 +125,11 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     """Return a file without a name with the pickled call and the sources of all cells; ranks map
     the file uncopied. Raises TypeError, which names what cannot be sent.
     """
-    sources = {
-        name: "".join(entry[2])
-        for name, entry in list(linecache.cache.items())
-        if len(entry) == 4 and not os.path.exists(name)
-    }
+    sources = {}
+    for name, entry in list(linecache.cache.items()):
+        # An entry has size, time, lines and path; that of a source not read yet has a loader only.
+        if len(entry) == 4 and not os.path.exists(name):
+            sources[name] = "".join(entry[2])
     if not callable(fn):
         raise TypeError(
             "launch takes the function itself, as in launch(train, …), not what it returned:"

@@ -1,9 +1,9 @@
 """The processes of one launch, as the caller handles them: how they come to life, what they say,
 how they end.
 
-Through one socket the agent gets open files: those in memory, which hold the setting, a log, the
-call and the flight recorder, and for each rank the far ends of the pipes for its orders, messages
-and prints, and files for its stacks and its answer.
+Through one socket the agent gets open files. Some are files in memory: the setting, a log, the call
+and the flight recorder, and for each rank its stacks and its answer. The others are the far ends of
+pipes, over which each rank gets orders, sends messages and prints.
 """
 
 import os
@@ -22,14 +22,7 @@ from ...errors import Failure
 from .. import flight_recorder
 from ..files import open_memory
 from . import pickling, stacks
-from .decision import (
-    ENDING_SECONDS,
-    Ended,
-    Event,
-    Gone,
-    Raised,
-    Returned,
-)
+from .decision import ENDING_SECONDS, Ended, Event, Gone, Raised, Returned
 from .environment import place
 from .inbox import Inbox, Lines, Messages
 from .protocol import (
@@ -70,27 +63,27 @@ class Ranks:
         self.heard: list[Event] = []  # what has arrived since the last `read`
         self.inbox = Inbox()
         self.server: Server | None = None
-        self.agent: int | None = None  # this process id is also the number of its process group
-        self.agent_end = ""  # this says how the agent ended, if it ended too soon
+        self.agent: int | None = None  # its process id, and the number of its process group
+        self.agent_end = ""  # how the agent ended, if that was with an error
         self.told_to_end = False
         self.gone = False  # no process of the launch is left
         self.cut_off = False  # they have gone without having been told to
-        self.files = ExitStack()  # the stack closes all open files but the inbox's
+        self.files = ExitStack()  # this closes all open files but the inbox's
         self.log = self.open_file()
         self.recorder = self.open_file()
         self.recorder.truncate(flight_recorder.size(setting.world_size))
         self.stacks = {rank: self.open_file() for rank in range(setting.world_size)}
         self.answers = {rank: self.open_file() for rank in range(setting.world_size)}
-        self.orders: list[int] = []  # over these pipes ranks get their orders
-        self.last_words = ""  # this is the text of the log, once the log is closed
+        self.orders: list[int] = []  # the pipes over which ranks get their orders
+        self.last_words = ""  # the text of the log, once the log is closed
 
     def open_file(self, content: bytes = b"") -> IO[bytes]:
         """Open a file in memory that is closed with the launch."""
         return self.files.enter_context(open_memory("launch", content))
 
-    def start(self, payload: IO[bytes]) -> None:
-        """Have the server fork an agent, and hand the launch's files over to it; `payload` has the
-        packed call.
+    def start(self, call: IO[bytes]) -> None:
+        """Have the server fork an agent, and hand the launch's files over to it, with the packed
+        call.
         """
         connection, far_end = socket.socketpair()
         with far_end:
@@ -98,17 +91,23 @@ class Ranks:
         # Users may have set another card.
         own_place = place(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
         setting = self.open_file(pickle.dumps(own_place) + pickling.dumps(self.setting))
-        files = [file.fileno() for file in (setting, self.log, payload, self.recorder)]
-        # if the agent has died, the end of its socket is read next
+        files = LaunchFiles(
+            setting=setting.fileno(),
+            log=self.log.fileno(),
+            call=call.fileno(),
+            recorder=self.recorder.fileno(),
+        )
+        # If the agent has died, the end of its socket is read next.
         with suppress(ConnectionError):
-            socket.send_fds(connection, [b"f"], LaunchFiles(*files))
+            # Open files cannot be sent without any byte.
+            socket.send_fds(connection, [b"f"], files)
             for rank in range(self.setting.world_size):
                 socket.send_fds(connection, [b"f"], self.open_for(rank))
-        self.inbox.add(connection.detach(), Messages(self.hear_agent))
+        self.inbox.readers[connection.detach()] = Messages(self.hear_agent)
 
     def open_for(self, rank: int) -> RankFiles:
-        """Return a rank's open files; far ends of pipes stay open here too, as macOS loses those
-        closed in transit.
+        """Open a rank's files, and return them. Its ends of the pipes stay open here too, as macOS
+        loses those that are closed in transit.
         """
         orders, own_end = os.pipe()
         self.orders.append(own_end)
@@ -127,7 +126,9 @@ class Ranks:
         )
 
     def hear_agent(self, message: Any) -> None:
-        """Note what the agent, or the server about the agent, says; None is the end of all."""
+        """Note what the agent says, or the server about the agent. When the socket ends, no process
+        of the launch is left.
+        """
         match message:
             case AgentStarted(pid):
                 self.agent = pid
@@ -138,13 +139,13 @@ class Ranks:
             case RankExited(rank, code):
                 words = stacks.as_traceback(text_in(self.stacks[rank])) or text_in(self.log)
                 self.heard.append(Ended(rank, code, words, time.monotonic()))
-            case _:
+            case _:  # None for the end, or an error for what cannot be read
                 self.cut_off = not self.told_to_end
                 self.gone = True
                 self.heard.append(Gone())
 
     def hear_rank(self, rank: int, message: Any) -> None:
-        """Note what a rank says; of a message that cannot be read its answer is to blame."""
+        """Note what a rank says. A message that cannot be read counts as an answer that cannot."""
         match message:
             case Started():
                 self.heard.append(message)
@@ -164,10 +165,10 @@ class Ranks:
         return heard
 
     def read_for(self, seconds: float, enough: Callable[[], Any]) -> None:
-        """Read for `seconds`, or until `enough()`; what arrives decides nothing any more."""
+        """Read for at most `seconds`, until `enough()`; what arrives decides nothing any more."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
-            self.inbox.read(max(0.0, deadline - time.monotonic()))
+            self.inbox.read(deadline - time.monotonic())
 
     def order(self, order: Call | Leave) -> None:
         """Tell all ranks that there is another call, or that they may leave."""
@@ -198,7 +199,7 @@ class Ranks:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.agent, signal.SIGKILL)
                 self.read_for(ENDING_SECONDS, lambda: self.gone)
-            # here no server kills what has left the process group
+            # In these cases no server kills what has left the process group.
             if self.agent and (self.cut_off or sys.platform != "linux"):
                 kill_marked(self.mark)
             while self.inbox.read(0):
@@ -218,15 +219,16 @@ class Ranks:
 
 def answer_of(rank: int, packed: bytes) -> Returned | Raised:
     """Return a rank's answer, from the content of its file."""
+    now = time.monotonic()
     try:
         kind, value = pickle.loads(packed)
     except Exception as error:
         message = f"its result cannot be read here: {type(error).__name__}: {error}"
-        kind = "failed"
-        value = {"type_name": "TypeError", "message": message, "time": time.monotonic()}
+        return Raised(Failure(rank, "TypeError", message, time=now), now)
     if kind == "result":
-        return Returned(rank, *value)
-    return Raised(Failure(rank=rank, **value), time.monotonic())
+        result, model = value
+        return Returned(rank, result, model)
+    return Raised(Failure(rank, **value), now)
 
 
 def kill_marked(mark: str) -> None:

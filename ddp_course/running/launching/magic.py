@@ -17,7 +17,7 @@ from ...errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage
-from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain
+from .launch import DEFAULT_RANKS, EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain
 from .protocol import Call, Setting, Started
 from .setting import describe_launch
 from .watch import Launch
@@ -56,32 +56,32 @@ class RankByRank(Launch):
 
 class KeptRanks(RankByRank):
     """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for
-    half an hour.
+    IDLE_SECONDS.
     """
 
     def __init__(self, world_size: int, device: str):
         setting = describe_launch(world_size, device, LONGEST_TIMEOUT)
         super().__init__(replace(setting, idle=IDLE_SECONDS))
-        self.payload = open_memory("call")
+        self.shared_call = open_memory("call")  # the ranks have this file open for all calls
         self.last_use = time.monotonic()
 
-    def call(self, payload: IO[bytes], timeout: float) -> list:
+    def call(self, packed_call: IO[bytes], timeout: float) -> list:
         """Run a packed call on all ranks, which the first call starts; results and errors are those
         of `launch`. Raises LaunchError if the ranks have ended while no cell wanted them.
         """
         began = time.monotonic()
-        first = self.ending is None
-        stage = Stage.STARTING if first else Stage.RUNNING
+        is_first = self.ending is None
+        stage = Stage.STARTING if is_first else Stage.RUNNING
         self.phase = replace(self.phase, stage=stage, since=began, timeout=timeout)
         self.events = [event for event in self.events if isinstance(event, Started)]
         self.ending = None
-        self.payload.seek(0)
-        self.payload.truncate()
-        self.payload.write(payload.read())
-        self.payload.flush()
+        self.shared_call.seek(0)
+        self.shared_call.truncate()
+        self.shared_call.write(packed_call.read())
+        self.shared_call.flush()
         try:
-            if first:
-                self.ranks.start(self.payload)
+            if is_first:
+                self.ranks.start(self.shared_call)
             elif began > self.last_use + IDLE_SECONDS:
                 raise LaunchError(
                     f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g}"
@@ -168,11 +168,12 @@ class RanksMagic(Magics):
         """
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
         world_size = self.world_size(options)
+        # Tracebacks show the cell's lines by this name, which another cell does not have.
         filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
         compile_cell(cell, filename)  # a syntax error is shown before anything starts
-        names = used_names(cell) - NOT_SENT
-        given = {name: value for name, value in self.shell.user_ns.items() if name in names}
+        sent = used_names(cell) - NOT_SENT
+        given = {name: value for name, value in self.shell.user_ns.items() if name in sent}
         check_request(world_size, options.device, options.timeout, None)
         with pack_call(run_cell, (cell, filename, pull), given) as call:
             results = self.launch(call, world_size, options)
@@ -203,7 +204,7 @@ class RanksMagic(Magics):
         kept.
         """
         if self.kept_ranks is None:
-            return 4 if options.world_size is None else options.world_size
+            return DEFAULT_RANKS if options.world_size is None else options.world_size
         kept = self.kept_ranks.phase.world_size
         if options.world_size not in (None, kept):
             raise UsageError(

@@ -15,8 +15,8 @@ except ImportError:  # A machine with torch and numpy only is enough for `make g
 
 
 def pack_cached(function: Any) -> tuple:
-    """Pack a function under `functools.lru_cache`, which pickle would know by its name alone, as
-    its parts.
+    """Pack a function under `functools.lru_cache` as its parts, if a cell has defined it: pickle
+    would send its name alone, which ranks do not have.
     """
     if function.__module__ == "__main__":
         return cache_again, (function.__wrapped__, function.cache_parameters())
@@ -28,21 +28,23 @@ def cache_again(function: Callable, parameters: dict) -> Callable:
     return functools.lru_cache(**parameters)(function)
 
 
-copyreg.pickle(type(functools.lru_cache(len)), pack_cached)
+CachedFunction = type(functools.lru_cache(len))  # Python has no name for this type.
+copyreg.pickle(CachedFunction, pack_cached)
 __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """Return the first argument, or outer name of the function, that cannot be sent, and why; None
-    if all can.
+    """Return the name of the first argument, or outer variable of the function, that cannot be
+    sent, and why; None if all can.
     """
     try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         outside = inspect.getclosurevars(function)
     except (TypeError, ValueError):
         # The function is not written in Python, or does not take these arguments.
         return None
-    for name, value in {**kwargs, **given, **outside.nonlocals, **outside.globals}.items():
+    sent = {**kwargs, **arguments, **outside.nonlocals, **outside.globals}
+    for name, value in sent.items():
         try:
             dumps(value, protocol=5)
         except Exception as error:

@@ -24,14 +24,16 @@ class Setting:
     world_size: int
     start: str  # "fork" or "spawn"
     network: str  # "auto", "private" or "open"
-    backend: str
+    backend: str  # "gloo" or another one of torch.distributed
     devices: list  # the device of each rank, such as "cpu" or "cuda:0"
     timeout: float  # in seconds
     threads: int  # of each rank
     link: Any  # a `Link`, which the agent prepares, or None
     emulated: list | None  # the emulated device of each rank
-    progress: Any
-    computes: bool  # the ranks are known to compute
+    progress: Any  # as in `launch`
+    computes: (
+        bool  # ranks will surely compute, so what optimizers need is imported before they start
+    )
     idle: float | None = None  # kept ranks wait this many seconds for another call
 
 
@@ -44,7 +46,7 @@ class Meeting:
     where other users could reach those, it is the open file `store_file`.
     """
 
-    agent: int
+    agent: int  # its process id
     clocks: Any
     address: str
     port: int = 0
@@ -56,7 +58,7 @@ class LaunchFiles(NamedTuple):
     """Numbers of the open files that the agent gets for the whole launch."""
 
     setting: int
-    log: int
+    log: int  # what agent and ranks print while no rank runs the function yet
     call: int
     recorder: int
 
@@ -64,11 +66,11 @@ class LaunchFiles(NamedTuple):
 class RankFiles(NamedTuple):
     """Numbers of the open files that one rank has for itself."""
 
-    orders: int
-    report: int
+    orders: int  # a pipe from the caller
+    report: int  # a pipe to the caller, like the next two
     out: int
     err: int
-    stacks: int
+    stacks: int  # the stacks that are written when time is up, or at a crash
     answer: int
 
 
@@ -81,14 +83,14 @@ class AgentStarted:
 
 @dataclass(frozen=True)
 class AgentExited:
-    """The agent has ended with an error."""
+    """The agent has ended with an error; the server says so."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The agent cannot set up this launch."""
+    """The agent cannot set up this launch, or none of its ranks can begin."""
 
     error: Exception
 

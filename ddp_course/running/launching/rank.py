@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 # Tracebacks leave out the frames of these files.
 OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
+# Words by which messages of errors are known.
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
@@ -45,6 +46,7 @@ NCCL_LOST = (
 NO_MORE_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unreachable")
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
+UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does not find
 
 
 @dataclass
@@ -56,8 +58,8 @@ class Rank:
     setting: Setting
     number: int
     meeting: Meeting
-    shared: LaunchFiles
-    own: RankFiles
+    launch_files: LaunchFiles
+    files: RankFiles
 
     def run(self) -> None:
         """Move to this rank's place in the emulated network, call the function, and answer, until
@@ -67,46 +69,46 @@ class Rank:
         other ranks would fail too, with a broken connection, and hide the cause.
         """
         if self.setting.link is not None:
-            # this comes before any socket, as it may move this process into a network namespace
+            # This comes before any socket, as it may move this process into a network namespace.
             self.setting.link.network.enter(self.number)
         if self.meeting.clocks is not None:
             clocks.enter(self.meeting.clocks, self.number)
-        send(self.own.report, Started(self.number, os.getpid()))
-        faulthandler.register(signal.SIGUSR1, file=self.own.stacks, all_threads=True)
+        send(self.files.report, Started(self.number, os.getpid()))
+        faulthandler.register(signal.SIGUSR1, file=self.files.stacks, all_threads=True)
         # A segmentation fault writes a stack as well.
-        faulthandler.enable(file=self.own.stacks, all_threads=False)
-        counts = self.setting.progress and self.number == 0
-        self.steps = Steps(self.own.report if counts else None)
-        self.answer(self.first_call)
+        faulthandler.enable(file=self.files.stacks, all_threads=False)
+        feeds_bar = self.setting.progress and self.number == 0
+        self.steps = Steps(self.files.report if feeds_bar else None)
+        self.answer(self.join_and_call)
         while isinstance(self.next_order(), Call):
-            self.answer(self.call)
+            self.answer(self.call_function)
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
-            # gloo's threads are not torn down, they end with this process
+            # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
 
     def next_order(self) -> Any:
         """Return the caller's next order; None if none comes in time, or the caller is gone."""
-        with suppress(EOFError, OSError), Connection(os.dup(self.own.orders)) as orders:
+        with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
             if orders.poll(self.setting.idle):
                 return orders.recv()
         return None
 
-    def first_call(self) -> tuple[Any, float | None]:
+    def join_and_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
         of the function.
         """
         self.join_group()
-        flight_recorder.attach(self.shared.recorder, self.number, self.setting.world_size)
-        redirect_output(self.own.out, self.own.err)
-        return self.call()
+        flight_recorder.attach(self.launch_files.recorder, self.number, self.setting.world_size)
+        redirect_output(self.files.out, self.files.err)
+        return self.call_function()
 
-    def call(self) -> tuple[Any, float | None]:
-        """Call the function that the caller has packed, with the sources of all cells; return its
-        result, and the sum over a model that was trained without any message.
+    def call_function(self) -> tuple[Any, float | None]:
+        """Call the function that the caller has packed. Return its result, and the answer of
+        `Steps.unconnected_model`.
         """
-        with mmap.mmap(self.shared.call, 0, access=mmap.ACCESS_READ) as packed:
+        with mmap.mmap(self.launch_files.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
-        for name, text in cells.items():
+        for name, text in cells.items():  # tracebacks show the lines of cells
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         device: AbstractContextManager = nullcontext()
         if self.setting.emulated is not None:
@@ -116,33 +118,29 @@ class Rank:
         return result, self.steps.unconnected_model()
 
     def answer(self, function: Callable[[], Any]) -> None:
-        """Write what `function` returned or raised to a file, and report that; a child that it
-        forked ends here.
+        """Write what `function` returned or raised to a file, and report that. A child that it has
+        forked, and that comes back from it, ends here.
         """
-        process = os.getpid()
+        own_pid = os.getpid()
         try:
             value = function()
             kind = "result"
         except BaseException as error:
-            if os.getpid() != process and not isinstance(error, SystemExit):
+            if os.getpid() != own_pid and not isinstance(error, SystemExit):
                 traceback.print_exc()
-            kind = "failed"
             value = describe(error)
+            kind = "failed"
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the function may have closed or replaced the stream
                 stream.flush()
-        if os.getpid() != process:
+        if os.getpid() != own_pid:
             os._exit(0)
         try:
-            pack(kind, value, self.own.answer)
+            pack(kind, value, self.files.answer)
         except BaseException as error:  # A result's own __reduce__ may raise anything.
-            reason = words_of(error) or type(error).__name__
-            refusal = TypeError(
-                f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
-                f" ({reason}); return numbers, tensors, lists or dicts of them"
-            )
-            pack("failed", describe(refusal), self.own.answer)
-        send(self.own.report, Answered())
+            result, _ = value
+            pack("failed", describe(refusal_of(result, error)), self.files.answer)
+        send(self.files.report, Answered())
 
     def join_group(self) -> None:
         """Choose this rank's device, set the variables that torchrun would set, and bring the
@@ -150,7 +148,7 @@ class Rank:
         """
         choose_device(self.setting, self.number)
         world_size = self.setting.world_size
-        place = {
+        variables = {
             "RANK": self.number,
             "WORLD_SIZE": world_size,
             "LOCAL_RANK": self.number,
@@ -158,8 +156,8 @@ class Rank:
             "MASTER_ADDR": self.meeting.address,
             "MASTER_PORT": self.meeting.port,
         }
-        os.environ.update({name: str(value) for name, value in place.items()})
-        # the launch's own timeout comes first
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        # The launch's own timeout comes first: its error says where each rank is.
         patience = timedelta(seconds=self.setting.timeout + 60)
         dist.init_process_group(
             self.setting.backend,
@@ -191,10 +189,11 @@ def refuse_strangers() -> None:
     Where only a connection's far end is gone, the error is a ConnectionError: mostly a rank ended.
     """
     users = linux.users_connected()
-    if users == {-1}:
+    if users == {UNKNOWN_USER}:
         raise ConnectionError("the other end of a connection is gone")
     if users:
-        names = ", ".join(map(str, sorted(users - {-1})))
+        strangers = sorted(users - {UNKNOWN_USER})
+        names = ", ".join(map(str, strangers))
         raise CourseError(
             f"user {names} of this machine has connected to this launch's ranks, which received"
             " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
@@ -213,14 +212,17 @@ def redirect_output(out: int, err: int) -> None:
     """Send to the caller, line by line, what this rank prints from now on; no input can be typed in
     a rank.
     """
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    sys.stdout, sys.stderr = (
-        os.fdopen(
-            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    for name, pipe, descriptor in (("stdout", out, 1), ("stderr", err, 2)):
+        os.dup2(pipe, descriptor)
+        stream = os.fdopen(
+            descriptor,
+            "w",
+            buffering=1,  # line by line
+            encoding="utf-8",
+            errors="backslashreplace",
+            closefd=False,
         )
-        for number in (1, 2)
-    )
+        setattr(sys, name, stream)
     sys.breakpointhook = refuse_breakpoint
 
 
@@ -232,25 +234,32 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def pack(kind: str, value: Any, answers: int) -> None:
-    """Replace the content of the file `answers` by an answer."""
-    with open(answers, "wb", closefd=False) as file:
+def refusal_of(result: Any, error: BaseException) -> TypeError:
+    """Return the error of a result that cannot be packed, because of `error`."""
+    reason = words_of(error) or type(error).__name__
+    return TypeError(
+        f"the result is a {type(result).__qualname__}, which cannot be sent to the caller"
+        f" ({reason}); return numbers, tensors, lists or dicts of them"
+    )
+
+
+def pack(kind: str, value: Any, descriptor: int) -> None:
+    """Replace the content of an open file by an answer, of the kind "result" or "failed"."""
+    with open(descriptor, "wb", closefd=False) as file:
         file.seek(0)
         file.truncate()
-        Packing(file, protocol=5).dump((kind, value))
+        AnswerPickler(file, protocol=5).dump((kind, value))
 
 
-class Packing(Pickler):
+class AnswerPickler(Pickler):
     """Tensors on a GPU travel as tensors on the CPU: the caller need not have a GPU, nor use it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
-        return (
-            super().reducer_override(obj)
-            if hasattr(Pickler, "reducer_override")
-            else NotImplemented
-        )
+        if hasattr(Pickler, "reducer_override"):  # cloudpickle's; Python's own has none
+            return super().reducer_override(obj)
+        return NotImplemented
 
 
 def describe(error: BaseException) -> dict:
@@ -268,12 +277,12 @@ def describe(error: BaseException) -> dict:
         )
     if isinstance(error, SystemExit):
         message = f"sys.exit was called with {error.code!r}"
-    if any(mark in message for mark in NO_WAY_OUT) and linux.alone_in_network():
+    if any(words in message for words in NO_WAY_OUT) and linux.alone_in_network():
         message += (
             " (ranks have a network of their own: download before the launch, or set"
             " DDP_COURSE_NETWORK=open)"
         )
-    if any(mark in message for mark in NO_MORE_THREADS):
+    if any(words in message for words in NO_MORE_THREADS):
         message += f" ({linux.PROCESS_LIMIT})"
     return {
         "type_name": type(error).__name__,
@@ -293,22 +302,21 @@ def words_of(error: BaseException) -> str:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Return whether an exception only says that another rank is gone; one raised by the learner's
-    code does not.
+    """Return whether an exception only says that another rank is gone. One that the learner's code
+    raises does not.
     """
     if isinstance(error, dist.DistNetworkError):
         return True
-    # NCCL raises it for all errors: "Duplicate GPU detected" is a cause.
+    # NCCL raises this one for all errors: "Duplicate GPU detected" is a cause.
     if isinstance(error, dist.DistBackendError):
-        return any(mark in message for mark in NCCL_LOST)
-    runtime = isinstance(error, RuntimeError)
-    if runtime and "gloo" in message and "transport" in message:
-        return True
-    reported = isinstance(error, ConnectionError) or (
-        runtime and any(mark in message for mark in PEER_LOST)
-    )
+        return any(words in message for words in NCCL_LOST)
+    sounds_so = isinstance(error, ConnectionError)
+    if isinstance(error, RuntimeError):
+        if "gloo" in message and "transport" in message:
+            return True
+        sounds_so = any(words in message for words in PEER_LOST)
     frames = list(traceback.walk_tb(error.__traceback__))
-    if not (reported and frames):
+    if not (sounds_so and frames):
         return False
     innermost, _ = frames[-1]
     return innermost.f_code.co_filename.startswith(LIBRARIES)

@@ -17,7 +17,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PACKAGES = os.path.abspath(f"{HERE}/../../..")
+PACKAGES = os.path.abspath(f"{HERE}/../../..")  # the folder that has `ddp_course`
 sys.path[:] = [PACKAGES, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
 
 import contextlib
@@ -34,7 +34,7 @@ from ddp_course.running import linux
 from ddp_course.running.launching import protocol
 
 AGENT = "ddp_course.running.launching.agent"
-COURSE = [  # Launches and comparisons need these modules, with all that they import.
+COURSE_MODULES = [  # Launches and comparisons need these, with all that they import.
     AGENT,
     "ddp_course.running.launching.rank",
     "ddp_course.running.links.link",
@@ -44,9 +44,11 @@ COURSE = [  # Launches and comparisons need these modules, with all that they im
     "ddp_course.collectives",
 ]
 CALLER = os.getppid()
-AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
-# each rank's first optimizer would otherwise import these for dynamo, in more than a second
-LATER = [
+# The server imports these before it serves.
+FIRST_MODULES = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
+# After the first launch it imports these: each rank's first optimizer would do so for dynamo, which
+# takes more than a second.
+LATER_MODULES = [
     "mpmath",
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -61,27 +63,27 @@ IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
 
 def serve(control: socket.socket, forks: bool) -> None:
     """Fork an agent for each request until the caller is gone or idle. Where agents fork their
-    ranks, import for them what each would import otherwise.
+    ranks (`forks`), import for these, after the first launch, what each would import otherwise.
     """
-    later = LATER if forks else []
-    read: dict = {}
-    launches: dict = {}  # this maps an agent's process id to the launch's socket
+    modules_to_load = LATER_MODULES if forks else []
+    times_read: dict = {}
+    launches: dict = {}  # each agent's process id, with the socket to its launch's caller
     last_use = time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
     while os.getppid() == CALLER and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
         if ready:
             if forks:
-                read = read_course(read)
+                times_read = read_course(times_read)
             if not fork_agent(control, launches):
                 break
         if launches:
             last_use = time.monotonic()
             reap(launches)
-            if later and not launches:
-                load(later)
+            if modules_to_load and not launches:
+                load(modules_to_load)
                 linux.use_huge_pages()
-                later = []
+                modules_to_load = []
     for agent in launches:  # the caller is gone, so all launches must end
         os.kill(agent, signal.SIGKILL)
     while launches:
@@ -103,24 +105,25 @@ def load(names: list) -> None:
     gc.enable()
 
 
-def read_course(read: dict) -> dict:
-    """Import the course's modules, again if a file is not as old as `read` says; return when each
-    file was changed.
+def read_course(times_read: dict) -> dict:
+    """Import the course's modules, again if the times at which its files were changed are not those
+    of the last reading; return these times.
     """
     times = {}
     for file in Path(PACKAGES, "ddp_course").rglob("*.py"):
         with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
             times[file] = file.stat().st_mtime_ns
-    if read != times:
+    if times_read != times:
         forget_course()
-        load(COURSE)
+        load(COURSE_MODULES)
     return times
 
 
 def forget_course() -> None:
     """Let the next import read the course's files again."""
-    for name in [name for name in sys.modules if name.startswith("ddp_course")]:
-        if name != protocol.__name__:  # what caller and server say to each other must not change
+    for name in list(sys.modules):
+        # What caller and server say to each other must not change.
+        if name.startswith("ddp_course") and name != protocol.__name__:
             del sys.modules[name]
 
 
@@ -129,19 +132,19 @@ def fork_agent(control: socket.socket, launches: dict) -> bool:
     request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not request:
         return False
-    launch = socket.socket(fileno=descriptors[0])
-    launch.set_inheritable(False)  # ranks that are new processes must not have it
+    connection = socket.socket(fileno=descriptors[0])
+    connection.set_inheritable(False)  # ranks that are new processes must not have it
     pid = os.fork()
     if pid == 0:
         for other in (control, *launches.values()):
             other.close()
-        become_agent(launch)
-    os.setpgid(pid, pid)
-    launches[pid] = launch
+        become_agent(connection)
+    os.setpgid(pid, pid)  # parent and child both do this: nobody knows which of them runs first
+    launches[pid] = connection
     return True
 
 
-def become_agent(launch: socket.socket) -> None:
+def become_agent(connection: socket.socket) -> None:
     """Own the ranks of a launch, in the forked child. This never returns."""
     try:
         os.setpgid(0, 0)  # the agent, its ranks and their children form one process group
@@ -149,12 +152,13 @@ def become_agent(launch: socket.socket) -> None:
         linux.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         count = len(protocol.LaunchFiles._fields)
-        if descriptors := socket.recv_fds(launch, 1, count)[1]:  # without files the caller is gone
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+        if descriptors:  # without files the caller is gone
             files = protocol.LaunchFiles(*descriptors)
             with open(files.setting, "rb") as file:
                 take_over(*pickle.load(file))
                 setting = pickle.load(file)
-            importlib.import_module(AGENT).own_ranks(launch, setting, files)
+            importlib.import_module(AGENT).own_ranks(connection, setting, files)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -172,10 +176,10 @@ def take_over(path: list, argv: list, folder: str, environ: dict) -> None:
 
 
 def reap(launches: dict) -> None:
-    """Look which agents have ended: their launches are over, which the caller learns once no
-    process is left.
+    """Look which agents have ended: their launches are over, which the caller learns from the end
+    of the socket, once no process is left.
     """
-    for agent, launch in list(launches.items()):
+    for agent, connection in list(launches.items()):
         ended, status = os.waitpid(agent, os.WNOHANG)
         if ended:
             del launches[agent]
@@ -183,8 +187,8 @@ def reap(launches: dict) -> None:
             if status:
                 with contextlib.suppress(OSError):  # the caller may be gone
                     code = os.waitstatus_to_exitcode(status)
-                    protocol.send(launch.fileno(), protocol.AgentExited(code))
-            launch.close()
+                    protocol.send(connection.fileno(), protocol.AgentExited(code))
+            connection.close()
 
 
 def end_what_is_left(agent: int, launches: dict) -> None:
@@ -195,19 +199,23 @@ def end_what_is_left(agent: int, launches: dict) -> None:
         os.killpg(agent, signal.SIGKILL)
     # Only Linux has this file, and adopts orphans.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while strays := set(map(int, linux.read(children).split())) - launches.keys():
-        for pid in strays:
+    while True:
+        strays = set(map(int, linux.read(children).split())) - launches.keys()
+        if not strays:
+            return
+        for pid in strays:  # this process adopts their children, which are killed in the next round
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
-    start, *needed = sys.argv[1:]
-    if start != "spawn":  # with spawn only the ranks load torch, not the server
-        load(AT_ONCE + needed)
+    # This is a server whose ranks are forked ("fork") or new ("spawn"), or such a new "rank".
+    role, *needed = sys.argv[1:]
+    if role != "spawn":  # with spawn only the ranks load torch, not the server
+        load(FIRST_MODULES + needed)
     forget_course()
-    if start != "rank":
-        serve(socket.socket(fileno=os.dup(0)), start == "fork")
+    if role != "rank":
+        serve(socket.socket(fileno=os.dup(0)), forks=role == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
     take_over(*pickle.load(sys.stdin.buffer))
     importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

@@ -18,8 +18,8 @@ from .setting import start_method
 
 NO_PROCESS = "Resource temporarily unavailable"
 LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
-# ranks need these as well if the caller has loaded them, and they load slowly
-NEEDED_TOO = ("torch._dynamo", "pytest")
+# Ranks need these as well if the caller has loaded them, and they load slowly.
+SLOW_MODULES = ("torch._dynamo", "pytest")
 
 
 class Server:
@@ -31,7 +31,7 @@ class Server:
         self.control, far_end = socket.socketpair()
         self.complaints = open_memory("complaints")
         self.owner = os.getpid()
-        needed = [name for name in NEEDED_TOO if name in sys.modules]
+        needed = [name for name in SLOW_MODULES if name in sys.modules]
         with far_end:
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, start_method(), *needed],
@@ -54,13 +54,13 @@ class Server:
             code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
             return ""
-        log = "" if self.complaints.closed else text_in(self.complaints)
-        text = log.replace(NO_PROCESS, f"{NO_PROCESS} ({PROCESS_LIMIT})")
-        return f"the launch server {ending_in_words(code)}\n{text}"
+        complaints = "" if self.complaints.closed else text_in(self.complaints)
+        complaints = complaints.replace(NO_PROCESS, f"{NO_PROCESS} ({PROCESS_LIMIT})")
+        return f"the launch server {ending_in_words(code)}\n{complaints}"
 
     def close(self) -> None:
-        """End the server, and with it all running launches, unless a process that forked this one
-        started it.
+        """End the server, and with it all running launches. If this process was forked by the one
+        that started the server, only let go of it.
         """
         self.control.close()
         if self.owner == os.getpid():
@@ -69,20 +69,22 @@ class Server:
         self.complaints.close()
 
 
-servers: list[Server] = []  # The first launch adds the only server.
+servers: list[Server] = []  # the only server, once a launch has started it
 _lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
-    """Send this process's launches to `server` from now on; the server before it ends."""
+    """Send this process's launches to `server` from now on, or with None to one that the next
+    launch starts; the server before it ends.
+    """
     for earlier in servers:
         earlier.close()
     servers[:] = [server] if server else []
 
 
-def ask_for_agent(launch: socket.socket) -> Server:
+def ask_for_agent(far_end: socket.socket) -> Server:
     """Have the server fork an agent, which talks over this socket; start a server if none is
-    usable. Raises LaunchError where no process can be started.
+    usable, and return it. Raises LaunchError where no process can be started.
     """
     with _lock:
         if not (servers and servers[0].usable()):
@@ -90,9 +92,9 @@ def ask_for_agent(launch: socket.socket) -> Server:
                 use_server(Server())
             except BlockingIOError:
                 raise LaunchError(f"no launch server can be started: {PROCESS_LIMIT}") from None
-        # if the server is just dying, the launch learns that from the end of its socket
+        # If the server is just dying, the launch learns that from the end of its socket.
         with suppress(ConnectionError):
-            socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
+            socket.send_fds(servers[0].control, [b"L"], [far_end.fileno()])
         return servers[0]
 
 
@@ -102,7 +104,7 @@ atexit.register(use_server, None)
 def ending_in_words(code: int) -> str:
     """Return an exit code in words, as the end of a sentence."""
     kind, words = exit_code_in_words(code)
-    return f"was {kind} {words}" if code < 0 else f"{kind} {words}"
+    return f"was {kind} {words}" if code < 0 else f"{kind} {words}"  # killed, or exited
 
 
 def text_in(file: IO[bytes]) -> str:

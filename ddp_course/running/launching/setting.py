@@ -14,7 +14,7 @@ MIB = 1 << 20
 RANK_MEMORY = 64 * MIB
 GPU_RANK_MEMORY = 1024 * MIB  # CUDA's libraries and its context take this of the machine's memory
 RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
-SPARE_FILES = 64
+SPARE_FILES = 64  # so many are left for what the caller's own program opens meanwhile
 
 
 def start_method() -> str:
@@ -77,7 +77,7 @@ def describe_launch(
         link=link,
         emulated=emulated,
         progress=progress,
-        computes=bool(emulated or progress),
+        computes=bool(emulated or progress),  # both are asked for where something is trained
     )
 
 
@@ -94,26 +94,31 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False
     """Raise ValueError, with the largest world size that fits, if too little memory or too few open
     files are left.
     """
-    own = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
-    needed = own + argument_bytes  # every rank gets its own copy of the arguments
+    libraries = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
+    needed = libraries + argument_bytes  # every rank gets its own copy of the arguments
     free = free_memory()
-    files = free_files()
-    memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
-    pipes = (
-        f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
-    )
-    for most, reason in ((free // needed, memory), (files // RANK_FILES, pipes)):
-        if world_size > most:
-            largest = f"the largest that fits is {most}" if most else "not even one rank fits"
-            raise ValueError(
-                f"world size {world_size} does not fit: each rank needs {reason}; {largest}"
-            )
+    most = free // needed
+    reason = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
+    if world_size <= most:
+        files = free_files()
+        most = files // RANK_FILES
+        may_open = files or "no"
+        reason = (
+            f"{RANK_FILES} open files and this process may open {may_open} more (see `ulimit -n`)"
+        )
+    if world_size > most:
+        largest = f"the largest that fits is {most}" if most else "not even one rank fits"
+        raise ValueError(
+            f"world size {world_size} does not fit: each rank needs {reason}; {largest}"
+        )
 
 
 def free_files() -> int:
     """Return how many more files this process may open."""
-    import resource  # Windows lacks this module, and `check_request` refuses it
+    import resource  # Windows lacks this module, and `check_request` refuses it.
 
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
-    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - open_now - SPARE_FILES)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    open_now = len(os.listdir("/dev/fd"))
+    return max(0, limit - open_now - SPARE_FILES)

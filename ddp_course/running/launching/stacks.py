@@ -4,7 +4,6 @@ import re
 import sys
 import time
 import traceback
-from itertools import takewhile
 from pathlib import Path
 
 from ...errors import RankState
@@ -21,8 +20,10 @@ STATUS = {
     "Z": "ended",
     "": UNKNOWN,
 }
-LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+# Ends of paths: the files of the launcher, of torch's collectives, and of others that learners
+# have not called themselves.
+LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
@@ -33,31 +34,37 @@ def describe_ranks(
     """Return the RankState of every rank, and a sentence about the collective that the first of
     them did not enter.
 
-    The dicts are by rank: results of finished ranks, states of processes in words (""
-    before the start), stacks that faulthandler wrote, and collectives.
+    The dicts are by rank: results of finished ranks, states of processes in words, stacks that
+    faulthandler wrote, and our own collectives.
     """
     states = []
-    entered = {}
+    torch_calls = {}
     for rank in range(world_size):
         dump = dumps.get(rank, "")
-        calls_of_torch = [
-            name for frames in parse(dump) for file, _, name in frames if file.endswith(TORCH)
-        ]
-        entered[rank] = next((name for name in calls_of_torch if not name.startswith("_")), "")
-        status = (
-            "finished, waiting for the others"
-            if rank in results
-            else statuses.get(rank) or "not started yet"
-        )
-        collective = last_collective(calls.get(rank, []), entered[rank])
+        torch_calls[rank] = entered_in_torch(dump)
+        if rank in results:
+            status = "finished, waiting for the others"
+        else:
+            status = statuses.get(rank, "not started yet")
+        collective = last_collective(calls.get(rank, []), torch_calls[rank])
         states.append(RankState(rank, status, collective, as_traceback(dump)))
-    missing = missing_from_ours(calls) or missing_from_torchs(entered)
+    missing = missing_from_ours(calls) or missing_from_torchs(torch_calls)
     if missing is None:
         return states, ""
     name, inside, absent = missing
+    culprits = enumerate_ranks(absent, "has", "have")
     waiting = enumerate_ranks(inside, "waits", "wait")
-    cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {waiting}"
+    cause = f"{culprits} not entered {name}, in which {waiting}"
     return sorted(states, key=lambda state: state.rank not in absent), cause
+
+
+def entered_in_torch(dump: str) -> str:
+    """Return which public function of torch.distributed a rank is in; "" if it is in none."""
+    for frames in parse(dump):
+        for file, _, name in frames:
+            if file.endswith(TORCH) and not name.startswith("_"):
+                return name
+    return ""
 
 
 def last_collective(calls: list, torch_call: str) -> str:
@@ -76,14 +83,15 @@ def missing_from_ours(calls: dict) -> tuple | None:
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
+    # The last call of a rank is the one that it is in, if that has no end.
     inside = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
     missing = None
     for call in sorted(inside.values(), key=lambda call: call.begin):
         absent = [rank for rank in call.members if not has_reached(calls.get(rank, []), call)]
-        same = (call.group, call.sequence)
-        present = [
-            rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same
-        ]
+        present = []
+        for rank, other in sorted(inside.items()):
+            if other.group == call.group and other.sequence == call.sequence:
+                present.append(rank)
         idle = [rank for rank in absent if rank not in inside]
         if idle:
             return str(call), present, idle
@@ -92,38 +100,37 @@ def missing_from_ours(calls: dict) -> tuple | None:
     return missing
 
 
-def has_reached(own: list, call: flight_recorder.Call) -> bool:
-    """Return whether a rank with these calls of its `own` has entered `call`."""
-    return any(each.group == call.group and each.sequence >= call.sequence for each in own)
+def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
+    """Return whether a rank that has entered `own_calls` has entered `call`, or one after it."""
+    return any(own.group == call.group and own.sequence >= call.sequence for own in own_calls)
 
 
-def missing_from_torchs(entered: dict) -> tuple | None:
-    """Return the same by the stacks, for torch's own collectives; None unless all waiting ranks are
-    in the same one.
+def missing_from_torchs(torch_calls: dict) -> tuple | None:
+    """Return the same for torch's own collectives, by the function that each rank is in; None
+    unless all waiting ranks are in the same one.
     """
-    inside = [rank for rank, name in entered.items() if name]
-    absent = [rank for rank, name in entered.items() if not name]
-    names = {entered[rank] for rank in inside} - POINT_TO_POINT
-    return (
-        (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
-    )
+    inside = [rank for rank, name in torch_calls.items() if name]
+    absent = [rank for rank, name in torch_calls.items() if not name]
+    names = {torch_calls[rank] for rank in inside} - POINT_TO_POINT
+    if not absent or len(names) != 1:
+        return None
+    return f"torch.distributed.{names.pop()}", inside, absent
 
 
 def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
     """Return ranks in words with a verb, such as "rank 2 has" or "ranks 0 and 1 have"."""
     *others, last = ranks
-    return (
-        f"ranks {', '.join(map(str, others))} and {last} {plural}"
-        if others
-        else f"rank {last} {singular}"
-    )
+    if not others:
+        return f"rank {last} {singular}"
+    return f"ranks {', '.join(map(str, others))} and {last} {plural}"
 
 
 def status_of(pid: int) -> str:
     """Return the state of a process in words, as far as the system tells."""
-    # The letter for the state follows the name, which is in parentheses.
     stat = linux.read(Path(f"/proc/{pid}/stat"))
-    return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
+    # The letter for the state follows the name, which is in parentheses.
+    _, _, state = stat.rpartition(") ")
+    return STATUS.get(state[:1], "waiting")
 
 
 def parse(dump: str) -> list:
@@ -134,22 +141,24 @@ def parse(dump: str) -> list:
     start-up are left out.
     """
     threads = []
-    for part in dump.split("(most recent call first):")[1:]:
-        own = takewhile(lambda frame: not frame[0].endswith(LAUNCHER), FRAME.findall(part))
-        frames = [
-            (file, int(line), function)
-            for file, line, function in own
-            if not file.endswith(LIBRARY)
-        ]
+    _, *parts = dump.split("(most recent call first):")
+    for part in parts:
+        frames = []
+        for file, line, function in FRAME.findall(part):
+            if file.endswith(LAUNCHER):
+                break
+            if not file.endswith(LIBRARY):
+                frames.insert(0, (file, int(line), function))
         if frames:
-            threads.append(frames[::-1])
-    return threads[::-1]
+            threads.insert(0, frames)  # faulthandler writes the main thread last
+    return threads
 
 
 def as_traceback(dump: str) -> str:
     """Return the frames of a dump as in Python tracebacks, with the source lines where they are
     known.
     """
-    return "".join(
-        traceback.format_list([(*frame, None) for frames in parse(dump) for frame in frames])
-    ).rstrip()
+    frames = []
+    for thread in parse(dump):
+        frames += [(file, line, function, None) for file, line, function in thread]
+    return "".join(traceback.format_list(frames)).rstrip()

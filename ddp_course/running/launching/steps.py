@@ -16,7 +16,7 @@ class Steps:
     def __init__(self, report: int | None):
         self.report = report
         self.done = 0
-        self.optimizer = cast(Any, None)
+        self.optimizer = cast(Any, None)  # the last one that made a step in this call
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
@@ -26,12 +26,12 @@ class Steps:
             send(self.report, Stepped(self.done))
 
     def unconnected_model(self) -> float | None:
-        """Return the sum over the model that this call trained, if this rank has exchanged no
-        message; else None.
+        """Return the sum of all weights of the model that this call trained, if this rank has
+        exchanged no message; else None. Where these sums differ, so do the models.
         """
         optimizer = self.optimizer
-        self.optimizer = None  # Kept ranks have other calls, which may train nothing.
+        self.optimizer = None  # kept ranks have other calls, which may train nothing
         if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
             return None
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return sum(p.detach().double().sum().item() for p in parameters)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return sum(parameter.detach().double().sum().item() for parameter in parameters)

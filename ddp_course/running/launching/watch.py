@@ -13,7 +13,6 @@ from .decision import (
     Event,
     Failures,
     Phase,
-    Refusal,
     Results,
     Stage,
     TimedOut,
@@ -23,7 +22,7 @@ from .decision import (
     results_of,
 )
 from .local import Ranks
-from .protocol import Leave, Setting
+from .protocol import Leave, Refused, Setting
 
 TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
 UNCONNECTED = (
@@ -45,7 +44,8 @@ class Launch:
         self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout, keeps)
         self.events: list[Event] = []
         self.ending: Ending | None = None
-        self.hang: tuple[list, str] = ([], "")  # when time is up: what each rank did, and a cause
+        # When time is up, this is what each rank did, and the cause.
+        self.hang: tuple[list, str] = ([], "")
 
     def print(self, rank: int, stream: str, text: str) -> None:
         """Show a line that a rank has printed, on the caller's own "stdout" or "stderr"."""
@@ -66,17 +66,19 @@ class Launch:
         """Read what the ranks say until the ending is decided."""
         while self.ending is None:
             self.events += self.ranks.read(TICK_SECONDS)
-            self.bar.wait()
+            self.bar.tick()
             now = time.monotonic()
             self.ending = decide(self.phase, self.events, now)
-            following = next_phase(self.phase, self.events, now)
-            if following.stage is Stage.LEAVING and following != self.phase and not self.ending:
+            phase = next_phase(self.phase, self.events, now)
+            if phase.stage is Stage.LEAVING and phase != self.phase and not self.ending:
                 self.ranks.order(Leave())
-            self.phase = following
+            self.phase = phase
         if isinstance(self.ending, TimedOut):
-            done = results_of(self.events)
-            states = self.ranks.inspect(pids_of(self.events))
-            self.hang = stacks.describe_ranks(self.phase.world_size, done, *states)
+            results = results_of(self.events)
+            statuses, dumps, calls = self.ranks.inspect(pids_of(self.events))
+            self.hang = stacks.describe_ranks(
+                self.phase.world_size, results, statuses, dumps, calls
+            )
 
     def close(self) -> None:
         """End what still runs, and close what is open."""
@@ -96,7 +98,7 @@ class Launch:
                 return [each.result for each in returned]
             case Failures(failures):
                 raise RankError(failures, self.phase.world_size)
-            case Refusal(error):
+            case Refused(error):
                 raise error
             case TimedOut():
                 raise LaunchTimeout(self.phase.timeout, *self.hang)

@@ -13,6 +13,7 @@ from benchmarks.virtual_time import digest
 from ddp_course import Device, Link, launch
 from ddp_course.measuring import comparison
 from ddp_course.running import clocks, wire
+from ddp_course.running.clocks.table import real_sleep
 
 LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
 MS = 10**9  # this is a millisecond in picoseconds
@@ -48,6 +49,30 @@ def test_a_receive_from_any_rank_takes_the_oldest_message():
     assert launch(from_any, world_size=3, link=LINK)[0] == [2, 1]
 
 
+def two_threads_from_any():
+    rank = dist.get_rank()
+    if rank:
+        clocks.advance(0.01 * rank)
+        real_sleep(0.3)  # both threads wait before anything is posted
+        dist.send(torch.zeros(1), 0, tag=rank)
+        return None
+    sources = {}
+
+    def receive(tag):
+        sources[tag] = dist.recv(torch.zeros(1), tag=tag)
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sources
+
+
+def test_two_threads_of_a_rank_may_wait_for_any_rank():
+    assert launch(two_threads_from_any, world_size=3, link=LINK)[0] == {1: 1, 2: 2}
+
+
 def collectives():
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -77,6 +102,57 @@ def test_torchs_collectives_take_their_closed_forms():
         assert moments == ends
         if rank < 2:
             assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def in_two_groups():
+    rank = dist.get_rank()
+    groups = [dist.new_group([1, 2]), dist.new_group([0, 1])]
+    dist.barrier()
+    began = clocks.moment()
+    works = []
+    for group, elements in zip(groups, (3000, 1000), strict=True):
+        if rank in dist.get_process_group_ranks(group):
+            works.append(dist.all_reduce(torch.ones(elements), group=group, async_op=True))
+    ends = []
+    for work in works:
+        work.wait()
+        ends.append(clocks.moment() - began)
+    return ends
+
+
+def test_of_two_collectives_at_one_moment_that_of_the_group_made_first_is_first():
+    first = 14 * MS
+    second = 20 * MS
+    assert launch(in_two_groups, world_size=3, link=LINK) == [[second], [first, second], [first]]
+
+
+def only_one_sends(late):
+    rank = dist.get_rank()
+    if rank == late:
+        real_sleep(0.3)
+    elements = 1000 * rank
+    received = torch.zeros(1000 - elements)
+    work = dist.all_to_all_single(
+        received, torch.ones(elements), [0, len(received)], [elements, 0], async_op=True
+    )
+    wire.exchange(torch.ones(250), 1 - rank, torch.ones(250), 1 - rank)
+    work.wait()
+    return clocks.moment()
+
+
+@pytest.mark.parametrize("late", (0, 1))
+def test_a_collective_in_which_only_one_rank_has_bytes_uses_the_links_whoever_comes_first(late):
+    assert launch(only_one_sends, late, world_size=2, link=LINK) == [5 * MS, 5 * MS]
+
+
+def not_waited_for():
+    dist.all_reduce(torch.ones(1000), async_op=True)
+    dist.all_reduce(torch.ones(1000))
+    return clocks.moment()
+
+
+def test_a_collective_for_which_nobody_waits_takes_its_time():
+    assert launch(not_waited_for, world_size=2, link=LINK) == [12 * MS, 12 * MS]
 
 
 def hand_overs():

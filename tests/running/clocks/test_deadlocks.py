@@ -17,7 +17,7 @@ from ddp_course import Link, launch
 from ddp_course.errors import RankError
 from ddp_course.running.clocks import stalls
 from ddp_course.running.clocks.clock import Clock
-from ddp_course.running.clocks.table import BLOCKED, FREE, STATE, Table
+from ddp_course.running.clocks.table import BLOCKED, FREE, Table
 
 LARGE = 2**20
 
@@ -138,8 +138,8 @@ def test_a_deadlock_is_named_with_all_ranks_and_lines(program):
 def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_later():
     table = Table([0, 1])
     late = Clock(table, table.own_threads()[0], 0)
-    table.threads[STATE, late.slot] = BLOCKED
-    table.threads[STATE, table.threads_per_rank] = FREE  # rank 1 has raised the error, and ended
+    table.places[late.slot].state = BLOCKED
+    table.places[table.threads_per_rank].state = FREE  # rank 1 has raised the error, and ended
     table.lines[1] = b"rank 1 waits for another thread"
     message = str(stalls.deadlock(late, "for another thread"))
     assert "rank 0 waits for another thread" in message

@@ -20,7 +20,6 @@ from ddp_course.running.launching.decision import (
     Gone,
     Phase,
     Raised,
-    Refusal,
     Results,
     Returned,
     Stage,
@@ -167,7 +166,7 @@ def test_broken_connections_alone_are_told_after_a_while():
 
 def test_what_cannot_begin_is_refused():
     error = LaunchError("no loopback")
-    assert play([(0.5, Refused(error))]) == (Refusal(error), 0.5)
+    assert play([(0.5, Refused(error))]) == (Refused(error), 0.5)
     ending, _ = play([(0.0, UP[0]), (0.5, Ended(1, 1, "no torch", 0.5))])
     assert str(ending.error) == "the ranks could not be started\nno torch"
     ending, now = play([], timeout=1.0)

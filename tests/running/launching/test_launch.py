@@ -139,11 +139,11 @@ def test_libraries_keep_quiet(capfd):
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
     lines = inbox.Lines(shown.append)
-    lines(
+    lines.take(
         b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is :"
         b" 1\nhel"
     )
-    lines(b"lo\n[Gloo] is what I say\n")
+    lines.take(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
 
 
@@ -295,8 +295,8 @@ def test_output_without_line_ends_is_shown_in_pieces():
     piece = b"x" * (1 << 16)
     lines = inbox.Lines(shown.append)
     for _ in range(160):
-        lines(piece)
-    lines(b"end\n")
+        lines.take(piece)
+    lines.take(b"end\n")
     assert sum(map(len, shown)) == 160 * len(piece) + 3 and len(shown) == 10
 
 
@@ -470,7 +470,7 @@ def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monke
         time.sleep(1.5)
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
-    monkeypatch.setattr(bar, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(bar, "DRAWING_SECONDS", 0.2)
     launch(train, world_size=1, progress=1)
     drawn = capfd.readouterr().err
     assert drawn.count("0/1") > 3 and "0/1 [00:01<" in drawn and "1/1" in drawn
