@@ -57,8 +57,8 @@ def with_comments(results: Sequence[Result], comments: Sequence[Comment]) -> lis
         tasks = {task.id: task for task in result.tasks} if result else {}
         if result and not comment.task:
             add(comment, result, result.points)
-        elif comment.task in tasks:
-            add(comment, tasks[comment.task], tasks[comment.task].earned)
+        elif task := tasks.get(comment.task):
+            add(comment, task, task.earned)
         else:
             raise GradingError(
                 f"a comment is about {comment.learner}, exercise {comment.exercise}, task"

@@ -16,7 +16,6 @@ from .tables import as_csv
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("Identifier", "Full name", "Email address")
-Rows = dict[str, dict[str, str]]  # Rows are {learner: {title: cell}}.
 
 
 def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[str, str]:
@@ -37,13 +36,13 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
     return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
 
-def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], name: str) -> Rows:
-    """{learner: the cells, of these `titles`, by which a service knows them}: the roster's come
-    first, then all others. `name` is the title of their name, which is the folder's if no other is
-    known.
+def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], name: str) -> Roster:
+    """A roster of all, with the `titles` by which a service knows them: the roster's learners come
+    first, then all others. `name` is the title of what they are called, which is what they are
+    called here if no other name is known.
     """
     handed_in = {result.learner: result.about for result in results}
-    rows: Rows = {}
+    rows = {}
     for learner in (*roster, *handed_in):
         about = {name: learner} | handed_in.get(learner, {}) | roster.get(learner, {})
         rows[learner] = {title: about[title] for title in titles if title in about}

@@ -124,8 +124,9 @@ class Judge:
                     last_tried = attempt.number
                     said = self.compared(attempt, evidence)
                 else:
-                    late = f"not tried: {last_tried} took all of the time"
-                    said = nothing(find(attempt.number), late)
+                    said = nothing(
+                        find(attempt.number), f"not tried: {last_tried} took all of the time"
+                    )
                 if said.message:
                     failed.append((attempt, said))
                 else:
@@ -169,11 +170,9 @@ def grade_one(
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
     result.note = "handed in late" if submission.late else ""
-    points: dict[str, float] = {}
     try:
         result.exercise = exercise_of(submission, exercises)
         pristine = exercises[result.exercise]
-        points = pristine.points
         if submission.fault:
             raise GradingError(submission.fault)
         result.tasks = points_of(pristine, submission, judge, seconds, progress)
@@ -185,8 +184,8 @@ def grade_one(
             f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
             " report it"
         )
-    if not result.tasks:
-        for task, worth in points.items():
+    if result.exercise and not result.tasks:
+        for task, worth in exercises[result.exercise].points.items():
             result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
     return result
 

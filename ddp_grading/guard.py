@@ -133,8 +133,8 @@ def is_own(process: int) -> bool:
     """Whether a process, or a group by its first process, is this one or was started by it."""
     if process == 0:
         return os.getpgrp() == os.getpid()
-    started = psutil.Process().children(recursive=True)
-    return process in [os.getpid(), *(child.pid for child in started)]
+    this = psutil.Process()
+    return process in [each.pid for each in (this, *this.children(recursive=True))]
 
 
 def below(path: str, folders: Sequence[str]) -> bool:

@@ -27,23 +27,8 @@ PR_SET_NO_NEW_PRIVS = 38
 # REFER moves or links a file into another folder.
 Right = IntFlag(
     "Right",
-    [
-        "EXECUTE",
-        "WRITE_FILE",
-        "READ_FILE",
-        "READ_DIR",
-        "REMOVE_DIR",
-        "REMOVE_FILE",
-        "MAKE_CHAR",
-        "MAKE_DIR",
-        "MAKE_REG",
-        "MAKE_SOCK",
-        "MAKE_FIFO",
-        "MAKE_BLOCK",
-        "MAKE_SYM",
-        "REFER",
-        "TRUNCATE",
-    ],
+    "EXECUTE WRITE_FILE READ_FILE READ_DIR REMOVE_DIR REMOVE_FILE MAKE_CHAR MAKE_DIR MAKE_REG"
+    " MAKE_SOCK MAKE_FIFO MAKE_BLOCK MAKE_SYM REFER TRUNCATE",
 )
 
 

@@ -68,9 +68,10 @@ def read_roster(path: str | Path) -> Roster:
     return roster
 
 
-def owners_of(parts: Sequence[str], known: Mapping[str, list[Owner]]) -> list[Owner]:
-    """Whose the notebook is that lies at `parts`, a path that begins with the named folder. `known`
-    are {folder: its owners} where a file has said so; a notebook of a group has several owners.
+def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
+    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+    `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
+    several owners.
     """
     for place, part in enumerate(parts[1:], 1):
         holder = "/".join(parts[:place])
@@ -81,7 +82,7 @@ def owners_of(parts: Sequence[str], known: Mapping[str, list[Owner]]) -> list[Ow
             name, number = moodle.groups()
             about = {"Identifier": f"Participant {number}"}
             return [Owner(clean(name), f"{holder}/{number}", about)]
-        if owners := known.get(f"{holder}/{part}"):
+        if owners := known_owners.get(f"{holder}/{part}"):
             return owners
     return [owner_by_folder(parts)]
 
@@ -111,24 +112,24 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
     if not owner.about:  # A service says which words of a path are the learner's; no folder does.
         for part in map(without_ending, parts):
             words += part.split("_")
-            # "ring-jane-doe" may be of "jane-doe", or of "doe".
-            pieces = part.split("-")
-            words += ["-".join(pieces[first:]) for first in range(len(pieces))]
+            while part:  # "ring-jane-doe" may be of "jane-doe", or of "doe".
+                words.append(part)
+                _, _, part = part.partition("-")
     plain_words = set(map(plainly, words))
-    matches = {}
-    for learner, about in roster.items():
-        matches[learner] = len(plain_words & names_of(learner, about))
-    most = max(1, *matches.values())
-    learners = [learner for learner, count in matches.items() if count == most]
+    counts = {
+        learner: len(plain_words & names_of(learner, about)) for learner, about in roster.items()
+    }
+    most = max(1, *counts.values())
+    learners = [learner for learner, count in counts.items() if count == most]
     return learners[0] if len(learners) == 1 else ""
 
 
 def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
     """What a learner is called in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
-    names = [learner, *(about[title] for title in KNOWN_BY if title in about)]
+    names = {learner} | {about[title] for title in KNOWN_BY if title in about}
     for name in list(names):
         last, comma, first = name.partition(",")
-        names.append(first + last if comma else "".join(reversed(name.split())))
+        names.add(first + last if comma else "".join(reversed(name.split())))
     return set(map(plainly, names)) - {""}
 
 
