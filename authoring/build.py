@@ -54,7 +54,9 @@ LANGUAGE = {
 MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
 NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b", re.IGNORECASE)
 TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
-README_FIGURES = (("04", "half-way"), ("07", "prefetch"), ("08", "four"))  # lesson and cell
+TASK_TITLE = re.compile(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", re.MULTILINE)
+README_FIGURES = (("04", "half-way"), ("07", "prefetch"), ("08", "four"))  # (lesson, cell)
+WIDGET_ID = re.compile(r"[0-9a-f]{32}")
 LOCAL_NAMES = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
 
 
@@ -85,22 +87,29 @@ def main(arguments=None):
         built = build_all(args.root, args.only)
         if args.check:
             return report_differences(args.root, built, complete=not args.only)
-        if (args.root / "README.md").exists():
-            (args.root / "README.md").write_text(readme(args.root))
-        if (args.root / "docs" / "MAP.md").exists():
-            (args.root / "docs" / "MAP.md").write_text(map_of_files(args.root))
-        if (args.root / "docs" / "figures").exists():
-            for path, drawn in pictures(args.root).items():
-                path.write_text(drawn, encoding="utf-8")
-            for path, png in stored_figures(args.root).items():
-                path.write_bytes(png)
+        write_documents(args.root)
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
-        return 0 if not args.execute else execute_all(args.root, built)
+        return execute_all(args.root, built) if args.execute else 0
     except SourceError as error:
         print(f"build.py: {error}", file=sys.stderr)
         return 2
+
+
+def write_documents(root):
+    """Write what README.md, docs/MAP.md and docs/figures have from sources, where they are."""
+    front = root / "README.md"
+    if front.exists():
+        front.write_text(readme(root))
+    map_page = root / "docs" / "MAP.md"
+    if map_page.exists():
+        map_page.write_text(map_of_files(root))
+    if (root / "docs" / "figures").exists():
+        for path, drawing in pictures(root).items():
+            path.write_text(drawing, encoding="utf-8")
+        for path, png in stored_figures(root).items():
+            path.write_bytes(png)
 
 
 def build_all(root, only=None):
@@ -112,30 +121,30 @@ def build_all(root, only=None):
         if only and not source.name.startswith(tuple(only)):
             continue
         topic = source.stem.removesuffix("_exercise")
+        name = f"{topic}.ipynb"
         if topic == source.stem:
-            built[root / "notebooks" / f"{topic}.ipynb"] = opened(
-                lesson(source), "notebooks", source
-            )
+            notebook = lesson(source)
+            add_ways_in(notebook, "notebooks", topic, source.with_name(f"{topic}_exercise.py"))
+            built[root / "notebooks" / name] = notebook
         else:
-            given = opened(exercise(source, False), "exercises", source)
-            built[root / "exercises" / f"{topic}.ipynb"] = given
-            built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
+            unsolved = exercise(source, solved=False)
+            add_ways_in(unsolved, "exercises", topic, source.with_name(f"{topic}.py"))
+            built[root / "exercises" / name] = unsolved
+            built[root / "solutions" / name] = exercise(source, solved=True)
     return built
 
 
-def opened(notebook, folder, source):
-    """`notebook` with the cells that open it elsewhere below its title, and a link between lesson
-    and exercise.
+def add_ways_in(notebook, folder, topic, counterpart):
+    """Put the cells that open a notebook elsewhere below its title, with a link to the exercise of
+    a lesson, or the lesson of an exercise, if its source, `counterpart`, is there.
     """
-    topic = source.stem.removesuffix("_exercise")
-    folders = {
-        "notebooks": source.with_name(f"{topic}.py"),
-        "exercises": source.with_name(f"{topic}_exercise.py"),
-    }
-    other = next((name for name, path in folders.items() if name != folder and path.exists()), None)
-    below_title = int(notebook.cells[0].cell_type == "markdown")
-    notebook.cells[below_title:below_title] = elsewhere.cells(folder, topic, other)
-    return notebook
+    other_folder = None
+    if counterpart.exists():
+        other_folder = "exercises" if folder == "notebooks" else "notebooks"
+    below_title = 0
+    if notebook.cells[0].cell_type == "markdown":
+        below_title = 1
+    notebook.cells[below_title:below_title] = elsewhere.cells(folder, topic, other_folder)
 
 
 def lesson(source):
@@ -152,93 +161,93 @@ def exercise(source, solved):
     places.
     """
     cells = read_cells(source)
-    title = {}
+    titles = {}
     for cell in cells:
         if cell.cell_type == "markdown":
-            title.update(
-                re.findall(
-                    r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", cell.source, re.MULTILINE
-                )
-            )
-        else:
-            named = TASK_CELL.match(cell.id)
-            task = f"{named[2]}.{named[3]}" if named else None
-            where = f"{source.name}, cell {cell.id}"
-            message = f"Exercise {task}: {title.get(task, 'your turn')}"
-            marked = cell.source
-            cell.source = without_regions(marked, where, solved, message)
-            if named:
-                mark_for_grading(cell, named[1], task, where)
-            given = without_regions(marked, where, False, message)
-            if given != cell.source:  # The grader starts from what was given out.
-                cell.metadata.setdefault("ddp_course", {})["given"] = given
+            titles |= dict(TASK_TITLE.findall(cell.source))
+            continue
+        where = f"{source.name}, cell {cell.id}"
+        task = None
+        role_and_task = TASK_CELL.match(cell.id)
+        if role_and_task:
+            role, exercise_number, task_number = role_and_task.groups()
+            task = f"{exercise_number}.{task_number}"
+            mark_for_grading(cell, role, task, where)
+        message = f"Exercise {task}: {titles.get(task, 'your turn')}"
+        marked = cell.source
+        cell.source = without_regions(marked, where, solved, message)
+        given = without_regions(marked, where, False, message)
+        if given != cell.source:  # The grader starts from what was given out.
+            cell.metadata.setdefault("ddp_course", {})["given"] = given
     check_tasks(cells, source)
-    made = notebook_of(cells)
-    made.metadata["ddp_course"] = {"exercise": int(source.name[:2])}
-    return made
+    notebook = notebook_of(cells)
+    notebook.metadata["ddp_course"] = {"exercise": int(source.name[:2])}
+    return notebook
 
 
 def without_regions(text, where, solved, message):
-    """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or
-    unopened.
+    """The text of a cell without its marked regions; if `solved`, with the solutions, and else with
+    a NotImplementedError of this `message` in their places. Refuses markers that are nested,
+    unclosed, misspelt or unopened.
     """
-    kept = []
-    inside = None
-    at = 0
+    lines = []
+    inside = None  # This is the kind of the region that a line is in.
+    last_marker = 0
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
         if not marker:
             if NEAR_MARKER.match(line):
                 raise SourceError(f"{where}, line {number}: not quite a marker: {line.strip()}")
             if inside is None or (inside == "SOLUTION" and solved):
-                kept.append(line)
+                lines.append(line)
             continue
         indent, edge, kind = marker.groups()
         if edge == "BEGIN" and inside is not None:
             raise SourceError(
                 f"{where}, line {number}: BEGIN {kind} inside the {inside} region begun in line"
-                f" {at}"
+                f" {last_marker}"
             )
         if edge == "END" and inside != kind:
             raise SourceError(f"{where}, line {number}: END {kind} without its BEGIN")
         if edge == "BEGIN" and kind == "SOLUTION" and not solved:
-            kept.append(
-                f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})"
-            )
+            literal = json.dumps(message, ensure_ascii=False)
+            lines.append(f"{indent}raise NotImplementedError({literal})")
         inside = kind if edge == "BEGIN" else None
-        at = number
+        last_marker = number
     if inside is not None:
-        raise SourceError(f"{where}, line {at}: BEGIN {inside} is never closed")
-    return "\n".join(kept).rstrip()
+        raise SourceError(f"{where}, line {last_marker}: BEGIN {inside} is never closed")
+    return "\n".join(lines).rstrip()
 
 
 def mark_for_grading(cell, role, task, where):
     """Put task, role and points into the metadata, in the words of nbgrader too."""
+    is_check = role == "check"
     points = cell.metadata.pop("points", None)
-    if (points is None) == (role == "check"):
+    if is_check != (points is not None):
         raise SourceError(f"{where}: a check cell states its points, an answer cell does not")
     cell.metadata["ddp_course"] = {"role": role, "task": task}
     cell.metadata["nbgrader"] = {
-        "grade": role == "check",
+        "grade": is_check,
         "grade_id": cell.id,
-        "locked": role == "check",
+        "locked": is_check,
         "schema_version": 3,
         "solution": role == "answer",
         "task": False,
     }
-    if role == "check":
+    if is_check:
         cell.metadata["ddp_course"]["points"] = points
         cell.metadata["nbgrader"]["points"] = points
 
 
 def check_tasks(cells, source):
-    """Every task has one answer cell and one check cell."""
-    roles = {"answer": [], "check": []}
+    """Raise SourceError unless every task has one answer cell and one check cell."""
+    tasks = {"answer": [], "check": []}
     for cell in cells:
         if TASK_CELL.match(cell.id):
-            roles[cell.id.split("-")[0]].append(cell.id.split("-", 1)[1])
-    if roles["answer"] != roles["check"]:
-        odd = sorted(set(roles["answer"]) ^ set(roles["check"])) or "their order"
+            role, task = cell.id.split("-", 1)
+            tasks[role].append(task)
+    if tasks["answer"] != tasks["check"]:
+        odd = sorted(set(tasks["answer"]) ^ set(tasks["check"])) or "their order"
         raise SourceError(f"{source.name}: answer and check cells do not match: {odd}")
 
 
@@ -252,8 +261,8 @@ def read_cells(source):
     taken = set()
     for cell in parsed.cells:
         name = cell.metadata.pop("title", None) or first_words(cell)
-        for own in ("lines_to_next_cell", "cell_marker"):
-            cell.metadata.pop(own, None)
+        for key in ("lines_to_next_cell", "cell_marker"):
+            cell.metadata.pop(key, None)
         if cell.metadata.pop("folded", False):
             cell.metadata.update(elsewhere.FOLDED)
         identifier = unused(slug(name) or cell.cell_type, taken)
@@ -277,7 +286,8 @@ def unused(identifier, taken):
     candidate = identifier
     number = 2
     while candidate in taken:
-        candidate, number = f"{identifier}-{number}", number + 1
+        candidate = f"{identifier}-{number}"
+        number += 1
     taken.add(candidate)
     return candidate
 
@@ -294,11 +304,12 @@ def keep_outputs(notebook, path):
     if not path.exists():
         return
     old = nbformat.read(path, as_version=4)
-    known = {(cell.id, cell.source): cell for cell in old.cells if cell.cell_type == "code"}
+    old_cells = {(cell.id, cell.source): cell for cell in old.cells if cell.cell_type == "code"}
     for cell in notebook.cells:
-        if cell.cell_type == "code" and (cell.id, cell.source) in known:
-            cell.outputs = known[cell.id, cell.source].outputs
-            cell.execution_count = known[cell.id, cell.source].execution_count
+        same = old_cells.get((cell.id, cell.source))
+        if cell.cell_type == "code" and same:
+            cell.outputs = same.outputs
+            cell.execution_count = same.execution_count
     if "widgets" in old.metadata and any(cell.get("outputs") for cell in notebook.cells):
         notebook.metadata["widgets"] = old.metadata["widgets"]
 
@@ -347,14 +358,8 @@ def rungs():
         steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
         ideas = dict.fromkeys(step.idea for step in steps)
         times = dict.fromkeys(step.time for step in steps)
-        rows.append(
-            (
-                module.split("_")[0].removeprefix("stage"),
-                module,
-                ", then ".join(ideas),
-                ", then ".join(times),
-            )
-        )
+        number = module.split("_")[0].removeprefix("stage")
+        rows.append((number, module, ", then ".join(ideas), ", then ".join(times)))
     return rows
 
 
@@ -362,12 +367,11 @@ def ladder_table():
     """The ladder as the README's table, one row per module."""
     rows = [
         "| N | module | the one new idea | time to average p bytes over K ranks, link of b"
-        " bytes/s |"
+        " bytes/s |",
+        "|---|---|---|---|",
     ]
-    rows += ["|---|---|---|---|"]
-    rows += [
-        f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()
-    ]
+    for number, module, ideas, times in rungs():
+        rows.append(f"| {number} | `{module}` | {ideas} | {times} |")
     return "\n".join(rows)
 
 
@@ -376,91 +380,92 @@ def map_of_files(root):
     docstring.
     """
     before, _, after = (root / "docs" / "MAP.md").read_text().split("<!-- files -->")
-    folders = {}
-    files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    for path in files:
-        docstring = ast.get_docstring(ast.parse(path.read_text()))
-        if docstring:
-            paragraph = " ".join(docstring.split("\n\n")[0].split())
-            line = paragraph.replace("|", "\\|")
-            folders.setdefault(path.parent.relative_to(root), []).append(
-                f"| `{path.name}` | {line} |"
-            )
-    tables = [
-        f"**`{folder}/`**\n\n| module | what |\n|---|---|\n" + "\n".join(rows)
-        for folder, rows in folders.items()
-    ]
-    return f"{before}<!-- files -->\n\n" + "\n\n".join(tables) + f"\n\n<!-- files -->{after}"
+    rows_of_folder = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text()))
+            if docstring:
+                paragraph = " ".join(docstring.split("\n\n")[0].split())
+                cell = paragraph.replace("|", "\\|")
+                rows = rows_of_folder.setdefault(path.parent.relative_to(root), [])
+                rows.append(f"| `{path.name}` | {cell} |")
+    parts = [f"{before}<!-- files -->"]
+    for folder, rows in rows_of_folder.items():
+        head = f"**`{folder}/`**\n\n| module | what |\n|---|---|"
+        parts.append("\n".join([head, *rows]))
+    parts.append(f"<!-- files -->{after}")
+    return "\n\n".join(parts)
 
 
 def pictures(root):
     """{path: text} of the drawings of an iteration."""
-    return {
-        root / "docs" / "figures" / name: drawn for name, drawn in drawings.iterations().items()
-    }
+    folder = root / "docs" / "figures"
+    return {folder / name: drawing for name, drawing in drawings.iterations().items()}
 
 
 def stored_figures(root):
     """{path: PNG} of the README's figures, as they are stored in lessons."""
     figures = {}
     for number, name in README_FIGURES:
-        [lesson] = (root / "notebooks").glob(f"{number}_*.ipynb")
-        cells = {cell.id: cell for cell in nbformat.read(lesson, as_version=4).cells}
+        [path] = (root / "notebooks").glob(f"{number}_*.ipynb")
+        cells = {cell.id: cell for cell in nbformat.read(path, as_version=4).cells}
         for output in cells[name].outputs:
             png = output.get("data", {}).get("image/png")
             if png:
-                path = root / "docs" / "figures" / f"lesson_{number}_{name}.png"
-                figures[path] = base64.b64decode(png)
+                figure = root / "docs" / "figures" / f"lesson_{number}_{name}.png"
+                figures[figure] = base64.b64decode(png)
     return figures
 
 
 def caption(root):
     """What the figure of the README shows, from the results that it was drawn from."""
     results = Comparison.from_json((root / "docs" / "figures" / "compare.json").read_text())
-    faster = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
+    speeds = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
     devices = results.world_size
     return textwrap.fill(
         f"*`make compare` on two CPU cores: {devices} emulated devices of"
         f" {results.emulated_device['text']}, joined by {link_text(results.link)}. All end with the"
-        f" same weights. A server makes {devices} devices {faster['3']} times as fast as one, a"
-        f" ring {faster['4']} times, buckets {faster['5']} times. (The server's rows are shifted:"
+        f" same weights. A server makes {devices} devices {speeds['3']} times as fast as one, a"
+        f" ring {speeds['4']} times, buckets {speeds['5']} times. (The server's rows are shifted:"
         " who has its average begins the next step.)*",
-        120,
+        width=120,
     )
 
 
 def report_differences(root, built, complete):
     """Print every notebook that differs from its source, or has none; return the exit code."""
-    wrong = []
+    differences = []
     for path, notebook in built.items():
         if not path.exists():
-            wrong.append(f"{path.parent.name}/{path.name} is missing")
+            differences.append(f"{path.parent.name}/{path.name} is missing")
         elif without_outputs(path) != nbformat.writes(notebook, version=4):
-            wrong.append(f"{path.parent.name}/{path.name} differs from its source")
+            differences.append(f"{path.parent.name}/{path.name} differs from its source")
     if complete:
-        if (root / "README.md").exists() and readme(root) != (root / "README.md").read_text():
-            wrong.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
-        page = root / "docs" / "MAP.md"
-        if page.exists() and map_of_files(root) != page.read_text():
-            wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
-        wrong += [
-            f"docs/figures/{path.name} differs from authoring/drawings.py"
-            for path, drawn in pictures(root).items()
-            if path.exists() and path.read_text(encoding="utf-8") != drawn
-        ]
+        differences += differing_documents(root)
         for folder in ("notebooks", "exercises", "solutions"):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
-            wrong += [
-                f"{folder}/{path.name} has no source in authoring/lessons"
-                for path in sorted(strays)
-            ]
-    for line in wrong:
+            for path in sorted(strays):
+                differences.append(f"{folder}/{path.name} has no source in authoring/lessons")
+    if differences:
+        differences.append("run `python authoring/build.py` and commit what it writes")
+    for line in differences:
         print(f"build.py: {line}", file=sys.stderr)
-    if wrong:
-        print(
-            "build.py: run `python authoring/build.py` and commit what it writes", file=sys.stderr
-        )
-    return 1 if wrong else 0
+    return 1 if differences else 0
+
+
+def differing_documents(root):
+    """A line for each of README.md, docs/MAP.md and the drawings that is not as its source."""
+    lines = []
+    front = root / "README.md"
+    if front.exists() and readme(root) != front.read_text():
+        lines.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
+    map_page = root / "docs" / "MAP.md"
+    if map_page.exists() and map_of_files(root) != map_page.read_text():
+        lines.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
+    for path, drawing in pictures(root).items():
+        if path.exists() and path.read_text(encoding="utf-8") != drawing:
+            lines.append(f"docs/figures/{path.name} differs from authoring/drawings.py")
+    return lines
 
 
 def execute_all(root, built):
@@ -471,13 +476,11 @@ def execute_all(root, built):
             continue  # Unsolved exercises raise errors.
         start = time.perf_counter()
         problem = execute(notebook, path, root)
-        print(
-            f"{path.parent.name}/{path.name}: {problem or 'ran'} in"
-            f" {time.perf_counter() - start:.1f} s",
-            flush=True,
-        )
-        failed = failed or problem is not None
-        if problem is None:
+        seconds = time.perf_counter() - start
+        print(f"{path.parent.name}/{path.name}: {problem or 'ran'} in {seconds:.1f} s", flush=True)
+        if problem:
+            failed = True
+        else:
             write(notebook, path)
     return 1 if failed else 0
 
@@ -488,12 +491,12 @@ def execute(notebook, path, root):
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     notebook.metadata.pop("widgets", None)
-    where = {"metadata": {"path": str(path.parent)}}
+    resources = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(
         notebook,
         timeout=300,
         kernel_name="python3",
-        resources=where,
+        resources=resources,
         record_timing=False,
         coalesce_streams=True,  # A printed line may come in two pieces.
     )
@@ -502,8 +505,8 @@ def execute(notebook, path, root):
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         return f"FAILED: {error}"
     tidy(notebook, path, root)
-    left = local_paths(notebook, root)
-    return f"FAILED: paths of this machine in the outputs: {left}" if left else None
+    paths = local_paths(notebook, root)
+    return f"FAILED: paths of this machine in the outputs: {paths}" if paths else None
 
 
 def tidy(notebook, path, root):
@@ -517,39 +520,35 @@ def tidy(notebook, path, root):
                 map_text(cell.outputs, lambda text: without_paths(text, root))
             )
     text = nbformat.writes(notebook, version=4)
-    for position, old in enumerate(widget_ids(notebook)):
-        text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
+    for position, random_id in enumerate(widget_ids(notebook)):
+        fixed_id = hashlib.md5(f"{path.name} {position}".encode()).hexdigest()
+        text = text.replace(random_id, fixed_id)
     renamed = nbformat.reads(text, as_version=4)
     notebook.metadata = renamed.metadata
     notebook.cells = renamed.cells
 
 
 def widget_ids(notebook):
-    """The ids of all widgets, which are drawn at random: those in the outputs first, then those
-    that they refer to.
+    """The ids of all widgets, which are drawn at random, in an order that is not: first those in
+    the outputs, then those that they refer to, and last the others, by their states.
     """
-    widgets = notebook.metadata.get("widgets", {}).get(
-        "application/vnd.jupyter.widget-state+json", {}
-    )
-    waiting = [json.dumps([cell.get("outputs") for cell in notebook.cells])]
+    widgets = notebook.metadata.get("widgets", {})
+    of_kernel = widgets.get("application/vnd.jupyter.widget-state+json", {})
+    states = {key: json.dumps(state) for key, state in of_kernel.get("state", {}).items()}
     ordered = []
-    states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
+    waiting = [json.dumps([cell.get("outputs") for cell in notebook.cells])]
     while waiting:
         text = waiting.pop(0)
-        keys = [
-            key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered
-        ]
-        for key in dict.fromkeys(keys):
-            ordered.append(key)
-            waiting.append(states[key])
-    without_ids = {
-        key: re.sub(r"[0-9a-f]{32}", "", states[key]) for key in states if key not in ordered
-    }
-    return ordered + sorted(without_ids, key=without_ids.get)
+        for key in WIDGET_ID.findall(text):
+            if key in states and key not in ordered:
+                ordered.append(key)
+                waiting.append(states[key])
+    others = [key for key in states if key not in ordered]
+    return ordered + sorted(others, key=lambda key: WIDGET_ID.sub("", states[key]))
 
 
 def map_text(thing, change):
-    """Apply `change` to every string in nested dicts and lists, except pictures."""
+    """Apply `change` to every string in nested dicts and lists, except pictures (image/png)."""
     if isinstance(thing, dict):
         changed = {}
         for key, value in thing.items():
@@ -563,26 +562,22 @@ def map_text(thing, change):
 def without_paths(text, root):
     """Shorten paths of this checkout, its environment and its temporary cell files."""
     text = LOCAL_NAMES.sub("cell", text)
+    libraries = r"/((?:\.venv/)?lib/python[\d.]+/(?:site-packages/)?)?"
     for prefix in {str(root), str(Path(sys.prefix)), str(Path(sys.base_prefix))}:
-        text = re.sub(
-            re.escape(prefix) + r"/((?:\.venv/)?lib/python[\d.]+/(?:site-packages/)?)?", "", text
-        )
+        text = re.sub(re.escape(prefix) + libraries, "", text)
     return text.replace(str(Path.home()) + "/", "~/")
 
 
 def local_paths(notebook, root):
     """Paths of this machine that are left in the outputs."""
-    names = set()
+    paths = set()
     texts = []
     for cell in notebook.cells:
         map_text(cell.get("outputs", []), texts.append)
+    all_text = "\n".join(texts)
     for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):
-        names.update(
-            match
-            for text in texts
-            for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or "")
-        )
-    return sorted(names)
+        paths.update(re.findall(re.escape(prefix) + r"[\w./-]*", all_text))
+    return sorted(paths)
 
 
 if __name__ == "__main__":

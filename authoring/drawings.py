@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 WIDTH = 990
 HEIGHT = 372
-LEFT = 84  # the rows begin here
-TOP = 64  # of the first row
-STEP = 90  # from row to row
-TALL = 60  # of a row
-BELOW = TOP + 2 * STEP + TALL  # the last row ends here
+LEFT = 84  # The rows begin here.
+TOP = 64  # The first row begins here.
+STEP = 90  # The next row begins so much further down.
+TALL = 60  # A row has this height.
+BELOW = TOP + 2 * STEP + TALL  # The last row ends here.
+# Colours of boxes, by what they stand for; NEW is that of the outline of what a lesson adds.
 DATA = "#eeeeee"
 FORWARD = "#d7e8f7"
 BACKWARD = "#fbe0cf"
@@ -29,7 +30,9 @@ RANKS = range(3)
 
 
 class Piece(NamedTuple):
-    """A box in the course of a row, from `begin` to `end`; lane 0 is above, lane 1 below."""
+    """A box in the course of a row, from `begin` to `end` behind the column's beginning; lane 0 is
+    above, lane 1 below.
+    """
 
     begin: float
     end: float
@@ -42,14 +45,15 @@ class Piece(NamedTuple):
 class Drawing:
     """An SVG that grows from left to right: each method draws a column and moves `x` behind it."""
 
-    def __init__(self, names=("rank 0", "rank 1", "rank 2"), keeps=(), gap=20):
+    def __init__(self, names=("rank 0", "rank 1", "rank 2"), layers=(), gap=20):
+        """`layers` says below a row's name what its rank has, if not all of the model."""
         self.parts = []
         self.gap = gap
         self.x = LEFT
-        self.ends = {}  # where the last box of each row ends, of rows that the last column has
+        self.ends = {}  # {row: where its last box ends} of the rows that the last column has.
         for row, name in enumerate(names):
-            lines = [name, *keeps[row : row + 1]]
-            self.text(42, TOP + STEP * row + TALL / 2, lines, size=13, bold=True)
+            lines = [name, layers[row]] if layers else [name]
+            self.text(LEFT / 2, TOP + STEP * row + TALL / 2, lines, size=13, bold=True)
 
     def text(self, x, y, lines, size=12.0, bold=False):
         """Lines of text around (x, y); the first one is bold if `bold`."""
@@ -79,14 +83,14 @@ class Drawing:
         )
 
     def begin_column(self, rows):
-        """Arrows from the column before to this one, in the rows that both have."""
+        """Draw arrows from the column before to this one, in the rows that both have."""
         for row in rows:
             if row in self.ends:
                 y = TOP + STEP * row + TALL / 2
                 self.arrow(self.ends[row], y, self.x - 2, y)
 
     def end_column(self, width, rows):
-        """The next column begins behind this one."""
+        """Have the next column begin behind this one."""
         self.ends = dict.fromkeys(rows, self.x + width)
         self.x += width + self.gap
 
@@ -96,12 +100,12 @@ class Drawing:
         for row in only:
             y = TOP + STEP * row
             self.box(self.x, y, width, TALL, fill, new)
-            own = [line.format(n=row) for line in lines]
-            self.text(self.x + width / 2, y + TALL / 2, own, bold=True)
+            row_lines = [line.format(n=row) for line in lines]
+            self.text(self.x + width / 2, y + TALL / 2, row_lines, bold=True)
         self.end_column(width, only)
 
     def all_ranks(self, width, lines, arrows, size=12.0):
-        """A new box over all rows, and in it who sends to whom: pairs of devices."""
+        """A new box over all rows, and in it who sends to whom: `arrows` are pairs of devices."""
         self.begin_column(RANKS)
         self.box(self.x, TOP, width, BELOW - TOP, TOGETHER, new=True)
         middle = self.x + width / 2
@@ -115,12 +119,14 @@ class Drawing:
             (x + radius * cos(angle), y + radius * sin(angle))
             for angle in (-pi / 2, pi / 6, 5 * pi / 6)
         ]
-        apart = radius * 3**0.5
+        distance = radius * 3**0.5
         for sender, receiver in arrows:
             x1, y1 = places[sender]
             x2, y2 = places[receiver]
-            right = (x2 - x1) / apart
-            down = (y2 - y1) / apart
+            # (right, down) is the arrow's direction, of length 1, and (-down, right) lies across.
+            right = (x2 - x1) / distance
+            down = (y2 - y1) / distance
+            # Two arrows between the same devices lie side by side.
             aside = 0.12 * radius if (receiver, sender) in arrows else 0.0
             start = 0.38 * radius
             stop = 0.45 * radius
@@ -130,25 +136,27 @@ class Drawing:
                 x2 - stop * right - aside * down,
                 y2 - stop * down + aside * right,
             )
-        for number, (left, top) in enumerate(places):
+        for number, (x, y) in enumerate(places):
             self.parts.append(
-                f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{0.36 * radius:.1f}" fill="#ffffff"'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{0.36 * radius:.1f}" fill="#ffffff"'
                 f' stroke="{LINE}"/>'
             )
-            self.text(left, top, [str(number)], size=max(9, 0.32 * radius), bold=True)
+            self.text(x, y, [str(number)], size=max(9, 0.32 * radius), bold=True)
 
     def pieces(self, width, rows, tall=TALL / 2):
-        """Boxes along the time of each row."""
+        """Boxes along the time of each row: `rows` are lists of Pieces, of which the last one ends
+        last.
+        """
         self.begin_column(RANKS)
         begin = self.x
-        for row, pieces in enumerate(rows):
-            for piece in pieces:
-                y = TOP + STEP * row + tall * piece.lane
-                wide = piece.end - piece.begin
-                self.box(begin + piece.begin, y, wide, tall, piece.fill, piece.new)
-                self.text(begin + piece.begin + wide / 2, y + tall / 2, [piece.text], size=11)
         self.end_column(width, RANKS)
         for row, pieces in enumerate(rows):
+            for piece in pieces:
+                x = begin + piece.begin
+                y = TOP + STEP * row + tall * piece.lane
+                wide = piece.end - piece.begin
+                self.box(x, y, wide, tall, piece.fill, piece.new)
+                self.text(x + wide / 2, y + tall / 2, [piece.text], size=11)
             self.ends[row] = begin + pieces[-1].end
 
     def link_rows(self, x):
@@ -279,7 +287,7 @@ def sharded():
     """Stage 7, fully sharded: weights come for a moment, gradients go to their owner."""
     drawing = Drawing()
     drawing.rows(88, ["shard {n}", "1/3 of batch"], DATA)
-    unit = 56
+    unit = 56  # A layer's forward pass is so wide, and `wide` its backward pass.
     wide = 106
     boxes = [Piece(0, unit, 1, "gather 1", TOGETHER, True)]
     for layer in (1, 2, 3):
@@ -313,11 +321,11 @@ def sharded():
 
 def pipeline():
     """Stage 8: each rank has its layers, and micro-batches go through them."""
-    drawing = Drawing(keeps=("layer 1", "layer 2", "layer 3"))
+    drawing = Drawing(layers=("layer 1", "layer 2", "layer 3"))
     drawing.rows(104, ["whole batch", "in three parts"], DATA, new=True, only=[0])
-    unit = 48
+    unit = 48  # A forward pass is so wide, and `wide` a backward pass.
     wide = 74
-    turn = 5 * unit
+    turn = 5 * unit  # The last forward pass ends here.
     rows = []
     for rank in RANKS:
         boxes = []
@@ -349,14 +357,15 @@ def tensor_parallel():
     attention = ["attention", "1/3 of heads"]
     mlp = ["MLP", "1/3 of units"]
     drawing.rows(64, ["batch", "all of it"], DATA, new=True)
-    for name, fill, parts, summed in (
+    passes = (
         ("forward", FORWARD, (attention, mlp), ["sum", "of outputs"]),
         ("backward", BACKWARD, (mlp, attention), ["sum", "of inputs'", "gradients"]),
-    ):
+    )
+    for name, colour, parts, what_is_summed in passes:
         drawing.text(drawing.x + 170, TOP - 12, [name])
         for part in parts:
-            drawing.rows(82, part, fill, new=True)
-            drawing.all_ranks(74, summed, RING, size=11)
+            drawing.rows(82, part, colour, new=True)
+            drawing.all_ranks(74, what_is_summed, RING, size=11)
     drawing.rows(76, ["update", "own slices"], UPDATE, new=True)
     return drawing
 
@@ -448,9 +457,10 @@ ITERATIONS = {
 
 def iterations():
     """{name of a file: its text} of all pictures."""
-    return {
-        f"iteration_{number:02}.svg": iteration.draw().svg(
+    pictures = {}
+    for number, iteration in ITERATIONS.items():
+        svg = iteration.draw().svg(
             iteration.title, iteration.description, number, iteration.changed
         )
-        for number, iteration in ITERATIONS.items()
-    }
+        pictures[f"iteration_{number:02}.svg"] = svg
+    return pictures

@@ -16,11 +16,8 @@ BADGES = "open-elsewhere"
 INSTALL = "install-elsewhere"
 FIRST = "00_start_here"
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
-# Colab and Kaggle lack these packages and have the rest.
-NEEDED = (
-    "cloudpickle",
-    "pyroute2",
-)
+NEEDED = ("cloudpickle", "pyroute2")  # Colab and Kaggle lack these packages and have the rest.
+# This is the source of the cell, in which {course} and {needed} are filled in.
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.
 # Anywhere else it does nothing.
@@ -41,12 +38,13 @@ def repository() -> str:
     """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pattern = r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$'
-    return next(iter(re.findall(pattern, text, re.MULTILINE)), "")
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def addresses(path: str) -> dict[str, str]:
-    """{place: address that opens the notebook at `path`, a path in the repository}; solutions are
-    refused. None where the course has no address.
+    """{place: address that opens the notebook at `path`, a path in the repository}; empty where the
+    course has no address. Solutions are refused.
     """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")
@@ -66,22 +64,20 @@ def cells(folder: str, topic: str, other: str | None) -> list:
     """The two cells: badges, with a link to the `other` notebook (exercise or lesson) of this
     `topic`, and install.
     """
-    opened = addresses(f"{folder}/{topic}.ipynb")
-    row = [
-        f"[![Open in {place}](../docs/badges/{place.lower()}.svg)]({opened[place]})"
-        for place in opened
-    ]
+    lines = []
+    for place, address in addresses(f"{folder}/{topic}.ipynb").items():
+        lines.append(f"[![Open in {place}](../docs/badges/{place.lower()}.svg)]({address})")
     links = []
     if other:
-        back = "Lesson" if folder == "exercises" else "Exercise"
-        links.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
+        kind = "Lesson" if folder == "exercises" else "Exercise"
+        links.append(f"[{kind} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     if topic != FIRST:
         links.append(f"[Map of the course](../notebooks/{FIRST}.ipynb)")
-    row.append(" · ".join(links))
+    lines.append(" · ".join(links))
     home = repository()
     course = f"ddp-course @ git+{home}" if home else "ddp-course"
     install = INSTALLING.format(course=course, needed=list(NEEDED))
     return [
-        new_markdown_cell("\n".join(row).rstrip(), id=BADGES),
+        new_markdown_cell("\n".join(lines).rstrip(), id=BADGES),
         new_code_cell(install, id=INSTALL, metadata=FOLDED),
     ]

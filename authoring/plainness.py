@@ -25,7 +25,7 @@ ROOMS = (
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
-Break = tuple[ast.AST, str]
+Break = tuple[ast.AST, str]  # The node that breaks a rule, and the words of the rule.
 
 
 class Found(NamedTuple):
@@ -66,37 +66,23 @@ def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
     """A comprehension inside a comprehension."""
     for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
-            for below in ast.walk(node):
-                if below is not node and isinstance(below, COMPREHENSIONS):
-                    yield (
-                        node,
-                        "a comprehension inside a comprehension: name it, or write a loop",
-                    )
-                    break
+            inside = list(ast.walk(node))[1:]  # The first one is the node itself.
+            if any(isinstance(each, COMPREHENSIONS) for each in inside):
+                yield node, "a comprehension inside a comprehension: name it, or write a loop"
 
 
 def conditions_inside(tree: ast.AST) -> Iterator[Break]:
     """`x if c else y` anywhere but as a whole assignment, argument or return."""
     parents = parents_of(tree)
-    whole = (
-        ast.Assign,
-        ast.AnnAssign,
-        ast.AugAssign,
-        ast.NamedExpr,
-        ast.Return,
-        ast.keyword,
-        ast.Lambda,
-    )
+    assignments = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+    allowed = (*assignments, ast.Return, ast.keyword, ast.Lambda)
+    rule = "a conditional expression inside an expression: write an if, or give it a name"
     for node in ast.walk(tree):
-        if not isinstance(node, ast.IfExp):
-            continue
-        parent = parents[node]
-        argument = isinstance(parent, ast.Call) and node in parent.args
-        if not isinstance(parent, whole) and not argument:
-            yield (
-                node,
-                "a conditional expression inside an expression: write an if, or give it a name",
-            )
+        if isinstance(node, ast.IfExp):
+            parent = parents[node]
+            is_argument = isinstance(parent, ast.Call) and node in parent.args
+            if not is_argument and not isinstance(parent, allowed):
+                yield node, rule
 
 
 def is_boolean(node: ast.AST) -> bool:
@@ -109,7 +95,9 @@ def is_boolean(node: ast.AST) -> bool:
 
 
 def is_words(node: ast.AST) -> bool:
-    """Whether an expression is a text with words in it, which nobody means to repeat."""
+    """Whether an expression is a text with words in it, which nobody means to repeat; one of up to
+    three letters may be a mark or a unit.
+    """
     if isinstance(node, ast.JoinedStr):
         return True
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
@@ -123,9 +111,10 @@ def booleans_as_numbers(tree: ast.AST) -> Iterator[Break]:
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ARITHMETIC):
             continue
         sides = [node.left, node.right]
-        times = isinstance(node.op, ast.Mult)
-        repeated = times and any(map(is_words, sides)) and not any(map(is_count, sides))
-        if any(map(is_boolean, sides)) or repeated:
+        is_product = isinstance(node.op, ast.Mult)
+        # Words times what is no number, written out: that is probably a condition.
+        repeats = is_product and any(map(is_words, sides)) and not any(map(is_count, sides))
+        if any(map(is_boolean, sides)) or repeats:
             yield node, "a boolean as a number: write an if"
 
 
@@ -158,8 +147,8 @@ def loops_over_one(tree: ast.AST) -> Iterator[Break]:
 def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
     """`[iter(x)] * n`."""
     for node in ast.walk(tree):
-        product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-        if product and ast.unparse(node.left).startswith("[iter("):
+        is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        if is_product and ast.unparse(node.left).startswith("[iter("):
             yield node, "one iterator many times: write a function that cuts into batches"
 
 
@@ -183,12 +172,9 @@ def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
     """Names that are annotated with one of these classes, or assigned from a call of one."""
     names = set()
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.arg)
-            and node.annotation
-            and ast.unparse(node.annotation) in classes
-        ):
-            names.add(node.arg)
+        if isinstance(node, ast.arg):
+            if node.annotation and ast.unparse(node.annotation) in classes:
+                names.add(node.arg)
         elif isinstance(node, ast.Assign) and called(node.value) in classes:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
@@ -214,10 +200,12 @@ def indexed(tree: ast.AST, variables: set[str]) -> Iterator[Break]:
 
 def is_data(node: ast.AST) -> bool:
     """Whether a statement or a decorator holds a table: a display with several rows."""
-    tables = [each for each in ast.walk(node) if isinstance(each, DISPLAYS)]
-    return any(
-        len(table.keys if isinstance(table, ast.Dict) else table.elts) >= 2 for table in tables
-    )
+    for each in ast.walk(node):
+        if isinstance(each, DISPLAYS):
+            rows = each.keys if isinstance(each, ast.Dict) else each.elts
+            if len(rows) >= 2:
+                return True
+    return False
 
 
 def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
@@ -226,16 +214,13 @@ def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr) and not isinstance(node, ast.Name | ast.Constant):
             ends.setdefault(node.end_lineno or 0, []).append(node)
+    rule = "fmt: skip without a table of data: let ruff lay it out"
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and token.string.startswith(
-            ("# fmt: skip", "# fmt: off")
-        ):
-            line = token.start[0]
+        is_comment = token.type == tokenize.COMMENT
+        if is_comment and token.string.startswith(("# fmt: skip", "# fmt: off")):
+            line, _ = token.start
             if not any(map(is_data, ends.get(line, []))):
-                yield (
-                    ast.Pass(lineno=line),
-                    "fmt: skip without a table of data: let ruff lay it out",
-                )
+                yield ast.Pass(lineno=line), rule  # A comment is no node: any would do.
 
 
 RULES = (
@@ -252,9 +237,9 @@ RULES = (
 def breaks(source: str, path: str = "") -> list[Found]:
     """Every break of a rule in the source of one module, by line."""
     tree = ast.parse(source)
-    found = [pair for rule in RULES for pair in rule(tree)]
-    found += layouts_by_hand(tree, source)
-    return sorted(Found(path, node.lineno, words) for node, words in found)
+    broken = [pair for rule in RULES for pair in rule(tree)]
+    broken += layouts_by_hand(tree, source)
+    return sorted(Found(path, node.lineno, words) for node, words in broken)
 
 
 def files(root: Path = ROOT) -> list[Path]:

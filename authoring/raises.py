@@ -40,7 +40,7 @@ def silent(source: str) -> list[tuple[int, str]]:
         words = ast.get_docstring(function)
         errors = list(errors_of(function))
         if words and errors:
-            forms = ("aise", "efuse", *errors)
+            forms = ("aise", "efuse", *errors)  # Their first letters may be large or small.
             if not any(form in words for form in forms):
                 functions.append((function.lineno, function.name))
     return functions

@@ -88,17 +88,20 @@ def faults(lesson: Path) -> list[str]:
             for name in sorted(names.bound & readers.keys()):
                 lines.append(f"{lesson.name}: {title} binds {name}, which {readers[name]} reads")
             known |= names.bound
-            for name in names.read & names.bound:  # A function of this cell reads them.
+            # A function of this cell may read these whenever it is called.
+            for name in names.read & names.bound:
                 readers.setdefault(name, title)
     return lines
 
 
 def main() -> int:
     """Print every fault; return the exit code."""
-    lines = [fault for lesson in sorted(LESSONS.glob("[0-9]*.py")) for fault in faults(lesson)]
-    if lines:
-        print(*lines, sep="\n")
-    return 1 if lines else 0
+    found = False
+    for lesson in sorted(LESSONS.glob("[0-9]*.py")):
+        for line in faults(lesson):
+            print(line)
+            found = True
+    return int(found)
 
 
 if __name__ == "__main__":

@@ -55,26 +55,27 @@ def main(arguments=None):
 
 def write_sources(folder, pictures):
     """Write all Markdown, pictures and scripts into `folder`; return the table of contents."""
-    made = {
-        "Lessons": [
-            pages.notebook(path) for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-        ],
-        "Exercises": [
-            pages.notebook(path) for path in sorted((ROOT / "exercises").glob("[0-9]*.ipynb"))
-        ],
-        "More": [pages.document(path) for path in sorted((ROOT / "docs").glob("*.md"))],
+    lessons = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    exercises = sorted((ROOT / "exercises").glob("[0-9]*.ipynb"))
+    documents = sorted((ROOT / "docs").glob("*.md"))
+    groups = {
+        "Lessons": list(map(pages.notebook, lessons)),
+        "Exercises": list(map(pages.notebook, exercises)),
+        "More": list(map(pages.document, documents)),
     }
-    every = [page for group in made.values() for page in group]
-    recipes = {place: recipe for page in every for place, recipe in page.explorers.items()}
+    all_pages = [page for group in groups.values() for page in group]
+    recipes = {}
+    for page in all_pages:
+        recipes |= page.explorers
     drawn = draw(recipes, pictures)
-    for page in every:
+    for page in all_pages:
         write_page(folder, page, drawn)
     for name in ("figures", "badges"):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     shutil.copytree(WEB / "assets", folder / "assets")
     (folder / "index.md").write_text(first_page(), encoding="utf-8")
     nav = [{"Start": "index.md"}]
-    for name, group in made.items():
+    for name, group in groups.items():
         nav.append({name: [page.path for page in group]})
     return [*nav, {"Reference": reference(folder / "reference")}]
 
@@ -105,14 +106,14 @@ def write_page(folder, page, drawn):
 
 def first_page():
     """The text of the first page: the comparison, the ladder, and where to start."""
-    filled = {
+    values = {
         "repository": elsewhere.repository(),
         "name": elsewhere.repository().rsplit("/", 1)[1],
         "colab": elsewhere.addresses("notebooks/00_start_here.ipynb")["Colab"],
         "ladder": "\n".join(rung(*parts) for parts in build.rungs()),
     }
     text = (WEB / "index.md").read_text(encoding="utf-8")
-    for name, value in filled.items():
+    for name, value in values.items():
         text = text.replace("{{" + name + "}}", value)
     return text
 
@@ -132,7 +133,8 @@ def reference(folder):
     folder.mkdir(parents=True)
     package = ROOT / "ddp_course"
     stages = sorted(path for path in package.glob("stage*") if path.name != "__pycache__")
-    rooms = {"Stages": [name for path in stages for name in modules(path)], **ROOMS}
+    stage_modules = [name for path in stages for name in modules(path)]
+    rooms = {"Stages": stage_modules, **ROOMS}
     for path in sorted(package.iterdir()):
         if path.is_dir() and not path.name.startswith(("stage", "_")):
             rooms[path.name.capitalize()] = modules(path)
@@ -143,10 +145,9 @@ def reference(folder):
             f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}"
             for name in names
         ]
-        behind = "---\nsearch:\n  boost: 0.2\n---"  # The search shows lessons first.
-        (folder / page).write_text(
-            "\n\n".join([behind, f"# {title}: reference", *blocks, ""]), encoding="utf-8"
-        )
+        search_shows_lessons_first = "---\nsearch:\n  boost: 0.2\n---"
+        parts = [search_shows_lessons_first, f"# {title}: reference", *blocks, ""]
+        (folder / page).write_text("\n\n".join(parts), encoding="utf-8")
         nav.append({title: f"reference/{page}"})
     return nav
 
@@ -160,16 +161,15 @@ def modules(path):
 
 def generate(sources, out, nav):
     """Let MkDocs write the pages; a link that leads nowhere is an error."""
-    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
-    from mkdocs.commands.build import build
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # Material reads this when it is imported.
+    from mkdocs.commands.build import build as build_site
     from mkdocs.config import load_config
 
     logging.basicConfig(level=logging.WARNING, format="site.py: %(message)s")
-    build(
-        load_config(
-            str(WEB / "mkdocs.yml"), docs_dir=str(sources), site_dir=str(out), nav=nav, strict=True
-        )
+    settings = load_config(
+        str(WEB / "mkdocs.yml"), docs_dir=str(sources), site_dir=str(out), nav=nav, strict=True
     )
+    build_site(settings)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ SMALLEST = 60  # A room with fewer lines of code has no density worth a limit.
 def measure(text):
     """Counts of one file: nodes of the syntax tree, lines of code, and comments."""
     tree = ast.parse(text)
-    described = set()
+    docstrings = set()  # These are the lines of docstrings, which are no code.
     for node in ast.walk(tree):
-        can_have = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if can_have and ast.get_docstring(node, clean=False) is not None:
+        may_have_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if may_have_one and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
-            described.update(range(docstring.lineno, docstring.end_lineno + 1))
+            docstrings.update(range(docstring.lineno, docstring.end_lineno + 1))
     code = set()
     comments = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -39,7 +39,7 @@ def measure(text):
         elif token.string.strip():
             code.update(range(token.start[0], token.end[0] + 1))
     nodes = sum(1 for _ in ast.walk(tree))
-    return Counter(nodes=nodes, code=len(code - described), comments=comments)
+    return Counter(nodes=nodes, code=len(code - docstrings), comments=comments)
 
 
 def rooms(root=ROOT):

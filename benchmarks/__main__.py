@@ -18,7 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks", description="measure speed ratios, side by side"
     )
     parser.add_argument("name", choices=BENCHMARKS, help="NAME --help lists its options")
-    benchmark = import_module(f".{parser.parse_args(words[:1]).name}", __package__).BENCHMARK
+    name = parser.parse_args(words[:1]).name
+    benchmark = import_module(f".{name}", __package__).BENCHMARK
     args = benchmark.parser().parse_args(words[1:])
     return exit_code(lambda: benchmark.run(args))
 

@@ -35,17 +35,14 @@ GEOMETRIC_MEAN = 1.00
 RING_EACH = 1.10
 MEMORY = 1.05
 HOOK_MICROSECONDS = 15
-MODELS = {
+MODELS = {  # A problem, its options, and samples per rank.
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 1024}, 64),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
     "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
     "encoder, 48 small parameters": ("encoder", {}, 16),
 }
 # One has few large parameters, the other many small ones.
-VIEWS = (
-    "MLP, 4 M",
-    "encoder, 48 small parameters",
-)
+VIEWS = ("MLP, 4 M", "encoder, 48 small parameters")
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
     "ours": DistributedDataParallel,
@@ -73,8 +70,9 @@ def step_times(args: argparse.Namespace) -> Part:
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), MODELS, WORLD_SIZES):
-        # Over links times vary less: two orders will do.
-        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])
+        orders = ORDERS
+        if link:
+            orders = [ORDERS[0], ORDERS[-1]]  # Over links times vary less: two orders will do.
         train = partial(
             on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link
         )
@@ -87,18 +85,19 @@ def step_times(args: argparse.Namespace) -> Part:
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
     """{wrapper: the geometric mean of its seconds} of several launches."""
     seconds = {}
-    for kind in launches[0]:
-        seconds[kind] = statistics.geometric_mean([medians[kind] for medians in launches])
+    for name in launches[0]:
+        seconds[name] = statistics.geometric_mean([launched[name] for launched in launches])
     return seconds
 
 
 def ratios(row: Row) -> Row:
     """A row of step times as it is printed."""
-    setting: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
-    ours = {
-        f"{name}, times that": row[name] / row["torch"] for name in row if name.startswith("ours")
-    }
-    return {**setting, "torch, ms": 1e3 * row["torch"], **ours}
+    printed: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
+    printed["torch, ms"] = 1e3 * row["torch"]
+    for name in row:
+        if name.startswith("ours"):
+            printed[f"{name}, times that"] = row[name] / row["torch"]
+    return printed
 
 
 def networks() -> dict[str, Link | None]:
@@ -126,13 +125,11 @@ def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
 
 def promised_steps(rows: list[Row]) -> list[Promise]:
     """What is promised of the ratios to torch's step time, over all rows."""
-    same = [row["ours"] / row["torch"] for row in rows]
-    ring = [row["ours, ring"] / row["torch"] for row in rows]
-    promises = promises_of_ratios("step time, times torch's", same, GEOMETRIC_MEAN, EACH)
-    return [
-        *promises,
-        Promise("step time with our ring, times torch's, slowest", max(ring), RING_EACH),
-    ]
+    with_gloo = [row["ours"] / row["torch"] for row in rows]
+    with_ring = [row["ours, ring"] / row["torch"] for row in rows]
+    promises = promises_of_ratios("step time, times torch's", with_gloo, GEOMETRIC_MEAN, EACH)
+    words = "step time with our ring, times torch's, slowest"
+    return [*promises, Promise(words, max(with_ring), RING_EACH)]
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
@@ -143,14 +140,17 @@ def views_into_buckets(args: argparse.Namespace) -> Part:
     """
     rows: list[Row] = []
     for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
+        as_view = True
         train = partial(
-            on_cpu, wrappers_in_turn, model, args.repeats, order, True, world_size=world_size
+            on_cpu, wrappers_in_turn, model, args.repeats, order, as_view, world_size=world_size
         )
         seconds = means([train() for _ in range(VIEW_LAUNCHES)])
         rows.append({"model": model, "world_size": world_size, "made first": order[0], **seconds})
-    ratio = [row["ours"] / row["torch"] for row in rows]
     promises = promises_of_ratios(
-        "step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH
+        "step time with views, times torch's",
+        [row["ours"] / row["torch"] for row in rows],
+        GEOMETRIC_MEAN,
+        EACH,
     )
     return Part(rows, promises, [{"made first": row["made first"], **ratios(row)} for row in rows])
 
@@ -161,19 +161,19 @@ def wrappers_in_turn(
     """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its
     own.
     """
-    wrappers = {name: partial(WRAPPERS[name], gradient_as_bucket_view=as_view) for name in order}
-    return medians(
-        {name: training_step(wrapper, model) for name, wrapper in wrappers.items()},
-        repeats,
-        warm_up=4,
-    )
+    ways = {}
+    for name in order:
+        wrapper = partial(WRAPPERS[name], gradient_as_bucket_view=as_view)
+        ways[name] = training_step(wrapper, model)
+    return medians(ways, repeats, warm_up=4)
 
 
 def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
     """A function that trains one step on this rank's fixed batch and returns its seconds."""
-    make, inputs, targets = model_and_batch(*MODELS[model])
-    parallel = wrapper(make())
-    return timed(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
+    make_model, inputs, targets = model_and_batch(*MODELS[model])
+    parallel = wrapper(make_model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    return timed(step, parallel, optimizer, inputs, targets)
 
 
 def hook_costs(args: argparse.Namespace) -> Part:
@@ -184,29 +184,32 @@ def hook_costs(args: argparse.Namespace) -> Part:
 
 
 def cost_without_communication(repeats: int) -> dict[str, float]:
-    """On each rank: the difference to the bare model, for 400 small parameters and a hook that
-    sends nothing.
+    """On each rank: the difference to the bare model, for small parameters and a hook that sends
+    nothing.
     """
 
-    def nothing(state, bucket):
+    def send_nothing(state, bucket):
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
+    layers = 200
+    parameters = 2 * layers  # A layer has a weight and a bias.
     ways = {}
     inputs = torch.randn(4, 8)
     for name in ("bare", "torch", "ours"):
-        module = WRAPPERS.get(name, torch.nn.Sequential)(
-            torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(200)])
-        )
+        module: Any = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(layers)])
         if name != "bare":
-            module.register_comm_hook(None, nothing)
-        ways[name] = partial(bare_step, module, inputs)
+            module = WRAPPERS[name](module)
+            module.register_comm_hook(None, send_nothing)
+        ways[name] = partial(forward_and_backward, module, inputs)
     seconds = medians(ways, repeats)
-    return {name: (seconds[name] - seconds["bare"]) / 400 * 1e6 for name in ("torch", "ours")}
+    return {
+        name: (seconds[name] - seconds["bare"]) / parameters * 1e6 for name in ("torch", "ours")
+    }
 
 
-def bare_step(module: torch.nn.Module, inputs: torch.Tensor) -> float:
+def forward_and_backward(module: torch.nn.Module, inputs: torch.Tensor) -> float:
     """Processor seconds of a forward and backward pass in this thread, which other processes cannot
     lengthen.
     """
@@ -230,13 +233,13 @@ def memory(args: argparse.Namespace) -> Part:
             for kind in ("torch", "ours")
         }
         peaks = take_turns(kinds, MEMORY_LAUNCHES)
-        for what in ("tensors", "resident"):
+        for counted in ("tensors", "resident"):
             least = {}
             for kind in kinds:
-                least[kind] = min(peak[what] for peak in peaks[kind])
-            rows.append({"gradient_as_bucket_view": as_view, "bytes": what, **least})
-            promise = f"peak {what}, gradient_as_bucket_view={as_view}, times torch's"
-            promises.append(Promise(promise, least["ours"] / least["torch"], MEMORY))
+                least[kind] = min(peak[counted] for peak in peaks[kind])
+            rows.append({"gradient_as_bucket_view": as_view, "bytes": counted, **least})
+            words = f"peak {counted}, gradient_as_bucket_view={as_view}, times torch's"
+            promises.append(Promise(words, least["ours"] / least["torch"], MEMORY))
     return Part(rows, promises)
 
 
@@ -244,7 +247,7 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
     """On each rank: train with Adam; the peaks over model, gradients, buckets, optimizer and
     activations.
     """
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_resident()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(16)])
         parallel = WRAPPERS[kind](model, gradient_as_bucket_view=as_view)
@@ -253,7 +256,7 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
             optimizer.zero_grad()
             parallel(torch.ones(8, 1024)).square().sum().backward()
             optimizer.step()
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        resident = peak_resident() - before
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
@@ -263,6 +266,11 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
         held += event.nbytes()
         peak = max(peak, held)
     return {"tensors": peak, "resident": resident}
+
+
+def peak_resident() -> int:
+    """The most bytes of this process that were in memory at once, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux says KiB.
 
 
 def overlap(args: argparse.Namespace) -> Part:
@@ -275,42 +283,43 @@ def overlap(args: argparse.Namespace) -> Part:
         row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
         rows.append(row)
         least = row["torch"] - 0.02  # Two medians of the same share differ by 0.02.
-        promises.append(
-            Promise(f"overlap, {model}, share of communication hidden", row["ours"], at_least=least)
-        )
+        words = f"overlap, {model}, share of communication hidden"
+        promises.append(Promise(words, row["ours"], at_least=least))
     return Part(rows, promises)
 
 
 def hidden_shares(model: str, repeats: int) -> dict[str, float]:
     """On each rank: the median `hidden_share` of each wrapper's steps, which take turns."""
-    steps = {
-        kind: training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model)
-        for kind in ("torch", "ours")
-    }
 
     def profiled(train):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             train()
         return hidden_share(profiler.profiler.kineto_results.events())
 
-    ways = {kind: partial(profiled, train) for kind, train in steps.items()}
-    return {
-        kind: statistics.median(shares)
-        for kind, shares in take_turns(ways, repeats, warm_up=3).items()
-    }
+    ways = {}
+    for kind in ("torch", "ours"):
+        train = training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model)
+        ways[kind] = partial(profiled, train)
+    shares_of_kinds = take_turns(ways, repeats, warm_up=3)
+    return {kind: statistics.median(shares) for kind, shares in shares_of_kinds.items()}
 
 
 def hidden_share(events: list[Any]) -> float:
     """Share of the time of gloo's all-reduces that has passed when the last gradient is
     computed.
     """
-    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events]
-    computed = max(
-        end for name, _, end in spans if name.startswith("autograd::engine::evaluate_function")
-    )
-    sums = [(start, end) for name, start, end in spans if name == "gloo:all_reduce"]
+    computed = 0
+    sums = []
+    for event in events:
+        start = event.start_ns()
+        end = start + event.duration_ns()
+        if event.name().startswith("autograd::engine::evaluate_function"):
+            computed = max(computed, end)
+        elif event.name() == "gloo:all_reduce":
+            sums.append((start, end))
     total = sum(end - start for start, end in sums)
-    return sum(max(0, min(end, computed) - start) for start, end in sums) / total
+    hidden = sum(max(0, min(end, computed) - start) for start, end in sums)
+    return hidden / total
 
 
 PARTS = {

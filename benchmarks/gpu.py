@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -56,10 +57,11 @@ from .training import Model, model_and_batch, step
 ONE_GPU = "NCCL wants a GPU for each of two ranks"
 UNDER_NCCL = ("a rank killed in mid-collective", "a rank that never comes")
 EXACT = 1e-12
+# Times torch's: every step, steps on average, and memory.
 EACH = 1.05
 STEP_RATIO = 1.02
 MEMORY_RATIO = 1.05
-LARGE = 100_000_000
+LARGE = 100_000_000  # The model that is timed has so many parameters.
 SMALL = 1_000_000  # A model of so many parameters is for trying the command.
 FEW = 8  # With so few samples the GPU waits for Python.
 ENOUGH = 64  # With these Python waits for the GPU.
@@ -108,14 +110,8 @@ def exactness(args: argparse.Namespace) -> Part:
             for key in far[0]:
                 furthest = max(each[key] for each in far)
                 rows.append({**setting, "stage": key, "distance": furthest})
-    return Part(
-        rows,
-        [
-            Promise(
-                "distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT
-            )
-        ],
-    )
+    largest = max(row["distance"] for row in rows)
+    return Part(rows, [Promise("distance to one device's weights, largest", largest, EXACT)])
 
 
 def placements(device: str) -> list[tuple[str, list[int], str]]:
@@ -350,10 +346,8 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
             memory[f"{name}, GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         ways[name] = timed(finished, train)
     turns = take_turns(ways, repeats, warm_up=4)
-    return {
-        **{name: sorted(seconds)[len(seconds) // 2] for name, seconds in turns.items()},
-        **memory,
-    }
+    medians = {name: statistics.median_high(seconds) for name, seconds in turns.items()}
+    return medians | memory
 
 
 def allocated() -> int:
@@ -428,9 +422,8 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
             )
         try:
             outcome = part(args)
-        except (
-            Exception
-        ) as error:  # A part may fail in any way on a kind of machine that is new to it.
+        # A part may fail in any way on a kind of machine that is new to it.
+        except Exception as error:
             outcome = Part(
                 [{"ended by": f"{type(error).__name__}: {error}"}],
                 [Promise("errors", 1, at_most=0)],
@@ -503,16 +496,15 @@ def answers(report: Row) -> list[Row]:
         rows.append({"is it": question, "what": what, "answer": words})
 
     exact = parts.get("exactness", {}).get("rows", [])
-    for name, chosen in {
-        "ranks on one device": [r for r in exact if r.get("backend") == "gloo"],
-        "a GPU for each rank, NCCL": [
-            r for r in exact if "nccl" in r.get("backend", "") and r["world_size"] > 1
-        ],
-    }.items():
-        distances = [row["distance"] for row in chosen]
+    with_nccl = [row for row in exact if "nccl" in row.get("backend", "")]
+    rows_of = {
+        "ranks on one device": [row for row in exact if row.get("backend") == "gloo"],
+        "a GPU for each rank, NCCL": [row for row in with_nccl if row["world_size"] > 1],
+    }
+    for name, chosen in rows_of.items():
         right = None
         because = ONE_GPU if exact else NOT_ASKED
-        if distances or any("ended by" in row for row in exact):
+        if chosen or any("ended by" in row for row in exact):
             right = keeps_all(parts["exactness"])
         add_row("right", f"all stages end like one device: {name}", right, because)
     for part, what in {

@@ -25,7 +25,7 @@ from .harness import Benchmark, Part, Promise
 WANTED_PER_MINUTE_AND_CORE = 10.0  # This is sixty submissions in three minutes on two cores.
 MOST_PROCESSOR_SECONDS = 6.0  # A submission that takes no more leaves room for other programs.
 MOST_GROWTH = 1.1  # The second half's peak of memory may be this many times the first half's.
-WRONG = (
+WRONG = (  # Pieces of the solution of exercise 4, and what stands in a wrong answer instead.
     ("(rank - step)", "(rank + step)"),
     ("target += incoming", "target.copy_(incoming)"),
     ("flat.view(", "flat.vie("),
@@ -54,23 +54,21 @@ def throughput(args: argparse.Namespace) -> Part:
             seconds = time.perf_counter() - start
             processor = processor_seconds() - before
     half = len(memory) // 2
-    misjudged = [
-        result
-        for result in results
-        if result.passed != is_right(int(result.learner.removeprefix("learner")))
-    ]
-    for result in misjudged:
-        print(f"misjudged: {result}")
+    misjudged = 0
+    for result in results:
+        number = int(result.learner.removeprefix("learner"))
+        if result.passed != is_right(number):
+            misjudged += 1
+            print(f"misjudged: {result}")
+    minutes_of_cores = seconds / 60 * min(args.jobs, usable_cores())
     row = {
         "exercise": args.exercise,
         "submissions": len(results),
         "passed": sum(result.passed for result in results),
-        "misjudged": len(misjudged),
+        "misjudged": misjudged,
         "jobs": args.jobs,
         "seconds": round(seconds, 1),
-        "per_minute_and_core": round(
-            60 * len(results) / seconds / min(args.jobs, usable_cores()), 1
-        ),
+        "per_minute_and_core": round(len(results) / minutes_of_cores, 1),
         "processor_seconds_per_submission": round(processor / len(results), 2),
         "memory_mib_first_half": peak(memory[:half]),
         "memory_mib_second_half": peak(memory[half:]),
@@ -109,16 +107,16 @@ def is_right(number: int) -> bool:
 
 
 def make_submissions(folder: Path, exercise: int, count: int) -> None:
-    """`count` learners: of each five one has handed in nothing, two something wrong, two the
-    solution.
+    """Make a folder for each of `count` learners: of each five one has handed in an untouched
+    exercise, two something wrong, two the solution.
     """
     root = Path(__file__).resolve().parents[1]
     (path,) = (root / "solutions").glob(f"{exercise:02d}_*.ipynb")
     for number in range(count):
-        kind = number % 5
-        source = root / "exercises" / path.name if kind == 0 else path
+        unsolved = number % 5 == 0
+        source = root / "exercises" / path.name if unsolved else path
         notebook = nbformat.read(source, as_version=4)
-        if kind and not is_right(number):
+        if not unsolved and not is_right(number):
             old, new = WRONG[number % len(WRONG)]
             for cell in notebook.cells:
                 cell.source = cell.source.replace(old, new)
@@ -146,8 +144,9 @@ class watching_memory:
     def watch(self) -> None:
         """Note the sum of the memory that the processes do not share."""
         while not self.stop.wait(1.0):
-            everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
-            self.samples.append(sum(map(own_bytes, everyone)))
+            this = psutil.Process()
+            processes = [this, *this.children(recursive=True)]
+            self.samples.append(sum(map(own_bytes, processes)))
 
 
 def processor_seconds() -> float:
@@ -155,12 +154,11 @@ def processor_seconds() -> float:
     far.
     """
     own = psutil.Process().cpu_times()
-    times = [child.cpu_times() for child in psutil.Process().children()]
-    return (
-        own.user
-        + own.system
-        + sum(of.user + of.system + of.children_user + of.children_system for of in times)
-    )
+    seconds = own.user + own.system
+    for child in psutil.Process().children():
+        times = child.cpu_times()
+        seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def own_bytes(process: psutil.Process) -> int:

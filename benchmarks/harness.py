@@ -56,11 +56,9 @@ def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float)
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of a benchmark measured: `rows` for the report, what is promised of them, and
-    the table to print.
+    """What one part of a benchmark measured: `rows` for the report, and what is promised of them.
 
-    `table`: a row of column titles and texts or numbers for each line; `also`: more entries of the
-    report.
+    `table` are other rows to print, if not these; `also` are more entries of the report.
     """
 
     rows: list[Row]
@@ -72,10 +70,9 @@ class Part:
 @dataclass(frozen=True)
 class Benchmark:
     """A name, one line about it, and its parts: functions of the command's options that measure.
-    `file`: its report.
 
-    `on_request`: parts that only `--only` runs. `finish(report, folder)` writes more files, and
-    returns their paths.
+    `file` is its report, `on_request` are parts that only `--only` runs, and `finish(report,
+    folder)` writes more files and returns their paths. Without `repeats` it has no such option.
     """
 
     name: str
@@ -117,7 +114,7 @@ class Benchmark:
         kept, else 0.
         """
         folder = writable_folder(args.out)
-        only = getattr(args, "only", None)
+        only = getattr(args, "only", None)  # A benchmark of one part has no such option.
         file = folder / (self.file or f"bench_{self.name}.json")
         if getattr(args, "repeats", 1) < 1:
             raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
@@ -176,21 +173,20 @@ def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}
-    return {
-        part: content for part, content in report["parts"].items() if part not in set(measured_now)
-    }
+    parts = dict(report["parts"])
+    for name in measured_now:
+        parts.pop(name, None)
+    return parts
 
 
 def machine() -> Row:
     """The machine and the versions that the numbers come from."""
     processor = platform.processor()
-    if Path("/proc/cpuinfo").is_file():
-        names = [
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        processor = names[0].partition(": ")[2] if names else processor
+    description = Path("/proc/cpuinfo")
+    if description.is_file():
+        for line in description.read_text().splitlines():
+            if line.startswith("model name"):
+                _, _, processor = line.partition(": ")
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -216,17 +212,19 @@ def take_turns(
     way.
     """
     names = list(ways)
-    seconds = {name: [] for name in ways}
+    returned: dict[str, list] = {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
         shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]
         if turn % 2:
             order.reverse()
         for name in order:
-            value = agree(ways[name]()) if agree else ways[name]()
+            value = ways[name]()
+            if agree:
+                value = agree(value)
             if turn >= warm_up:
-                seconds[name].append(value)
-    return seconds
+                returned[name].append(value)
+    return returned
 
 
 def turns(count: int) -> Iterable[int]:
@@ -244,8 +242,8 @@ def medians(
     """On each rank: the median seconds of each way that returns seconds, the slowest rank's time
     counting.
     """
-    turns = take_turns(ways, repeats, warm_up, slowest)
-    return {name: statistics.median(seconds) for name, seconds in turns.items()}
+    seconds_of_ways = take_turns(ways, repeats, warm_up, agree=slowest)
+    return {name: statistics.median(seconds) for name, seconds in seconds_of_ways.items()}
 
 
 def slowest(seconds: float) -> float:

@@ -17,6 +17,7 @@ at once.
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable
+from math import ceil
 from typing import Any
 
 import simpy
@@ -36,8 +37,9 @@ class Simulation:
         self.network = network
         self.handshake = handshake
         self.clock = simpy.Environment()
-        self.busy = set()
-        self.queue = []
+        self.busy = set()  # Names of links.
+        self.queue = []  # (links, event of its turn) of each message that waits for its links.
+        # {(source, target, tag): those that wait for the other side}
         self.senders = defaultdict(deque)
         self.receivers = defaultdict(deque)
 
@@ -79,21 +81,25 @@ class Simulation:
         its arrival.
         """
         arrival = self.clock.event()
-        ready = self.clock.timeout(self.path(rank, source)[0].alpha if self.handshake else 0)
+        costs, _ = self.path(rank, source)
+        ready = self.clock.timeout(costs.alpha if self.handshake else 0)
         ready.callbacks.append(lambda _: self.receivers[source, rank, tag].append(arrival))
         ready.callbacks.append(lambda _: self._match(source, rank, tag))
         return arrival
 
     def _match(self, source: int, target: int, tag: int) -> None:
+        """Begin a message if its sender and its receiver are both there."""
         senders = self.senders[source, target, tag]
         receivers = self.receivers[source, target, tag]
         if senders and receivers:
             sent, nbytes = senders.popleft()
-            self.clock.process(self._message(source, target, nbytes, [sent, receivers.popleft()]))
+            received = receivers.popleft()
+            self.clock.process(self._message(source, target, nbytes, [sent, received]))
 
     def _message(
         self, source: int, target: int, nbytes: float, arrivals: list
     ) -> Generator[Any, Any, None]:
+        """A message under way: it waits for its links, occupies them, and arrives."""
         costs, links = self.path(source, target)
         turn = self.clock.event()
         self.queue.append((links, turn))
@@ -126,11 +132,11 @@ def gloo_ring(
     rank's chunk has two. Source: gloo's allreduce.cc (pytorch/gloo). Play it with
     `handshake`.
     """
-    segments = max(-(-int(nbytes) // 2**20), 2 * world_size)
-    segments += -segments % world_size
+    segments = max(ceil(int(nbytes) / 2**20), 2 * world_size)
+    segments += -segments % world_size  # Up to the next multiple of K.
     size = nbytes / segments
     moved = segments - segments // world_size
-    for _ in range(2):  # reduce-scatter, then allgather
+    for _ in range(2):  # First the reduce-scatter, then the allgather.
         in_flight = deque()
         for step in range(moved + 2):
             if step >= 2:
@@ -158,7 +164,8 @@ def nccl_ring(
 
 
 def _nccl_channel(rank, world_size, nbytes, simulation, channel):
-    rounds = max(1, -(-int(nbytes) // (2**21 * world_size)))
+    """One channel of `nccl_ring`, whose messages have its number as their tag."""
+    rounds = max(1, ceil(int(nbytes) / (2**21 * world_size)))
     slices = 2
     size = nbytes / (rounds * world_size * slices)
     right = (rank + 1) % world_size
@@ -169,5 +176,5 @@ def _nccl_channel(rank, world_size, nbytes, simulation, channel):
             if place >= slices:
                 yield arriving.popleft()
             arriving.append(simulation.receive(rank, left, channel))
-            last = simulation.send(rank, right, size, channel)
-        yield simulation.clock.all_of([last, *arriving])
+            last_sent = simulation.send(rank, right, size, channel)
+        yield simulation.clock.all_of([last_sent, *arriving])

@@ -8,13 +8,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from ddp_course.showing.plots import STAGE_COLOURS, Picture, panels
 
-LOOKS = {
+LARGE = 4 << 20  # bytes: what links.py promises holds for messages of this size and more.
+LOOKS = {  # {algorithm: (stage, in whose colour it is drawn, label)}
     "parameter_server": ("3", "parameter server, 2(K−1) p/b"),
     "whole_gradient_ring": ("4w", "whole-gradient ring, (K−1) p/b"),
     "ring": ("4", "ring, 2(K−1)/K p/b"),
     "gloo": ("torch", "gloo's all_reduce"),
 }
-LOOKS_OF_MODES = {"hosts": ("o", "-"), "virtual": ("^", "--")}
+LOOKS_OF_MODES = {"hosts": ("o", "-"), "virtual": ("^", "--")}  # {mode: (marker, dashes)}
 MODE_NAMES = {"hosts": "virtual hosts", "virtual": "virtual time"}
 
 
@@ -34,15 +35,20 @@ def link_figure(rows: list[dict[str, Any]]) -> Picture:
     for mode in modes:
         in_every_mode &= {row["world_size"] for row in rows if row["mode"] == mode}
     ranks = max(in_every_mode)
-    ratios = [
-        row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"
-    ]
+    large = [row for row in rows if row["bytes"] >= LARGE]
+    ratios = [row["ratio"] for row in large if row["algorithm"] != "gloo"]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
-    message = f"measured over theory from 4 MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
-    with panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size") as (
-        picture,
-        (by_ranks, by_size),
-    ):
+    message = (
+        f"measured over theory from {LARGE >> 20} MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
+    )
+    with panels(
+        rows=1,
+        columns=2,
+        width=10.5,
+        height=4.6,
+        message=message,
+        description="Time by ranks and by size",
+    ) as (picture, (by_ranks, by_size)):
         at_size = [row for row in rows if row["bytes"] == size]
         draw(by_ranks, at_size, "world_size")
         by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")
@@ -58,28 +64,23 @@ def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
     """One panel: for each algorithm its formula as a line and its measurements as points."""
     ticks = sorted({row[column] for row in rows})
     for mode, (marker, dashes) in LOOKS_OF_MODES.items():
-        here = [row for row in rows if row["mode"] == mode]
+        of_mode = [row for row in rows if row["mode"] == mode]
         for name, (stage, _) in LOOKS.items():
-            points = sorted(
-                (row for row in here if row["algorithm"] == name), key=lambda row: row[column]
-            )
+            points = [row for row in of_mode if row["algorithm"] == name]
+            points.sort(key=lambda row: row[column])
+            xs = [row[column] for row in points]
+            colour = STAGE_COLOURS[stage]
             if points and name != "gloo":
-                line = [row["theory_s"] for row in points]
-                axes.plot(
-                    [row[column] for row in points],
-                    line,
-                    dashes,
-                    color=STAGE_COLOURS[stage],
-                    zorder=2,
-                )
+                formula = [row["theory_s"] for row in points]
+                axes.plot(xs, formula, dashes, color=colour, zorder=2)
             axes.plot(
-                [row[column] for row in points],
+                xs,
                 [row["measured_s"] for row in points],
                 marker,
                 zorder=3,
-                color=STAGE_COLOURS[stage],
+                color=colour,
                 fillstyle="none",
-                markersize=11 if name == "gloo" else 7,
+                markersize=11 if name == "gloo" else 7,  # Its points lie around the ring's.
             )
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -92,24 +93,17 @@ def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
 def legend(rows: list[dict[str, Any]]) -> list[Line2D]:
     """A line for each algorithm, a point for each mode that was measured."""
     names = {row["algorithm"] for row in rows}
-    points_only: dict[str, Any] = {"ls": "", "marker": "o", "mfc": "none", "ms": 11}
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=STAGE_COLOURS[stage],
-            label=label,
-            **(points_only if name == "gloo" else {}),
-        )
-        for name, (stage, label) in LOOKS.items()
-        if name in names
-    ]
-    modes = sorted({row["mode"] for row in rows})
-    points = [
-        Line2D(
-            [], [], ls=dashes, marker=marker, color="#555555", mfc="none", label=MODE_NAMES[mode]
-        )
-        for mode, (marker, dashes) in LOOKS_OF_MODES.items()
-        if mode in modes
-    ]
-    return handles + points
+    handles = []
+    for name, (stage, label) in LOOKS.items():
+        if name in names:
+            line = Line2D([], [], color=STAGE_COLOURS[stage], label=label)
+            if name == "gloo":  # It has points and no formula.
+                line.set(linestyle="", marker="o", markerfacecolor="none", markersize=11)
+            handles.append(line)
+    modes = {row["mode"] for row in rows}
+    for mode, (marker, dashes) in LOOKS_OF_MODES.items():
+        if mode in modes:
+            point = Line2D([], [], color="#555555", label=MODE_NAMES[mode])
+            point.set(linestyle=dashes, marker=marker, markerfacecolor="none")
+            handles.append(point)
+    return handles

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from ddp_course.running.files import replace_file
 from ddp_course.running.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed
-from .link_figure import link_figure
+from .link_figure import LARGE, link_figure
 
 ALGORITHMS = {
     "parameter_server": lambda tensor: stage3_paramserver.average_on_server([tensor]),
@@ -33,16 +34,16 @@ ALGORITHMS = {
     "ring": stage4_ring.ring_all_reduce,
     "gloo": dist.all_reduce,
 }
-FORMULA = {"gloo": "ring"}
+FORMULA = {"gloo": "ring"}  # gloo's all-reduce is a ring, too; the others have their own formulas.
 WORLD_SIZES = {"hosts": "2,3,4", "virtual": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
-CALIBRATION_SECONDS = 0.1  # A calibration's longest message takes this long,
-ROUNDS = 10  # and is sent this often.
+CALIBRATION_SECONDS = 0.1  # A calibration's longest message takes this long.
+ROUNDS = 10  # A calibration's messages are sent this often.
 PAUSE_SECONDS = 0.01  # The links rest this long before each message.
-JUDGED_BYTES = 4 << 20  # What is promised holds for messages of this size and more.
-LOWEST = 0.97  # times the formula
-HIGHEST = 1.12  # times the formula
-SLOWER_THAN_GLOO = 1.05  # times the seconds of gloo
+# A time may be so many times its formula's, and the ring's so many times gloo's.
+LOWEST = 0.97
+HIGHEST = 1.12
+SLOWER_THAN_GLOO = 1.05
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +61,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def compare(args: argparse.Namespace) -> Part:
     """Measured and textbook seconds, one row for each setting and algorithm."""
-    settings = [
-        (links.Link(bandwidth, mode=mode), world_size)
-        for mode in usable_modes(args.modes.split(","))
-        for bandwidth in args.bandwidths.split(",")
-        for world_size in map(int, (args.world_sizes or WORLD_SIZES[mode]).split(","))
-    ]
+    settings = []
+    for mode in usable_modes(args.modes.split(",")):
+        world_sizes = args.world_sizes or WORLD_SIZES[mode]
+        for bandwidth, world_size in product(args.bandwidths.split(","), world_sizes.split(",")):
+            settings.append((links.Link(bandwidth, mode=mode), int(world_size)))
     sizes = [int(size) << 20 for size in args.sizes.split(",")]
     rows = []
     for link, world_size in tqdm(settings, unit="setting", disable=None):
         rows += measure(link, world_size, sizes, args.repeats)
     if args.add:
-        rows = merge(
-            earlier_parts(Path(args.out) / "bench_links.json").get("links", {"rows": []})["rows"],
-            rows,
-        )
+        parts = earlier_parts(Path(args.out) / "bench_links.json")
+        if "links" in parts:
+            rows = merge(parts["links"]["rows"], rows)
     return Part(rows, promised(rows), table(rows))
 
 
@@ -93,7 +92,7 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
     """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
     bandwidth = calibrated(link)
     names = list(ALGORITHMS)
-    of_sizes = launch(
+    turns_of_sizes, *_ = launch(
         time_all,
         names,
         sizes,
@@ -102,19 +101,17 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
         world_size=world_size,
         device="cpu",
         timeout=1800.0,
-    )[0]
+    )
+    costs = theory.Costs.of_link(bandwidth)
     rows = []
-    for size, turns in zip(sizes, of_sizes, strict=True):
+    for size, turns in zip(sizes, turns_of_sizes, strict=True):
         for name, seconds in turns.items():
-            expected = theory.seconds(
-                FORMULA.get(name, name), size, world_size, theory.Costs.of_link(bandwidth)
-            )
-            key = dict(
-                zip(COLUMNS, (link.mode, name, world_size, size, link.bandwidth), strict=True)
-            )
+            expected = theory.seconds(FORMULA.get(name, name), size, world_size, costs)
             measured = statistics.median(seconds)
-            times = {"measured_s": measured, "theory_s": expected, "ratio": measured / expected}
-            rows.append({**key, **times, "calibrated_bits_s": bandwidth, "runs_s": seconds})
+            values = (link.mode, name, world_size, size, link.bandwidth)
+            row = dict(zip(COLUMNS, values, strict=True))
+            row |= {"measured_s": measured, "theory_s": expected, "ratio": measured / expected}
+            rows.append({**row, "calibrated_bits_s": bandwidth, "runs_s": seconds})
     return rows
 
 
@@ -122,13 +119,12 @@ def calibrated(link: links.Link) -> float:
     """Bits per second that the link really carries, headers and all, from messages of four sizes to
     and fro.
     """
-    sizes = [
-        int(part * CALIBRATION_SECONDS * link.bandwidth / 8) // 8 * 8
-        for part in (0.25, 0.5, 0.75, 1.0)
-    ]
-    seconds = launch(ping_pong, sizes, world_size=2, device="cpu", link=link)[0]
-    slope, _ = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
-    return float(8 / slope)
+    longest = CALIBRATION_SECONDS * link.bandwidth / 8  # bytes
+    sizes = [int(part * longest) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
+    seconds, _ = launch(ping_pong, sizes, world_size=2, device="cpu", link=link)
+    # The weights make it a fit of relative errors.
+    seconds_per_byte, _ = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
+    return float(8 / seconds_per_byte)
 
 
 def ping_pong(sizes: list[int]) -> list[float]:
@@ -147,7 +143,7 @@ def ping_pong(sizes: list[int]) -> list[float]:
             else:
                 wire.recv(message, 1 - rank)
         times[size].append((time.perf_counter() - start) / 2)
-    return [min(taken) for taken in times.values()]
+    return [min(seconds) for seconds in times.values()]
 
 
 def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:
@@ -165,18 +161,14 @@ def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
     sorted.
     """
     setting_of = itemgetter(*COLUMNS)
-    known = {setting_of(row): row for row in [*earlier, *rows]}
-    return [
-        known[key]
-        for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))
-    ]
+    merged = {setting_of(row): row for row in [*earlier, *rows]}
+    in_order = itemgetter("mode", "bandwidth_bits_s", "world_size", "bytes", "algorithm")
+    return sorted(merged.values(), key=in_order)
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """What is promised of messages of 4 MiB and more: close to the formulas, and a ring as fast as
-    gloo's.
-    """
-    judged = [row for row in rows if row["bytes"] >= JUDGED_BYTES]
+    """What is promised of LARGE messages: close to the formulas, and a ring as fast as gloo's."""
+    judged = [row for row in rows if row["bytes"] >= LARGE]
     ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
     gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}
     rings = [row for row in judged if row["algorithm"] == "ring" and setting(row) in gloo]
@@ -185,12 +177,10 @@ def promised(rows: list[Row]) -> list[Promise]:
     if ratios:
         low = min(ratios, key=ratios.__getitem__)
         high = max(ratios, key=ratios.__getitem__)
-        promises.append(
-            Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST)
-        )
-        promises.append(
-            Promise(f"most time over its formula ({high})", ratios[high], at_most=HIGHEST)
-        )
+        promises += [
+            Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST),
+            Promise(f"most time over its formula ({high})", ratios[high], at_most=HIGHEST),
+        ]
     if over_gloo:
         worst = max(over_gloo, key=over_gloo.__getitem__)
         promises.append(
@@ -213,21 +203,20 @@ def describe(row: Row) -> str:
 def table(rows: list[Row]) -> list[Row]:
     """A line for each setting, for each algorithm milliseconds (times its formula)."""
     lines = []
-    for mode, world_size, size, bandwidth in dict.fromkeys(map(setting, rows)):
-        here = [row for row in rows if setting(row) == (mode, world_size, size, bandwidth)]
+    for each in dict.fromkeys(map(setting, rows)):
+        mode, world_size, size, bandwidth = each
         line = {"link": f"{mode}, {bandwidth / 1e6:g} Mbit/s", "K": world_size, "MiB": size / 2**20}
-        for row in here:
-            line[row["algorithm"]] = f"{1e3 * row['measured_s']:.1f} ms ({row['ratio']:.3f})"
+        for row in rows:
+            if setting(row) == each:
+                line[row["algorithm"]] = f"{1e3 * row['measured_s']:.1f} ms ({row['ratio']:.3f})"
         lines.append(line)
     return lines
 
 
 def draw(report: Row, folder: Path) -> Iterator[Path]:
     """Write bench_links.png."""
-    replace_file(
-        folder / "bench_links.png", link_figure(report["parts"]["links"]["rows"]).png(dpi=120)
-    )
-    yield folder / "bench_links.png"
+    picture = link_figure(report["parts"]["links"]["rows"])
+    yield replace_file(folder / "bench_links.png", picture.png(dpi=120))
 
 
 BENCHMARK = Benchmark(

@@ -1,6 +1,7 @@
 """Stage 4's ring with its additions under its transfers."""
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -36,22 +37,21 @@ def pipelined_ring_all_reduce(
 def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup | None) -> None:
     """Reduce-scatter and allgather, segment by segment."""
     world_size = len(chunks)
-    parts = max(1, -(-chunks[0].nbytes // SEGMENT))
-    steps = range(2 * (world_size - 1))
-    arriving = [
-        segment
-        for s in steps
-        for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)
-    ]
+    parts = max(1, ceil(chunks[0].nbytes / SEGMENT))
+    # The segments of this rank's tensor, in the order in which the left neighbour's come in.
+    arriving: list[torch.Tensor] = []
+    for step in range(2 * (world_size - 1)):
+        arriving += chunks[(rank - 1 - step) % world_size].tensor_split(parts)
     # Reduce-scatter adds the segments that arrive; allgather keeps them as they are.
     to_add = len(arriving) // 2
     scratch = torch.empty_like(max(arriving, key=len))
-    places = [scratch[: len(segment)] for segment in arriving[:to_add]] + arriving[to_add:]
+    places = [scratch[: len(segment)] for segment in arriving[:to_add]]
+    places += arriving[to_add:]
     with streams.to_neighbours(group, sum(chunk.nbytes for chunk in chunks)) as links:
         for segment in chunks[rank].tensor_split(parts):
             links.send(segment)
         for number, place in enumerate(links.received(places)):
             if number < to_add:
                 arriving[number].add_(place)
-            if number + parts < len(arriving):
+            if number + parts < len(arriving):  # What comes in the last step goes no further.
                 links.send(arriving[number])

@@ -21,7 +21,7 @@ from .libraries import Simulation, gloo_ring, nccl_ring
 
 MIB = 2**20
 PER_HOST = 8
-HOST_LINK = 8 / 400e9  # Hosts have 4 x 100 Gbit/s.
+HOST_LINK = 8 / 400e9  # Seconds per byte: hosts have 4 x 100 Gbit/s.
 GPU_LATENCY = 1e-5  # Seconds per message; this is assumed.
 Row = dict[str, Any]
 Model = Callable[[Row, Any], float]
@@ -40,12 +40,13 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
     link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
     ranks = int(row["K"])
     nbytes = row["message_mib"] * MIB
-    simulation = Simulation(Network(link), handshake=row["library"] == "gloo")
     if row["library"] == "gloo":
+        simulation = Simulation(Network(link), handshake=True)
         programs = [
             gloo_ring(rank, ranks, nbytes, simulation, extra / 1e3) for rank in range(ranks)
         ]
         return 1e3 * simulation.play(programs)
+    simulation = Simulation(Network(link))
     programs = [nccl_ring(rank, ranks, nbytes, simulation) for rank in range(ranks)]
     return 1e3 * (simulation.play(programs) + extra * delay)
 
@@ -58,15 +59,15 @@ def v100_step_s(
     """
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
-    return simulate(
-        resnets.profile(model, one_gpu_s), ranks, network, interference=interference
-    ).step_s
+    profile = resnets.profile(model, one_gpu_s)
+    return simulate(profile, ranks, network, interference=interference).step_s
 
 
 GPT = "gpt_step_ms_a100_3d"
 GPT_MS = "iteration time (ms)"
 ZERO3 = "zero3_and_3d_parallel_a100"
 FSDP = "fsdp_llama3_8b_h100"
+# {parameters: (layers, width, heads, stages)} of Narayanan et al.; sequences have 2,048 tokens.
 MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
 
 
@@ -109,8 +110,9 @@ def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any 
 
 
 ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
+# {model: (layers, width)} of Qi et al. 2024, Table 3, whose sequences have CONTEXT tokens.
 QI = {"1.5B": (22, 2304), "6.2B": (30, 4096), "14.6B": (46, 5120), "28.3B": (62, 6144)}
-CONTEXT = 1024  # Tokens of the sequences in Qi et al. 2024, Table 3, as layers and widths above.
+CONTEXT = 1024
 
 
 def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
@@ -129,8 +131,9 @@ def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
     weights = products / (3 * products + 12 * CONTEXT + other)
     stages = int(row["stages"])
     idle = idle_stages(schedule, stages, (layers + 2) / stages, weights, left_over)
-    kept = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
-    return rates[list(QI).index(row["model"])] * kept * batches / (batches + idle)
+    kept_speed = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
+    rate = rates[list(QI).index(row["model"])]
+    return rate * kept_speed * batches / (batches + idle)
 
 
 def idle_stages(

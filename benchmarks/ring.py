@@ -22,6 +22,7 @@ from .pipelined_ring import pipelined_ring_all_reduce
 MIB = 2**20
 WORLD_SIZES = (2, 4)
 SIZES_MIB = (16, 64)
+# The pipelined ring may take so many times gloo's time: in each row, and on average.
 EACH = 1.10
 GEOMETRIC_MEAN = 1.00
 WAYS = {"gloo": dist.all_reduce, "stage 4": ring_all_reduce, "pipelined": pipelined_ring_all_reduce}
@@ -31,8 +32,9 @@ def compare(args: argparse.Namespace) -> Part:
     """Seconds of each way for every world size and message."""
     rows = []
     for world_size in WORLD_SIZES:
-        ranks = launch(times, args.repeats, world_size=world_size, device="cpu")
-        rows += [{"world_size": world_size, **row} for row in ranks[0]]
+        # All ranks have the same rows: the slowest one's times count.
+        of_rank_0, *_ = launch(times, args.repeats, world_size=world_size, device="cpu")
+        rows += [{"world_size": world_size, **row} for row in of_rank_0]
     table = []
     for row in rows:
         line = {"K": row["world_size"], "MiB": row["mib"], "gloo, ms": 1e3 * row["gloo"]}
@@ -54,14 +56,14 @@ def times(repeats: int) -> list[Row]:
     """On each rank: median seconds of every way for every size."""
     rows = []
     for mib in SIZES_MIB:
-        tensor = torch.empty(mib * MIB // 4)
+        tensor = torch.empty(mib * MIB // 4)  # A number has 4 bytes.
         ways = {name: partial(on_ones, all_reduce, tensor) for name, all_reduce in WAYS.items()}
         rows.append({"mib": mib, **medians(ways, repeats)})
     return rows
 
 
 def on_ones(all_reduce: Callable, tensor: torch.Tensor) -> float:
-    """Sum ones, so that the result can be checked; only the collective is timed."""
+    """Seconds of a sum of ones, whose result can be checked; only the collective is timed."""
     tensor.fill_(1)
     dist.barrier()
     began = time.perf_counter()

@@ -29,9 +29,9 @@ from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .harness import Row, medians, slowest, timed
 
-WARM_UP = 3  # steps that are not timed
+WARM_UP = 3  # So many steps come first and are not timed.
 STEPS = 5
-MESSAGES = [2**10, 2**15, 2**20, 2**25]  # bytes of an all-reduce
+MESSAGES = [2**10, 2**15, 2**20, 2**25]  # All-reduces have so many bytes.
 SMALL = 2**12  # Two messages of so many bytes measure alpha and beta.
 LARGE = 2**24
 BACKEND = "backend's all-reduce"
@@ -47,9 +47,9 @@ def finished(function: Callable) -> None:
 
 
 def precision() -> str:
-    """In what this rank's device computes fastest: "bfloat16" on a GPU that has it."""
-    fast = rank_device().type == "cuda" and torch.cuda.is_bf16_supported()
-    return "bfloat16" if fast else "float32"
+    """The dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has it."""
+    has_bfloat16 = rank_device().type == "cuda" and torch.cuda.is_bf16_supported()
+    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def scaling(counts: list[int], device: str) -> list[Row]:
@@ -57,20 +57,26 @@ def scaling(counts: list[int], device: str) -> list[Row]:
     of stage 6, and efficiency. One device needs at least 50 ms for a step, unless it is a
     processor.
     """
-    size, kind = launch(size_for_scaling, max(counts), world_size=1, device=device)[0]
+    [(size, dtype)] = launch(size_for_scaling, max(counts), world_size=1, device=device)
     rows: list[Row] = []
     for way in ("weak", "strong"):
         for count in counts:
             samples = size.global_batch
             if way == "weak":
                 samples *= count
-            measure = partial(launch, step_seconds, size.parameters, samples, timeout=180)
-            seconds = measure(world_size=count, device=device)[0]
+            seconds, *_ = launch(
+                step_seconds,
+                size.parameters,
+                samples,
+                world_size=count,
+                device=device,
+                timeout=180,
+            )
             row = {"scaling": way, "devices": count, "parameters": size.parameters}
-            rows.append({**row, "dtype": kind, "samples": samples, "step_s": seconds})
+            rows.append({**row, "dtype": dtype, "samples": samples, "step_s": seconds})
+    alone = {row["scaling"]: row["step_s"] for row in rows if row["devices"] == 1}
     for row in rows:
-        alone = next(r for r in rows if r["scaling"] == row["scaling"] and r["devices"] == 1)
-        row["efficiency"] = alone["step_s"] / row["step_s"]
+        row["efficiency"] = alone[row["scaling"]] / row["step_s"]
         if row["scaling"] == "strong":
             row["efficiency"] /= row["devices"]
     return rows
@@ -90,22 +96,23 @@ def step_seconds(parameters: int, samples: int) -> float:
     """On each rank: the median seconds of a step of stage 6; the slowest rank counts."""
     torch.set_num_threads(1)
     problem = problems.make("bytes", parameters=parameters, device=rank_device())
-    share = dist.get_rank(), dist.get_world_size()
     parallel: Any = DistributedDataParallel(problem.model())
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
-    faster: Any = nullcontext()
+    in_precision: Any = nullcontext()
     if precision() == "bfloat16":
-        faster = torch.autocast("cuda", torch.bfloat16)
+        in_precision = torch.autocast("cuda", torch.bfloat16)
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        with faster:
+        with in_precision:
             loss = cross_entropy(parallel(inputs), targets)
         loss.backward()
         optimizer.step()
 
     seconds = []
-    for batch in problem.batches(samples, WARM_UP + STEPS, 0, *share):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    for batch in problem.batches(samples, WARM_UP + STEPS, 0, rank, world_size):
         dist.barrier()
         began = time.perf_counter()
         finished(partial(step, *batch))
@@ -139,9 +146,10 @@ def measure_all_reduces(repeats: int) -> tuple[list[Row], theory.Costs]:
         }
         calls = {name: timed(finished, way) for name, way in ways.items()}
         rows.append({"bytes": nbytes, **medians(calls, repeats)})
-    small, large = (message_seconds(nbytes, repeats) for nbytes in (SMALL, LARGE))
-    beta = max(0.0, large - small) / (LARGE - SMALL)
-    return rows, theory.Costs(max(0.0, small - beta * SMALL), beta)
+    small_s = message_seconds(SMALL, repeats)
+    large_s = message_seconds(LARGE, repeats)
+    beta = max(0.0, large_s - small_s) / (LARGE - SMALL)
+    return rows, theory.Costs(max(0.0, small_s - beta * SMALL), beta)
 
 
 def message_seconds(nbytes: int, repeats: int) -> float:
@@ -164,7 +172,7 @@ def message_seconds(nbytes: int, repeats: int) -> float:
 
 def traced(count: int, file: Path) -> list[Row]:
     """Record a step of stage 6 on rank 0 into `file`; what its GPU did, as one row."""
-    [(size, _)] = launch(find_size, count, world_size=1)
+    [(size, _)] = launch(find_size, count, world_size=1)  # The launch has one rank.
     launch(profile_step, size, str(file.resolve()), world_size=count, timeout=180)
     [step] = traces.read(file)
     row = {"devices": count, "step_s": step.seconds, "computing_s": step.seconds_in("compute")}

@@ -34,7 +34,7 @@ from ddp_course.stage8_pipeline import (
     split,
 )
 
-from .harness import Benchmark, Part, Promise, medians, slowest, take_turns, timed
+from .harness import Benchmark, Part, Promise, Row, medians, slowest, take_turns, timed
 from .training import model_and_batch, step
 
 MODELS = {
@@ -98,16 +98,12 @@ def against(
                 ratio = seconds[ours] / seconds[other]
                 setting = {"model": model, "world_size": world_size}
                 rows.append({**setting, **seconds})
-                table.append(
-                    {
-                        **setting,
-                        **{f"{key}, ms": 1e3 * s for key, s in seconds.items()},
-                        "ratio": ratio,
-                    }
-                )
-                promises.append(
-                    Promise(f"{model}, K={world_size}: {ours}, times {other}", ratio, most)
-                )
+                line: Row = dict(setting)
+                for name, value in seconds.items():
+                    line[f"{name}, ms"] = 1e3 * value
+                table.append({**line, "ratio": ratio})
+                words = f"{model}, K={world_size}: {ours}, times {other}"
+                promises.append(Promise(words, ratio, most))
         return Part(rows, promises, table)
 
     return part
@@ -124,11 +120,11 @@ def optimizer_times(model: str, repeats: int) -> dict[str, float]:
     make, *batch = model_and_batch(*MODELS[model])
     theirs = DistributedDataParallel(make())
     ours = make()
+    their_optimizer = ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001)
+    our_optimizer = ShardedOptimizer(ours.parameters(), Adam, lr=0.001)
     ways = {
-        "torch": timed(
-            step, theirs, ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001), *batch
-        ),
-        "ours": timed(step, ours, ShardedOptimizer(ours.parameters(), Adam, lr=0.001), *batch),
+        "torch": timed(step, theirs, their_optimizer, *batch),
+        "ours": timed(step, ours, our_optimizer, *batch),
     }
     return medians(ways, repeats)
 
@@ -143,15 +139,15 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
     theirs = make()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in getattr(theirs, "blocks", theirs):
-        if any(True for _ in block.parameters()):
+        if list(block.parameters()):
             fully_shard(block, mesh=mesh)
     fully_shard(theirs, mesh=mesh)
     ours = FullyShardedDataParallel(make())
-    kinds = {"torch": theirs, "ours": ours}
-    return medians(
-        {k: timed(step, net, Adam(net.parameters(), lr=0.001), *batch) for k, net in kinds.items()},
-        repeats,
-    )
+    ways = {}
+    for name, model_of_kind in {"torch": theirs, "ours": ours}.items():
+        optimizer = Adam(model_of_kind.parameters(), lr=0.001)
+        ways[name] = timed(step, model_of_kind, optimizer, *batch)
+    return medians(ways, repeats)
 
 
 def pipeline_times(model: str, repeats: int) -> dict[str, float]:
@@ -172,9 +168,12 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
     for name, schedule in {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}.items():
         stage = PipelineStage(part(), rank, world_size, torch.device("cpu"))
         train = schedule(stage, count, loss_fn=cross_entropy).step
-        ways[name] = timed(
-            partial(train, target=targets) if rank == world_size - 1 else train, *[inputs][rank:]
-        )
+        # Only the first stage is given inputs, and only the last one targets.
+        if rank == world_size - 1:
+            train = partial(train, target=targets)
+        if rank == 0:
+            train = partial(train, inputs)
+        ways[name] = timed(train)
     for name, order in {"ours 1F1B": one_forward_one_backward, "ours GPipe": gpipe}.items():
         ways[name] = timed(Pipeline(part(), count, order).step, inputs, targets)
     return medians(ways, repeats)
@@ -205,8 +204,9 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
         spent[0] = 0.0
         return slowest(train()), slowest(spent[0])
 
-    whole, checks = zip(*take_turns({"with": both}, repeats, warm_up=2)["with"], strict=True)
-    whole, checks = statistics.median(whole), statistics.median(checks)
+    pairs = take_turns({"with": both}, repeats, warm_up=2)["with"]
+    whole = statistics.median(step_s for step_s, _ in pairs)
+    checks = statistics.median(check_s for _, check_s in pairs)
     return {"with": whole, "without": whole - checks, "check": checks}
 
 
@@ -216,11 +216,12 @@ def hierarchy(args: argparse.Namespace) -> Part:
     """
     link = Link("100Mbit", hosts=2)
     nbytes = 2**20
-    seconds = launch(all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link)[
-        0
-    ]
-    base = nbytes * 8 / link.bandwidth
-    theory = {"flat": 2 * 3 / 4 * base, "hierarchical": 2 * 1 / 2 * base}
+    seconds, *_ = launch(
+        all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link
+    )
+    # 2 (K - 1) / K of the bytes leave a host, where K are the ranks, or the hosts.
+    link_s = nbytes * 8 / link.bandwidth
+    theory = {"flat": 2 * 3 / 4 * link_s, "hierarchical": 2 * 1 / 2 * link_s}
     setting = {
         "hosts": 2,
         "ranks_per_host": 2,
@@ -264,9 +265,12 @@ def bubbles(args: argparse.Namespace) -> Part:
 def idle_share(schedule: Callable, microbatches: int, repeats: int) -> float:
     """The share of a step in which a rank does not compute."""
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), Delay(forward_ms=20, backward_ms=40))
-    batch = torch.randn(microbatches, 4), torch.randint(4, (microbatches,))
-    train = timed(Pipeline(layers, microbatches, schedule).step, *batch)
-    return 1 - microbatches * 0.06 / medians({"step": train}, min(repeats, 5))["step"]
+    inputs = torch.randn(microbatches, 4)
+    targets = torch.randint(4, (microbatches,))
+    train = timed(Pipeline(layers, microbatches, schedule).step, inputs, targets)
+    step_s = medians({"step": train}, min(repeats, 5))["step"]
+    computing_s = microbatches * (0.020 + 0.040)
+    return 1 - computing_s / step_s
 
 
 PARTS = {

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ddp_course.running import wire
 from ddp_course.running.torch_inside import timeout_of
 
-ADDRESS_BYTES = 128
+ADDRESS_BYTES = 128  # "host port password" is filled up to this length with spaces.
 PASSWORD_BYTES = 16
 SIZE_BYTES = 8
 PASSWORD_SECONDS = 5.0  # A connection that sends no password for this many seconds is closed.
@@ -69,21 +69,21 @@ class Streams:
         _, _, self.left, self.right = wire.neighbours(group)
         self.incoming, self.outgoing = connect(self.left, self.right, group)
         self.writer = ThreadPoolExecutor(1, "send")
-        self.leaving = []
+        self.leaving = []  # These are the futures of what has not left for sure.
 
     def agree(self, nbytes: int) -> None:
         """Raise ValueError if the left neighbour is about to sum another number of bytes.
 
         A stream does not mark where a message ends, so nothing else would show this.
         """
-        self.leaving.append(
-            self.writer.submit(self.outgoing.sendall, nbytes.to_bytes(SIZE_BYTES, "little"))
-        )
-        theirs = bytearray(SIZE_BYTES)
-        self.fill(memoryview(theirs))
-        if (other := int.from_bytes(theirs, "little")) != nbytes:
+        own_size = nbytes.to_bytes(SIZE_BYTES, "little")
+        self.leaving.append(self.writer.submit(self.outgoing.sendall, own_size))
+        left_size = bytearray(SIZE_BYTES)
+        self.fill(memoryview(left_size))
+        left_bytes = int.from_bytes(left_size, "little")
+        if left_bytes != nbytes:
             raise ValueError(
-                f"rank {self.left} sums a tensor of {other} bytes, this rank one of {nbytes}"
+                f"rank {self.left} sums a tensor of {left_bytes} bytes, this rank one of {nbytes}"
             )
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -119,11 +119,10 @@ class Streams:
                     f"rank {self.left} has sent nothing for {seconds:g} s; is it running?"
                 ) from None
             if count == 0:
-                text = (
+                raise ConnectionError(
                     f"Connection closed by peer: rank {self.left}, or one that it waited for, has"
                     " failed"
                 )
-                raise ConnectionError(text)
             rest = rest[count:]
 
     def finish(self) -> None:
@@ -142,13 +141,15 @@ class Streams:
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
     """Return the stream from rank `left` and that to rank `right`, with the process group's own
-    timeout.
+    timeout. Each rank opens a door, tells its left neighbour where that is, and connects to the
+    right neighbour's.
     """
     seconds = timeout_of(group).total_seconds()
     family, address = own_address()
     password = secrets.token_bytes(PASSWORD_BYTES)
     with socket.create_server((address, 0), family=family) as door:
-        text = f"{address} {door.getsockname()[1]} {password.hex()}".encode().ljust(ADDRESS_BYTES)
+        _, own_port, *_ = door.getsockname()
+        text = f"{address} {own_port} {password.hex()}".encode().ljust(ADDRESS_BYTES)
         mine = torch.tensor(list(text), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         arriving = dist.irecv(theirs, right, group)
@@ -183,9 +184,9 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     """The address, with its family, under which other ranks reach this one: that from which it
     reaches MASTER_ADDR.
     """
-    family, kind, _, _, there = socket.getaddrinfo(
-        os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM
-    )[0]
+    # The first answer will do; nothing listens at port 1, and nothing has to.
+    places = socket.getaddrinfo(os.environ["MASTER_ADDR"], port=1, type=socket.SOCK_DGRAM)
+    family, kind, _, _, there = places[0]
     with socket.socket(family, kind) as probe:
         probe.connect(there)  # this sends nothing: for datagrams, `connect` only looks up the route
         return family, probe.getsockname()[0]

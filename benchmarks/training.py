@@ -44,9 +44,10 @@ def model_and_batch(
     problem = problems.make("synthetic" if name == "encoder" else name, **options)
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    make = Encoder if name == "encoder" else problem.model
-    inputs, targets = next(problem.batches(samples * world_size, 1, 0, rank, world_size))
-    return make, inputs, targets
+    make_model = Encoder if name == "encoder" else problem.model
+    batches = problem.batches(samples * world_size, 1, 0, rank, world_size)
+    inputs, targets = next(batches)
+    return make_model, inputs, targets
 
 
 def step(forward: Callable, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:

@@ -33,7 +33,7 @@ from .harness import Benchmark, Part, Promise, Row
 
 DEVICE = Device("2.4GFLOP/s")
 LINK = "100Mbit"
-STEPS = 3  # the first two are a warm-up, as in every comparison
+STEPS = 3  # The first two are a warm-up, as in every comparison.
 WORLD_SIZES = (2, 4, 8, 16)
 STAGES = ("1", "3", "4w", "4", "5", "6", "torch", "7o", "7", "9", "2", "8")
 # These have threads, messages, hooks, futures in C++, prefetching, and receives posted early.
@@ -41,6 +41,7 @@ DISTURBED = ("2", "3", "5", "torch", "7", "8", "9")
 # The closed forms of these stages know all that a step does where chunks are equal; in stage 2
 # Python's pool of threads asks questions, which take time.
 NEARLY = {"2": 1e-2, "8": 1e-2}
+# A step may be so far from its closed form: with equal chunks, and with unequal ones.
 EQUAL = 1e-9
 UNEQUAL = 5e-4
 AGAINST_REALITY = ("3", "4", "5", "6")
@@ -52,7 +53,7 @@ LARGE = {
     "link": LINK,
 }
 EXCHANGES = 2000
-FUZZ_MS = "2"
+FUZZ_MS = "2"  # A sleep before a lock takes at most so many milliseconds.
 
 
 def exact(args: argparse.Namespace) -> Part:
@@ -180,12 +181,13 @@ def stay_busy(parent: int) -> None:
 def speed(args: argparse.Namespace) -> Part:
     """What virtual time costs, once the launch server has imported all that ranks need."""
     rows: list[Row] = []
-    for what, world_size, steps, stages in (
+    runs: tuple = (
         ("compare, all steps", 4, None, comparison.DEFAULT_STAGES),
         ("compare, 10 steps", 4, 10, comparison.DEFAULT_STAGES),
         ("stage 4, 10 steps", 16, 10, ("4",)),
         ("stage 4, 3 steps", 64, 3, ("4",)),
-    ):
+    )
+    for what, world_size, steps, stages in runs:
         before = cpu_seconds_of_launches()
         began = time.perf_counter()
         comparison.run("digits", world_size, steps, stages)

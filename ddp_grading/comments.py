@@ -16,7 +16,7 @@ from .results import ByHand, Result, clean
 from .tables import read_table
 
 EXCUSED = "excused"  # This stands instead of points.
-POINTS = re.compile(r"([-+]?\d+(\.\d+)?)?")
+POINTS = re.compile(r"([-+]?\d+(\.\d+)?)?")  # A line that only comments has none.
 
 
 class Comment(NamedTuple):
@@ -32,8 +32,8 @@ class Comment(NamedTuple):
 def read_comments(path: str | Path) -> list[Comment]:
     """The lines of a file of comments; GradingError says in which line something is wrong."""
     comments = []
-    for number, line in enumerate(read_table(path, Comment._fields), 2):
-        comment = Comment(*(line.get(title, "") for title in Comment._fields))
+    for number, row in enumerate(read_table(path, Comment._fields), 2):  # Line 1 has the titles.
+        comment = Comment._make(row.get(title, "") for title in Comment._fields)
         excuses = comment.points == EXCUSED and not comment.task
         if not excuses and not POINTS.fullmatch(comment.points):
             raise GradingError(
@@ -47,18 +47,18 @@ def read_comments(path: str | Path) -> list[Comment]:
 
 
 def with_comments(results: Sequence[Result], comments: Sequence[Comment]) -> list[Result]:
-    """Copies of the results with what was added by hand; GradingError for a line about what there
-    is not.
+    """Copies of the results with what was added by hand; GradingError for a comment on a result
+    that is not there.
     """
     copies = deepcopy(list(results))
-    graded = {(result.learner, str(result.exercise)): result for result in copies}
+    by_exercise = {(result.learner, str(result.exercise)): result for result in copies}
     for comment in comments:
-        result = graded.get((comment.learner, comment.exercise.lstrip("0")))
+        result = by_exercise.get((comment.learner, comment.exercise.lstrip("0")))
         tasks = {task.id: task for task in result.tasks} if result else {}
         if result and not comment.task:
             add(comment, result, result.points)
-        elif comment.task in tasks:
-            add(comment, tasks[comment.task], tasks[comment.task].earned)
+        elif task := tasks.get(comment.task):
+            add(comment, task, task.earned)
         else:
             raise GradingError(
                 f"a comment is about {comment.learner}, exercise {comment.exercise}, task"

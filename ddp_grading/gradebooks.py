@@ -16,7 +16,6 @@ from .tables import as_csv
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("Identifier", "Full name", "Email address")
-Rows = dict[str, dict[str, str]]  # Rows are {learner: {title: cell}}.
 
 
 def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[str, str]:
@@ -37,12 +36,13 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
     return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
 
-def rows_of(results: Sequence[Result], roster: Roster, name: str, titles: Sequence[str]) -> Rows:
-    """{learner: the cells by which a service knows them}: the roster's come first, then all
-    others. Whose `name` is not known has that which they are called by here.
+def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], name: str) -> Roster:
+    """A roster of all, with the `titles` by which a service knows them: the roster's learners come
+    first, then all others. `name` is the title of what they are called, which is what they are
+    called here if no other name is known.
     """
     handed_in = {result.learner: result.about for result in results}
-    rows: Rows = {}
+    rows = {}
     for learner in (*roster, *handed_in):
         about = {name: learner} | handed_in.get(learner, {}) | roster.get(learner, {})
         rows[learner] = {title: about[title] for title in titles if title in about}
@@ -53,16 +53,14 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Canvas. Without a roster, and without Canvas' own names of files, a learner's
     folder is taken for the SIS login.
     """
-    rows = rows_of(results, roster, "Student", CANVAS)
+    rows = rows_of(results, roster, CANVAS, name="Student")
     for learner, row in rows.items():
         if not {"ID", "SIS User ID"} & row.keys():
             row.setdefault("SIS Login ID", learner)
-    own = next(iter(roster.values()), {})  # Its titles have Canvas' numbers, as "Exercise 4 (77)".
     titles = {}
     possible = {"Student": "    Points Possible"}
     for exercise, points in possible_points(results).items():
-        named = (title for title in own if re.match(rf"Exercise {exercise}\b", title))
-        titles[exercise] = next(named, f"Exercise {exercise}")
+        titles[exercise] = canvas_title(exercise, roster)
         possible[titles[exercise]] = f"{points:g}"
     for result in results:
         if result.exercise:
@@ -70,9 +68,18 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     return as_csv([*CANVAS, *titles.values()], [possible, *rows.values()])
 
 
+def canvas_title(exercise: int, roster: Roster) -> str:
+    """What Canvas calls an exercise, by its export: "Exercise 4 (77)", or else "Exercise 4"."""
+    for about in roster.values():
+        for title in about:
+            if re.match(rf"Exercise {exercise}\b", title):
+                return title
+    return f"Exercise {exercise}"
+
+
 def as_moodle(results: Sequence[Result], roster: Roster, exercise: int) -> str:
     """A grading worksheet for Moodle's assignment: a grade and its feedback."""
-    rows = rows_of(results, roster, "Full name", MOODLE)
+    rows = rows_of(results, roster, MOODLE, name="Full name")
     for result in results:
         if result.exercise == exercise:
             rows[result.learner] |= {"Grade": result.mark, "Feedback comments": feedback(result)}

@@ -104,25 +104,29 @@ class Judge:
         """
         limits = partial(enter, folder)
         companies: dict[tuple, list[Attempt]] = {}
-        took = 0.0
+        solutions_took = 0.0
         for number, content in answers.items():
             task = find(number)
             with self.lock:
-                took += self.right(task).seconds
+                solutions_took += self.right(task).seconds
             attempt = Attempt(number, task.inputs(self.seed), content)
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
-        left = max(seconds, SLOWER * took)
+        left = max(seconds, SLOWER * solutions_took)
         failed: list[tuple[Attempt, Verdict]] = []
         for (_, in_every_order), company in companies.items():
-            way = (make_watched, every.SLOW) if in_every_order else (make_attempts, ONE_HOST)
+            on_rank = make_watched if in_every_order else make_attempts
+            link = every.SLOW if in_every_order else ONE_HOST
             began = time.monotonic()
-            evidences = gather(company, limits, *way, left / 2)
+            evidences = gather(company, limits, on_rank, link, left / 2)
             left -= time.monotonic() - began
-            last = company[len(evidences) - 1].number
             for attempt, evidence in zip_longest(company, evidences):
-                said = nothing(find(attempt.number), f"not tried: {last} took all of the time")
                 if evidence:
+                    last_tried = attempt.number
                     said = self.compared(attempt, evidence)
+                else:
+                    said = nothing(
+                        find(attempt.number), f"not tried: {last_tried} took all of the time"
+                    )
                 if said.message:
                     failed.append((attempt, said))
                 else:
@@ -140,10 +144,11 @@ class Judge:
         messages; what was `said` before if there is no time for it.
         """
         if find(attempt.number).every_order:
-            seconds /= 2
-        for evidence in gather([attempt], limits, seconds=seconds):
-            said = confirm(self.compared(attempt, evidence), attempt, limits, seconds)
-        return said
+            seconds /= 2  # Each of the two launches has one half.
+        evidences = gather([attempt], limits, seconds=seconds)
+        if not evidences:
+            return said
+        return confirm(self.compared(attempt, evidences[0]), attempt, limits, seconds)
 
     def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:
         """The verdict on an attempt with this evidence."""
@@ -165,11 +170,9 @@ def grade_one(
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
     result.note = "handed in late" if submission.late else ""
-    points: dict[str, float] = {}
     try:
         result.exercise = exercise_of(submission, exercises)
         pristine = exercises[result.exercise]
-        points = pristine.points
         if submission.fault:
             raise GradingError(submission.fault)
         result.tasks = points_of(pristine, submission, judge, seconds, progress)
@@ -181,8 +184,8 @@ def grade_one(
             f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
             " report it"
         )
-    if not result.tasks:
-        for task, worth in points.items():
+    if result.exercise and not result.tasks:
+        for task, worth in exercises[result.exercise].points.items():
             result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
     return result
 
@@ -190,8 +193,8 @@ def grade_one(
 def points_of(
     pristine: Pristine, submission: Submission, judge: Judge, seconds: float, progress: Callable
 ) -> list[TaskResult]:
-    """Run a submission's cells and try its answers, each in fresh processes: what each task
-    earned.
+    """What each task earned, once a submission's cells have run and its answers were tried, each in
+    fresh processes.
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
@@ -217,14 +220,15 @@ def points_of(
             if number not in answers:
                 error = trouble or error_of(number, errors) or "its check did not run"
                 judged[number] = nothing(find(number), error)
-            while number not in judged:
+            while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
             source = sources.get(number, "")
             if trouble is None:
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
-                name_what_comes_first(result, results, source)
+                if result.message:
+                    name_what_comes_first(result, results, source)
             results.append(result)
             progress(result)
     return results
@@ -233,16 +237,14 @@ def points_of(
 def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], source: str) -> None:
     """If a wrong answer uses an earlier answer that is wrong too, add that task to its message."""
     words = set(re.findall(r"\w+", source))
-    wrong = (
-        other.id
-        for other in before
-        if other.points < other.possible and words & set(find(other.id).names)
-    )
-    first = next(wrong, "")
-    if result.message and first and f"mend {first} first" not in result.message:
-        result.message = clean(
-            f"{result.message} (it uses {first}, which is not right yet: mend {first} first)"
-        )
+    for other in before:
+        if other.points < other.possible and words & set(find(other.id).names):
+            advice = f"mend {other.id} first"
+            if advice not in result.message:
+                result.message = clean(
+                    f"{result.message} (it uses {other.id}, which is not right yet: {advice})"
+                )
+            break
 
 
 def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:

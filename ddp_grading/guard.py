@@ -23,7 +23,7 @@ from ddp_course.running.files import course_folder
 from .landlock import fence
 
 MEMORY_BYTES = 3 << 30
-STARTS = 64
+STARTS = 64  # A submission may start so many processes.
 THREADS_BYTES = 4 << 30  # Threads reserve this much address space, and use little of it.
 LIMITS = {
     resource.RLIMIT_DATA: MEMORY_BYTES,
@@ -32,16 +32,16 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # Any of these writes.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 SHARED_MEMORY = "/dev/shm"  # The C library makes semaphores and shared tensors of workers here.
 SHARED_BYTES = 128 << 20
 SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
 
 
-def enter(folder: str, *also: str) -> None:
+def enter(folder: str, *other_folders: str) -> None:
     """From here on this process and its children keep to limits, print nothing, work in `folder`,
-    write below `folder` and `also` alone, and read no solution.
+    write below these folders alone, and read no solution.
     """
     limit()
     os.environ["TMPDIR"] = folder
@@ -51,9 +51,10 @@ def enter(folder: str, *also: str) -> None:
     silence()
     course = course_folder("exercises").parent
     secrets = [os.path.realpath(course / name) for name in SECRETS]
-    folders = [os.path.realpath(path) for path in (folder, *also)]
+    folders = [os.path.realpath(path) for path in (folder, *other_folders)]
     fence([*folders, *own_view(secrets), *DEVICES])
-    sys.addaudithook(partial(refuse, folders, secrets, mmap.mmap(-1, 1)))
+    shared_byte = mmap.mmap(-1, 1)
+    sys.addaudithook(partial(refuse, folders, secrets, shared_byte))
 
 
 def silence() -> None:
@@ -61,28 +62,27 @@ def silence() -> None:
     number of an open file: the pipes of a rank's prints have several.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    shown = [os.fstat(1), os.fstat(2)]
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # The folder itself was open as one of them.
-            if any(os.path.samestat(os.fstat(int(name)), each) for each in shown):
-                os.dup2(null, int(name))
+    outputs = [os.fstat(1), os.fstat(2)]
+    for number in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # One number was that of the folder while it was listed.
+            if any(os.path.samestat(os.fstat(number), output) for output in outputs):
+                os.dup2(null, number)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
 
 
 def own_view(secrets: Sequence[str]) -> list[str]:
     """From here on this process and its children see empty folders in place of `secrets`, and a
-    small one of their own for named shared memory, which is returned.
+    small one of their own for named shared memory. The folder where they may write is returned.
 
-    No folder where that is forbidden: then nobody may write there, and only the audit hook hides
-    secrets.
+    It is none where the kernel forbids all that: then only the audit hook hides secrets.
     """
     options = f"size={SHARED_BYTES}".encode()
     try:
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
         linux.mount("none", "/", linux.MS_REC | linux.MS_PRIVATE)
         for folder in filter(os.path.isdir, [*secrets, SHARED_MEMORY]):
-            where = os.fsencode(folder)
-            linux.call("mount", b"tmpfs", where, b"tmpfs", ctypes.c_ulong(0), options)
+            path = os.fsencode(folder)
+            linux.call("mount", b"tmpfs", path, b"tmpfs", ctypes.c_ulong(0), options)
     except OSError:
         return []
     return [SHARED_MEMORY]
@@ -92,17 +92,17 @@ def limit() -> None:
     """Limits on memory, shared memory among it, on the size of a file, and on open files."""
     address_space = psutil.Process().memory_info().vms + MEMORY_BYTES + THREADS_BYTES
     for kind, wanted in {**LIMITS, resource.RLIMIT_AS: address_space}.items():
-        hard = resource.getrlimit(kind)[1]
-        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(kind, (least, least))
+        _, hard = resource.getrlimit(kind)
+        lowest = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (lowest, lowest))
 
 
 def refuse(
     folders: Sequence[str], secrets: Sequence[str], started: mmap.mmap, event: str, arguments: tuple
 ) -> None:
     """The audit hook: PermissionError says in words what a submission must not do, also where there
-    is no Landlock, but for removed and renamed files. The processes that are forked are counted in
-    `started`, a byte that they share.
+    is no Landlock, but for removed and renamed files. `started`, a byte that all processes share,
+    counts those that were forked.
     """
     if event == "open" and isinstance(arguments[0], str | bytes):
         path = os.fsdecode(arguments[0])
@@ -114,7 +114,7 @@ def refuse(
                 f'your code writes to "{path}": an answer writes into its own folder'
             )
     elif event == "os.fork":
-        started[0] = min(started[0] + 1, STARTS + 1)
+        started[0] = min(started[0] + 1, STARTS + 1)  # A byte would overflow at 256.
         if started[0] > STARTS:
             raise PermissionError(
                 f"your code starts too many processes: at most {STARTS} are allowed here"
@@ -133,8 +133,8 @@ def is_own(process: int) -> bool:
     """Whether a process, or a group by its first process, is this one or was started by it."""
     if process == 0:
         return os.getpgrp() == os.getpid()
-    started = psutil.Process().children(recursive=True)
-    return process in [os.getpid(), *(child.pid for child in started)]
+    this = psutil.Process()
+    return process in [each.pid for each in (this, *this.children(recursive=True))]
 
 
 def below(path: str, folders: Sequence[str]) -> bool:

@@ -14,9 +14,11 @@ from enum import IntFlag
 
 from ddp_course.running.linux import libc, prctl
 
-CREATE_RULESET = 444  # The numbers of system calls are the same on all machines.
+# The numbers of these system calls are the same on all machines.
+CREATE_RULESET = 444
 ADD_RULE = 445
 RESTRICT_SELF = 446
+# These are the kernel's flags of the calls.
 ASK_VERSION = 1
 PATH_BENEATH = 1
 SCOPE_SIGNAL = 2
@@ -25,23 +27,8 @@ PR_SET_NO_NEW_PRIVS = 38
 # REFER moves or links a file into another folder.
 Right = IntFlag(
     "Right",
-    [
-        "EXECUTE",
-        "WRITE_FILE",
-        "READ_FILE",
-        "READ_DIR",
-        "REMOVE_DIR",
-        "REMOVE_FILE",
-        "MAKE_CHAR",
-        "MAKE_DIR",
-        "MAKE_REG",
-        "MAKE_SOCK",
-        "MAKE_FIFO",
-        "MAKE_BLOCK",
-        "MAKE_SYM",
-        "REFER",
-        "TRUNCATE",
-    ],
+    "EXECUTE WRITE_FILE READ_FILE READ_DIR REMOVE_DIR REMOVE_FILE MAKE_CHAR MAKE_DIR MAKE_REG"
+    " MAKE_SOCK MAKE_FIFO MAKE_BLOCK MAKE_SYM REFER TRUNCATE",
 )
 
 
@@ -61,8 +48,8 @@ def fence(paths: Sequence[str]) -> None:
     abi = version()
     if not abi:
         return
-    # The kernel refuses a call with a right that it does not know, and takes zeros for it.
     rights = set(Right) - {Right.EXECUTE, Right.READ_FILE, Right.READ_DIR}  # These are free.
+    # An older kernel refuses a call with a right or a scope that it does not know, but for zeros.
     if abi < 2:
         rights.remove(Right.REFER)
     if abi < 3:

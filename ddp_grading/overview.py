@@ -12,8 +12,7 @@ from ddp_course.running.learners_copy import progress_in
 from .results import Result, TaskResult
 from .submissions import Exercises
 
-# The figures of one's own that are worth keeping: the cell that draws each.
-FIGURES = {
+FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cell that draws it}.
     "00_start_here": "comparison-figure",
     "04_ring_all_reduce": "time-by-ranks",
     "05_bucketed_ddp": "regimes",
@@ -34,13 +33,13 @@ def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
 
 def sentence(copy: Path) -> str:
     """How many guesses were right, and when something was checked or guessed last."""
-    known = progress_in(copy)
-    guesses = list(known.get("guesses", {}).values())
-    if not known:
+    progress = progress_in(copy)
+    if not progress:
         return "nothing was checked or guessed yet"
-    last = time.strftime("%d %B, %H:%M", time.localtime(known["visited"]))
-    said = f"right in {sum(guesses)} of {len(guesses)} guesses" if guesses else "no guess yet"
-    return f"{said}; last visit: {last}"
+    last_visit = time.strftime("%d %B, %H:%M", time.localtime(progress["visited"]))
+    guesses = progress.get("guesses", {}).values()
+    count = f"right in {sum(guesses)} of {len(guesses)} guesses" if guesses else "no guess yet"
+    return f"{count}; last visit: {last_visit}"
 
 
 def figures(copy: Path) -> Iterator[tuple[str, str]]:

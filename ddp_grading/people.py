@@ -16,9 +16,10 @@ from ddp_course.errors import GradingError
 from .results import clean
 from .tables import read_table
 
+# Canvas: "doejane_LATE_12348_67893_mine.ipynb"; Moodle: "Jane Doe_123_assignsubmission_file_".
 CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
 MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
-NUMBERED = re.compile(r"(\d{1,2})[_\- .]")
+NUMBERED = re.compile(r"(\d{1,2})[_\- .]")  # A notebook's name may begin with its exercise.
 PLACES = re.compile(  # A folder that is called so is no person.
     r"(exercises|notebooks|solutions|work|submitted|src|ddp_course)"
     r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
@@ -34,7 +35,7 @@ Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the
 
 @dataclass
 class Owner:
-    """Whose a notebook is: `about` are titles and cells by which a gradebook knows the learner, and
+    """Whose a notebook is: in `about` is what a gradebook knows the learner by, {title: cell}, and
     `folder` is what is the learner's alone.
     """
 
@@ -56,9 +57,10 @@ def read_roster(path: str | Path) -> Roster:
     """
     roster = {}
     for about in read_table(path, KNOWN_BY):
-        name = next((about[title] for title in KNOWN_BY if title in about), "")
-        if name not in ("", "Points Possible"):
-            roster[name] = about
+        names = [about[title] for title in KNOWN_BY if title in about]
+        # Canvas' export has a line of points among those of learners.
+        if names and names[0] not in ("", "Points Possible"):
+            roster[names[0]] = about
     if not roster:
         raise GradingError(
             f'the roster "{path}" is empty; one learner per line, called as their folder is'
@@ -66,9 +68,10 @@ def read_roster(path: str | Path) -> Roster:
     return roster
 
 
-def owners_of(parts: Sequence[str], told: Mapping[str, list[Owner]]) -> list[Owner]:
-    """Whose the notebook is that lies at `parts`, a path that begins with the named folder. `told`
-    are {folder: its owners} where a file has said so; a notebook of a group has several owners.
+def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
+    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+    `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
+    several owners.
     """
     for place, part in enumerate(parts[1:], 1):
         holder = "/".join(parts[:place])
@@ -79,7 +82,7 @@ def owners_of(parts: Sequence[str], told: Mapping[str, list[Owner]]) -> list[Own
             name, number = moodle.groups()
             about = {"Identifier": f"Participant {number}"}
             return [Owner(clean(name), f"{holder}/{number}", about)]
-        if owners := told.get(f"{holder}/{part}"):
+        if owners := known_owners.get(f"{holder}/{part}"):
             return owners
     return [owner_by_folder(parts)]
 
@@ -109,20 +112,24 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
     if not owner.about:  # A service says which words of a path are the learner's; no folder does.
         for part in map(without_ending, parts):
             words += part.split("_")
-            words += [part[dash.end() :] for dash in re.finditer("^|-", part)]
-    wanted = set(map(plainly, words))
-    found = {learner: len(wanted & called(learner, about)) for learner, about in roster.items()}
-    most = max(1, *found.values())
-    learners = [learner for learner, count in found.items() if count == most]
+            while part:  # "ring-jane-doe" may be of "jane-doe", or of "doe".
+                words.append(part)
+                _, _, part = part.partition("-")
+    plain_words = set(map(plainly, words))
+    counts = {
+        learner: len(plain_words & names_of(learner, about)) for learner, about in roster.items()
+    }
+    most = max(1, *counts.values())
+    learners = [learner for learner, count in counts.items() if count == most]
     return learners[0] if len(learners) == 1 else ""
 
 
-def called(learner: str, about: Mapping[str, str]) -> set[str]:
-    """What a learner is called in a roster; a name of two words counts in both orders."""
-    names = {learner, *(about.get(title, "") for title in KNOWN_BY)}
+def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
+    """What a learner is called in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
+    names = {learner} | {about[title] for title in KNOWN_BY if title in about}
     for name in list(names):
         last, comma, first = name.partition(",")
-        names.add(first + last if comma else "".join(name.split()[::-1]))
+        names.add(first + last if comma else "".join(reversed(name.split())))
     return set(map(plainly, names)) - {""}
 
 

@@ -5,7 +5,7 @@
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,22 @@ def write_files(
     results: Sequence[Result],
     args: Any,
     missing: Sequence[str] = (),
-    grades: Any = (),
+    grades: Mapping[str, str] = {},
 ) -> None:
     """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a
     whole.
     """
     records = [result.as_dict() for result in results]
-    files = {
-        args.csv: as_table(results),
-        args.json: json.dumps(records, indent=1) + "\n",
-        **dict(grades),
-    }
+    files = dict(grades)
+    if args.csv:
+        files[args.csv] = as_table(results)
+    if args.json:
+        files[args.json] = json.dumps(records, indent=1) + "\n"
     if args.html:
         files |= {f"{args.html}/{name}": page for name, page in pages(results, missing).items()}
     for path, text in files.items():
-        if path:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(Path(path), text.encode(), "file for the report")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(Path(path), text.encode(), "file for the report")
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
@@ -69,9 +68,9 @@ def feedback(result: Result) -> str:
     """What a learner is told of an exercise, a line a task."""
     lines = [result.comment] if result.comment else []
     for task in result.tasks:
-        said = "; ".join(filter(None, [task.comment, first_line(task.message)]))
-        if said:
-            lines.append(f"{task.id}: {said}")
+        words = "; ".join(filter(None, [task.comment, first_line(task.message)]))
+        if words:
+            lines.append(f"{task.id}: {words}")
     return "\n".join(lines)
 
 
@@ -91,13 +90,15 @@ def as_table(results: Sequence[Result]) -> str:
             parts = [
                 f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
             ]
-            joined = {"parts": "; ".join(parts), "suspicious": "; ".join(task.suspicious)}
-            points = task.earned if result.graded and task.graded else None
-            rows.append(vars(task) | joined | whose | {"task": task.id, "points": points})
+            row = vars(task) | whose | {"task": task.id}
+            row["parts"] = "; ".join(parts)
+            row["suspicious"] = "; ".join(task.suspicious)
+            row["points"] = task.earned if result.graded and task.graded else None
+            rows.append(row)
         by_hand = EXCUSED if result.excused else result.extra
         if not result.tasks or result.comment or by_hand:
-            said = {"message": result.message, "comment": result.comment}
-            rows.append(whose | said | {"points": by_hand})
+            words = {"message": result.message, "comment": result.comment}
+            rows.append(whose | words | {"points": by_hand})
     return as_csv(TITLES, rows)
 
 
@@ -109,7 +110,7 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
     files = {}
     for learner, own in grouped(results, lambda result: result.learner).items():
         file = f"hand_back/{file_name(learner)}.html"
-        while file in texts:
+        while file in texts:  # Names may differ in nothing that a file's name shows.
             file = file.replace(".html", "_.html")
         files[learner] = file
         texts[file] = rendered("report.html", title=learner, records=own)

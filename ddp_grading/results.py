@@ -22,8 +22,8 @@ CONTROL = re.compile(
 
 @dataclass(kw_only=True)
 class ByHand:
-    """What a teacher adds to a task or an exercise: a comment and points; and to an exercise an
-    excuse, which is no grade, and no zero either.
+    """What a teacher adds to a task or an exercise: a comment and `extra` points, perhaps less than
+    0; and to an exercise an excuse, which is no grade, and no zero either.
     """
 
     comment: str = ""
@@ -85,7 +85,10 @@ class Result(ByHand):
     @property
     def next_task(self) -> str:
         """The first task with points to be earned; "" if there is none."""
-        return next((task.id for task in self.tasks if task.earned < task.possible), "")
+        for task in self.tasks:
+            if task.earned < task.possible:
+                return task.id
+        return ""
 
     @property
     def passed(self) -> bool:
@@ -149,33 +152,35 @@ def best_of(results: Sequence[Result]) -> list[Result]:
     """
     # What answers no exercise is compared with nothing.
     groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
-    best = []
+    best_results = []
     for group in groups.values():
-        first = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
+        best = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
         files = {name: digest for result in group for name, digest in result.files.items()}
         if len(files) > 1:
-            late = "; handed in late" if "late" in first.note else ""
+            late = "; handed in late" if "late" in best.note else ""
             note = f"handed in {len(files)} times; the best counts{late}"
-            first = replace(first, note=note, files=files)
-        best.append(first)
-    return best
+            best = replace(best, note=note, files=files)
+        best_results.append(best)
+    return best_results
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Earlier results, but for those of a learner's exercise or file of which there is a `new` one,
     and the new ones, in the order of learners.
     """
-    again = {(result.learner, None) for result in new}  # They had handed in nothing.
-    again.update(*map(subjects, new))
-    kept = [result for result in earlier if not subjects(result) & again]
-    everything = sorted([*kept, *new], key=lambda result: (result.learner, result.exercise or 0))
-    return best_of(everything)
+    graded_anew = {(result.learner, None) for result in new}  # They had handed in nothing.
+    graded_anew.update(*map(subjects, new))
+    results = [result for result in earlier if not subjects(result) & graded_anew]
+    results += new
+    return best_of(sorted(results, key=lambda result: (result.learner, result.exercise or 0)))
 
 
 def subjects(result: Result) -> set[tuple]:
-    """{(learner, exercise or file)} of which a result is; (learner, None) if there is neither."""
-    known = {(result.learner, each) for each in (result.exercise, *result.files) if each}
-    return known or {(result.learner, None)}
+    """What a result is about: (learner, exercise) and (learner, file) of each file, as far as there
+    are any; (learner, None) if there are none.
+    """
+    pairs = {(result.learner, each) for each in (result.exercise, *result.files) if each}
+    return pairs or {(result.learner, None)}
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
@@ -192,8 +197,6 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:
-    """Text without characters that are none, which could move the cursor or colour a terminal, cut
-    to length `most`.
-    """
+    """Text of at most `most` characters, without those of CONTROL, and without colours."""
     plain = CONTROL.sub("?", COLOUR.sub("", str(text)))
     return plain if len(plain) <= most else f"{plain[: most - 2]} …"

@@ -21,21 +21,20 @@ from ddp_course.checking.attempt import too_slow
 from ddp_course.checking.handing_over import HAND_OVER
 from ddp_course.errors import TooSlow
 from ddp_course.running import linux
+from ddp_course.running.join import ALONE
 
 from .guard import enter, silence
 
 FORK: Any = multiprocessing.get_context("fork")
-CELL_SECONDS = 20.0
-INTERRUPT_SECONDS = 3.0
-LOOK_SECONDS = 0.5
+CELL_SECONDS = 20.0  # A learner's cell is interrupted after this time.
+INTERRUPT_SECONDS = 3.0  # A cell that was interrupted may take so long to end.
+LOOK_SECONDS = 0.5  # The kernel's use of time is looked up so often.
 RESERVE = 0.25  # This part of a submission's time is for the course's own cells.
-MOST_LETTERS = 2000  # An error may have so many letters,
-MOST_BYTES = 1 << 16  # and what a kernel sends may have so many bytes.
+MOST_LETTERS = 2000  # An error may have so many letters.
+MOST_BYTES = 1 << 16  # The kernel's answer may have so many bytes.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 NEVER_RUN = "the submission's time was over before this cell could run"
-HOMES = ("HOME", "MPLCONFIGDIR")
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LEARNERS = ("own-", "answer-")  # So the ids of a learner's cells begin, and no others.
+LEARNERS = ("own-", "answer-")  # The ids of a learner's cells begin so, and no others do.
 
 
 def run_cells(
@@ -50,24 +49,26 @@ def run_cells(
     """
     # In a learner's own kernel cells find neither a process group nor a rank's variables.
     dist.destroy_process_group()
-    for variable in OF_RANKS:
+    for variable in ALONE:
         os.environ.pop(variable, None)
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
-    os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
-    os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ[HAND_OVER] = f"{folder}/answers"
+    # Libraries write into their users' homes.
+    os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = f"{folder}/work"
+    os.environ["IPYTHONDIR"] = f"{folder}/ipython"
     errors = dict.fromkeys(cells, NEVER_RUN)
     waiting = dict(cells)
     used = 0.0
-    name: str | None = ""
-    while name is not None:
+    while True:
         kernel = Kernel(folder, used)
-        name = run_in(kernel, waiting, seconds, errors)
+        deadly_cell = run_in(kernel, waiting, seconds, errors)
         used = kernel.used
         end_children()
-        if name:
-            errors[name] = DIED
-            del waiting[name]
-    return errors, seconds - used
+        if deadly_cell is None:
+            return errors, seconds - used
+        errors[deadly_cell] = DIED
+        del waiting[deadly_cell]
 
 
 def run_in(
@@ -80,10 +81,10 @@ def run_in(
         left = seconds - kernel.used
         if left <= 0:
             return None
-        most = left
+        longest = left
         if name.startswith(LEARNERS):
-            most = min(CELL_SECONDS, max(LOOK_SECONDS, (left - RESERVE * seconds) / 2))
-        error = kernel.run(source, most)
+            longest = min(CELL_SECONDS, max(LOOK_SECONDS, (left - RESERVE * seconds) / 2))
+        error = kernel.run(source, longest)
         if error is None:
             return name
         errors[name] = error
@@ -98,10 +99,10 @@ class Kernel:
     """
 
     def __init__(self, folder: str, used: float = 0.0) -> None:
-        self.connection, other = multiprocessing.Pipe()
-        self.process = FORK.Process(target=be_kernel, args=(folder, other))
+        self.connection, kernels_end = multiprocessing.Pipe()
+        self.process = FORK.Process(target=be_kernel, args=(folder, kernels_end))
         self.process.start()
-        other.close()
+        kernels_end.close()
         self.used = used
         self.computed = 0.0
 
@@ -127,7 +128,9 @@ class Kernel:
         return False
 
     def add_what_was_used(self) -> None:
-        """Add what was used in LOOK_SECONDS by the kernel and what it has started."""
+        """Add what was used in LOOK_SECONDS by the kernel and what it has started: what they have
+        computed, or the clock's time if none of them computes.
+        """
         computed = 0.0
         computes = False
         for process in psutil.Process().children(recursive=True):
@@ -159,11 +162,11 @@ def be_kernel(folder: str, connection: Connection) -> None:
     silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
-    own = os.getpid()
+    kernel = os.getpid()
     while True:
         source = connection.recv_bytes().decode()
         error = error_of(shell.run_cell(source, store_history=True), source)
-        if os.getpid() != own:
+        if os.getpid() != kernel:
             os._exit(0)  # This is a process that the cell has forked.
         connection.send_bytes(error.encode())
 
@@ -185,7 +188,7 @@ def running_line(error: BaseException, source: str) -> str:
     """The line of a cell that was running when it was stopped."""
     lines = source.splitlines()
     place = "it"
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in traceback.walk_tb(error.__traceback__):  # The innermost line comes last.
         if "ipykernel_" in frame.f_code.co_filename and number <= len(lines):
             place = f"line {number} ({lines[number - 1].strip()})"
     return place

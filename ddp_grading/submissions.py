@@ -30,13 +30,13 @@ MOST_BYTES = 256 << 20
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
 NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
-TASK = re.compile(r"\d{1,4}\.\d{1,4}")
+TASK = re.compile(r"\d{1,4}\.\d{1,4}")  # A learner may have written anything instead.
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
 class Pristine(NamedTuple):
-    """One exercise as it was given out: {id: source} of the cells that are no task's, and {task:
-    its answer cell}, {task: its check} and {task: points}.
+    """One exercise as it was given out: `given` is {id: source} of the cells that are no task's;
+    `answers` and `checks` are {task: source of its cell}, and `points` {task: points}.
     """
 
     given: dict[str, str]
@@ -66,11 +66,11 @@ class Cell(NamedTuple):
 
 @dataclass
 class Submission(Owner):
-    """One notebook of one learner, read: its `cells` but for checks, or the `fault` for which there
+    """One notebook of one learner, read: its `cells` without checks, or the `fault` for which there
     are none.
 
-    `parts` are its path, from the named folder on, `digest` is a hash of its content, and `place`
-    where it is, on the disk or in an archive.
+    `parts` are its path, from the named folder on, whose last is "" for a learner's folder without
+    a notebook. `digest` is a hash of its content, and `place` where it is.
     """
 
     parts: tuple[str, ...] = ()
@@ -148,14 +148,15 @@ def find_submissions(
         if not os.path.lexists(path):
             raise GradingError(f'"{path}" does not exist')
         real = path.resolve() if path.is_dir() else path.absolute()
+        # One of several paths, or a notebook, is a learner's; so the folder that holds it is named.
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
     items.sort(key=attrgetter("parts"))
-    told = owners_told(items)
+    known_owners = owners_told(items)
     works: list[Submission] = []
     for item in items:
         if item.counts:
-            works += [read_submission(item, owner) for owner in owners_of(item.parts, told)]
+            works += [read_submission(item, owner) for owner in owners_of(item.parts, known_owners)]
     answered = {work.folder for work in works if work.answers}
     handed_in = [work for work in works if work.name and not is_given_out(work, answered)]
     if roster:
@@ -166,18 +167,19 @@ def find_submissions(
     learners = {work.learner for work in handed_in}
     holders = {work.holder for work in handed_in}
     for work in works:
-        is_near = not holders or work.holder in holders
-        if not work.name and is_near and work.learner not in {"", *learners}:
+        lies_beside = not holders or work.holder in holders
+        if not work.name and lies_beside and work.learner not in {"", *learners}:
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
+    # Names of files are told if they lie in the named folder itself.
     others = {item.parts[-1] for item in items if not item.counts and len(item.parts) == 2}
     return handed_in, sorted(others - {".git", METADATA})
 
 
 def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
-    """The files in a folder or archive, and in those in it; an item of an empty name stands for a
-    folder without notebooks.
+    """The files in a folder or archive, and in those in it; an item whose name is "" stands for a
+    folder without notebooks. A file is its own only item.
     """
     folder = as_folder(path)
     if folder is None:
@@ -205,19 +207,20 @@ def as_folder(path: Place) -> Place | None:
 
 def owners_told(items: Sequence[Item]) -> dict[str, list[Owner]]:
     """{folder: its owners} where that is told: by a repository's `.git`, by Gradescope's export."""
-    told = {}
+    owners = {}
     for item in items:
         *folders, name = item.parts
         holder = "/".join(folders)
         if name == ".git":
-            told[holder] = [Owner(clean(folders[-1]), holder)]
+            owners[holder] = [Owner(clean(folders[-1]), holder)]
         elif name == METADATA:
             for folder, submission in yaml.safe_load(read_file(item.place)).items():
-                owners = told[f"{holder}/{folder}"] = []
+                path = f"{holder}/{folder}"
+                owners[path] = []
                 for person in submission[":submitters"]:
                     about = {title: str(value) for title, value in person.items()}
-                    owners.append(Owner(clean(about[":name"]), f"{holder}/{folder}", about))
-    return told
+                    owners[path].append(Owner(clean(about[":name"]), path, about))
+    return owners
 
 
 def is_link(path: Place) -> bool:
@@ -275,18 +278,19 @@ def as_cell(cell: Any) -> Cell | None:
     or, as in "answer-4-2", by its id.
     """
     about = cell.metadata.get("ddp_course", {})
-    role, _, number = cell.get("id", "").partition("-")
+    cell_id = cell.get("id", "")
+    role, _, number = cell_id.partition("-")
     role = about.get("role", role)
     if cell.cell_type != "code" or role == "check":
         return None
     task = str(about.get("task", number.replace("-", ".")))
     is_answer = role == "answer" and TASK.fullmatch(task)
-    return Cell(cell.get("id", ""), cell.source, task if is_answer else "")
+    return Cell(cell_id, cell.source, task if is_answer else "")
 
 
 def is_given_out(work: Submission, answered: Set[str]) -> bool:
-    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson in a
-    folder that has answers as well.
+    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson, in a
+    folder that has answers as well; `answered` are the folders that have some.
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
@@ -301,10 +305,11 @@ def is_solution(cell: Cell) -> bool:
 
 
 def check_owners(works: Sequence[Submission]) -> None:
-    """GradingError where it is not clear whose a notebook is."""
+    """GradingError where it is not clear whose a notebook is, or which of two is meant."""
     unknown = ["/".join(work.parts) for work in works if not work.learner]
     if unknown:
         raise GradingError(f"not in the roster: {', '.join(unknown)}; nothing was graded")
+    # {what is wrong if two claim it: who does}
     claimed: dict[str, str] = {}
     for work in works:
         claims = {f"two folders claim to be {work.learner}'s": work.folder}
@@ -375,8 +380,9 @@ def assemble(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, str]:
     """
     given, answers, checks, _ = pristine
     last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
-    moved = {cell.id for cell in cells} - {"imports"}
-    assembled = {name: source for name, source in given.items() if name not in moved}
+    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
+    theirs = {cell.id for cell in cells} - {"imports"}
+    assembled = {name: source for name, source in given.items() if name not in theirs}
     for place, cell in enumerate(cells):
         if cell.id in given:
             assembled.setdefault(cell.id, given[cell.id])

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ from ddp_course.errors import GradingError
 
 
 def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a teacher's file, {title: cell}. Without any of the `titles` in its first line it
-    is a list, a line each, of what the first title says. GradingError for a file that cannot be
-    read.
+    """The rows of a teacher's file, {title: cell}. If its first line has none of the `titles`, each
+    line is a cell of the first of them. GradingError for a file that cannot be read.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -27,17 +25,20 @@ def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
 
 
 def as_csv(titles: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
-    """CSV text with these columns. What is no number is no formula for a spreadsheet either."""
+    """CSV text with these columns."""
     file = io.StringIO()
     writer = csv.DictWriter(file, titles, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({title: cell_of(value) for title, value in row.items()})
+        writer.writerow({title: as_text(value) for title, value in row.items()})
     return file.getvalue()
 
 
-def cell_of(value: object) -> str:
-    """A number, a text or nothing, as a cell of a table."""
+def as_text(value: object) -> str:
+    """A number, a text or nothing, as a cell of a table. A text that a spreadsheet would take for a
+    formula begins with an apostrophe.
+    """
     if isinstance(value, int | float):
         return f"{value:g}"
-    return re.sub(r"^(?=[=+@\t-])", "'", str(value or ""))
+    text = str(value or "")
+    return f"'{text}" if text.startswith(("=", "+", "@", "\t", "-")) else text

@@ -12,8 +12,8 @@ from ddp_course.orders.in_flight import Watch, watching
 
 
 def make_watched(attempts: Sequence[Attempt], folder: str, enter: Callable) -> None:
-    """On each rank: make attempts in a run that decides for every order of their messages. What is
-    at fault never writes evidence.
+    """On each rank: make attempts in a run that decides for every order of their messages. An
+    attempt that is at fault writes no evidence.
     """
     with Path(folder, f"events-{dist.get_rank()}").open("wb", buffering=0) as log:
         watch = Watch(log)

@@ -12,27 +12,17 @@ from ddp_course.running import presets
 from ddp_course.showing.plots import Picture, name_rows, panels
 
 from .runs import read_run
-from .transformers import WAYS, Run, Step, memory_gb, mfu, step, tokens_per_s
+from .transformers import Run, Step, memory_gb, mfu, step, tokens_per_s
 
-BOUNDS = {  # What is made twice as fast, and its name in an answer.
+BOUNDS = {  # A rate of `Machine`, and what an answer calls it.
     "peak": "products",
     "clock": "attention",
     "memory": "memory traffic",
     "nvlink": "links inside a host",
     "nics": "the network",
 }
-WORD = {True: "yes", False: "no"}
 CLOSE = 0.05  # Ways within this part of the step are as good as each other.
-ROOM = 0.95  # A choice leaves a twentieth of the memory for what is not counted.
-COLUMNS = (
-    "predicted_tokens_per_s_per_gpu",
-    "step_s",
-    "mfu",
-    "memory_gb",
-    "fits",
-    "bound",
-    "expected_error",
-)
+USABLE = 0.95  # A choice takes this part of the memory at most: not everything is counted.
 COLOURS = {
     "products": "#0072B2",
     "attention": "#3B96CC",
@@ -42,6 +32,7 @@ COLOURS = {
     "sending that shows": "#D55E00",
     "bubble": "#C48400",
 }
+HIDDEN = "#B98A5E"  # This is the colour of hidden sending.
 SMALLER = "Try recompute=full, more tensor ways or more GPUs; --decide chooses what fits."
 
 
@@ -52,14 +43,15 @@ def expected_error(run: Run) -> tuple[float, float, str]:
     the errors on the 52 runs in bfloat16 of llm-foundry's README (scripts/train/benchmarking), of
     which no row is in a table here.
     """
-    known = presets.ACCELERATORS[run.gpu].network
-    slow = run.gpus > run.inside_host and 0 < run.network < known / 4
-    usual = run.pipeline == 1 and not run.inside and run.attention == "fused" and not slow
-    usual = usual and run.hidden >= 768  # The smallest model of the tables is as wide.
-    if usual and run.gpu.startswith("A100"):
-        return 0.037, 0.11, "models left out of the fit, on A100s"
-    if usual and run.gpu == "H100":
-        return 0.067, 0.11, "runs on H100s, which no fit saw"
+    usual_network = presets.ACCELERATORS[run.gpu].network
+    # No table has a network much slower than its hosts usually have, and no narrower model.
+    fast = run.in_one_host or not run.network or run.network >= usual_network / 4
+    wide = run.hidden >= 768
+    if fast and wide and run.pipeline == 1 and not run.inside and run.attention == "fused":
+        if run.gpu.startswith("A100"):
+            return 0.037, 0.11, "models left out of the fit, on A100s"
+        if run.gpu == "H100":
+            return 0.067, 0.11, "runs on H100s, which no fit saw"
     return 0.12, 0.35, "nothing like this was checked: a cautious guess"
 
 
@@ -110,33 +102,34 @@ class Answer:
         for field, name in BOUNDS.items():
             faster = machine._replace(**{field: 2 * getattr(machine, field)})
             saved[name] = 1 - step(self.run, faster).seconds / self.step_s
+        # No rate of a machine makes launching faster, and nothing hides it.
         saved["launching"] = self.step.parts["launch"] / 2 / self.step_s
         return saved
 
     @property
     def bound(self) -> str:
         """What bounds the step."""
-        return max(self.savings, key=self.savings.__getitem__)
+        savings = self.savings
+        return max(savings, key=savings.__getitem__)
 
     def others(self) -> list["Answer"]:
         """The same run by the other ways, the fastest first."""
-        runs = [replace(self.run, way=way) for way in WAYS if way != self.run.way]
-        if self.run.gpus <= self.run.inside_host:
-            runs = [run for run in runs if run.way not in ("hybrid", "zero1 in host")]
-        return sorted((answer_of(run) for run in runs), key=lambda other: other.step_s)
+        runs = [replace(self.run, way=way) for way in self.run.ways if way != self.run.way]
+        return sorted(map(answer_of, runs), key=lambda answer: answer.step_s)
 
     def columns(self) -> dict[str, Any]:
         """The columns that a table gains."""
-        values = (
-            f"{self.tokens_per_s_per_gpu:.1f}",
-            f"{self.step_s:.5g}",
-            f"{self.mfu:.3f}",
-            f"{self.memory_gb:.1f}",
-            WORD[self.fits],
-            self.bound,
-            f"{expected_error(self.run)[0]:.3f}",
-        )
-        return dict(zip(COLUMNS, values, strict=True))
+        fits = "yes" if self.fits else "no"
+        median_error, _, _ = expected_error(self.run)
+        return {
+            "predicted_tokens_per_s_per_gpu": f"{self.tokens_per_s_per_gpu:.1f}",
+            "step_s": f"{self.step_s:.5g}",
+            "mfu": f"{self.mfu:.3f}",
+            "memory_gb": f"{self.memory_gb:.1f}",
+            "fits": fits,
+            "bound": self.bound,
+            "expected_error": f"{median_error:.3f}",
+        }
 
     def words(self) -> str:
         """The answer in sentences."""
@@ -158,8 +151,8 @@ class Answer:
         )
         lines += self.sending_words()
         lines += self.way_words() if self.fits else [SMALLER]
-        median, nine, which = expected_error(run)
-        lines.append(f"Expected error {median:.0%}, nine in ten within {nine:.0%} ({which}).")
+        median, nine_in_ten, runs = expected_error(run)
+        lines.append(f"Expected error {median:.0%}, nine in ten within {nine_in_ten:.0%} ({runs}).")
         if self.assumed:
             lines.append(f"Assumed: {'; '.join(self.assumed)}.")
         return "\n".join(lines)
@@ -167,57 +160,65 @@ class Answer:
     def sending_words(self) -> list[str]:
         """How much of the sending shows, and what another network would do."""
         run = self.run
-        tensor = self.step.parts["tensor"]
+        tensor = self.step.parts["tensor"]  # None of this is hidden, and `sending` is without it.
         sending = self.step.sending + tensor
         if not sending:
             return []
         shows = (self.step.parts["sending that shows"] + tensor) / self.step_s
         lines = [f"Sending takes {readable(sending)} s; it adds {shows:.0%} of the step."]
-        if run.gpus > run.inside_host:
-            network = run.machine.nics * 8
-            tenth = step(replace(run, network=network / 10)).seconds
-            twice = self.savings["the network"]
+        if not run.in_one_host:
+            slow_network = run.machine.nics * 8 / 10
+            slow = step(replace(run, network=slow_network))
+            saved = self.savings["the network"]
             lines.append(
-                f"Twice the network saves {twice:.0%}; a tenth of it ({network / 1e10:,.0f} Gbit/s"
-                f" per host) makes the step {tenth / self.step_s:.1f} times as long."
+                f"Twice the network saves {saved:.0%}; a tenth of it ({slow_network / 1e9:,.0f}"
+                f" Gbit/s per host) makes the step {slow.seconds / self.step_s:.1f} times as long."
             )
         return lines
 
     def way_words(self) -> list[str]:
         """Which other ways are as fast, or faster, and fit."""
         fitting = [other for other in self.others() if other.fits]
-        near = [o for o in fitting if abs(o.step_s / self.step_s - 1) <= CLOSE]
-        faster = [o for o in fitting if o.step_s < (1 - CLOSE) * self.step_s]
-        lines = []
-        if near:
-            lines.append(f"Within {CLOSE:.0%}: {', '.join(other.run.way for other in near)}.")
+        near = []
+        faster = []
+        for other in fitting:
+            if abs(other.step_s / self.step_s - 1) <= CLOSE:
+                near.append(other.run.way)
+            elif other.step_s < self.step_s:
+                numbers = f"{readable(other.step_s)} s ({other.memory_gb:.0f} GB)"
+                faster.append(f"{other.run.way} {numbers}")
+        lines = [f"Within {CLOSE:.0%}: {', '.join(near)}."] if near else []
         if faster:
-            named = [f"{o.run.way} {readable(o.step_s)} s ({o.memory_gb:.0f} GB)" for o in faster]
-            return [*lines, f"Faster: {', '.join(named)}."]
+            return [*lines, f"Faster: {', '.join(faster)}."]
         return [*lines, f"No other way that fits is {CLOSE:.0%} faster."]
 
     def figure(self) -> Picture:
         """A stacked bar per way with whiskers, hidden sending below it, and memory beside it."""
         answers = [self, *self.others()]
-        width = max(other.step_s + other.step.hidden for other in answers)
+        longest = max(other.step_s + other.step.hidden for other in answers)
         message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
-        description = "Stacked bars of seconds, and bars of memory, by way"
-        height = 1.6 + 0.42 * len(answers)
-        form: Any = {"kind": "derived", "sharey": True, "width_ratios": [2, 1]}
-        with panels(1, 2, 10, height, message, description, **form) as (picture, axes):
+        with panels(
+            rows=1,
+            columns=2,
+            width=10,
+            height=1.6 + 0.42 * len(answers),
+            message=message,
+            description="Stacked bars of seconds, and bars of memory, by way",
+            kind="derived",
+            sharey=True,
+            width_ratios=[2, 1],
+        ) as (picture, (seconds, memory)):
             for row, other in enumerate(answers):
-                draw_step(axes[0], row, other)
+                draw_step(seconds, row, other)
                 colour = "#0072B2" if other.fits else "#8C8C8C"
-                axes[1].barh(row, other.memory_gb, color=colour, height=0.5)
-            axes[1].axvline(self.capacity_gb, color="black", linestyle="--")
-            axes[0].set(
-                xlabel="seconds of a step; whisker: nine in ten such runs", xlim=(0, 1.15 * width)
-            )
-            axes[1].set_xlabel("GB at least; dashed: what it has\ngrey: too much")
-            name_rows(axes[0], [other.run.way for other in answers])
-            handles = [axes[0].barh(0, 0, color=colour) for colour in COLOURS.values()]
-            names = [*COLOURS, "hidden sending"]
-            handles.append(axes[0].barh(0, 0, color="#B98A5E"))
+                memory.barh(row, other.memory_gb, color=colour, height=0.5)
+            memory.axvline(self.capacity_gb, color="black", linestyle="--")
+            memory.set_xlabel("GB at least; dashed: what it has\ngrey: too much")
+            seconds.set_xlabel("seconds of a step; whisker: nine in ten such runs")
+            seconds.set_xlim(0, 1.15 * longest)
+            name_rows(seconds, [other.run.way for other in answers])
+            names = COLOURS | {"hidden sending": HIDDEN}
+            handles = [seconds.barh(0, 0, color=colour) for colour in names.values()]
             picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
         return picture
 
@@ -234,19 +235,23 @@ def draw_step(axes: Any, row: int, other: Answer) -> None:
     for name, seconds in other.step.parts.items():
         axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
         left += seconds
-    axes.barh(row + 0.33, other.step.hidden, color="#B98A5E", height=0.12)
-    error = expected_error(other.run)[1] * left
-    axes.errorbar(left, row, xerr=error, color="black", capsize=3, linewidth=1)
+    axes.barh(row + 0.33, other.step.hidden, color=HIDDEN, height=0.12)
+    _, nine_in_ten, _ = expected_error(other.run)
+    axes.errorbar(left, row, xerr=nine_in_ten * left, color="black", capsize=3, linewidth=1)
 
 
 def describe(run: Run) -> str:
     """A run's way in words, such as "fsdp, 8 tensor, 4 pipeline, recomputing"."""
-    words = [run.way]
-    words += [f"{run.tensor} tensor"] if run.tensor > 1 else []
-    words += [f"{run.pipeline} pipeline"] if run.pipeline > 1 else []
-    words += ["recomputing"] if run.recompute == 1 else []
-    words += ["recomputing in part"] if 0 < run.recompute < 1 else []
-    return ", ".join(words)
+    words = run.way
+    if run.tensor > 1:
+        words += f", {run.tensor} tensor"
+    if run.pipeline > 1:
+        words += f", {run.pipeline} pipeline"
+    if run.recompute == 1:
+        words += ", recomputing"
+    elif run.recompute:
+        words += ", recomputing in part"
+    return words
 
 
 def answer_of(run: Run, assumed: Any = ()) -> Answer:
@@ -263,4 +268,5 @@ def predict(**fields: Any) -> Answer:
 
 def readable(value: float) -> str:
     """A number to read: three digits, and whole from 100 on ("0.29", "5.2", "3,460")."""
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+    rounds_to_100 = value >= 99.5
+    return f"{value:,.0f}" if rounds_to_100 else f"{value:.3g}"

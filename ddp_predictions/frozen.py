@@ -18,5 +18,8 @@ def constants(column: str = "today") -> dict[str, float]:
 
 @cache
 def numbers(name: str) -> list[float]:
-    """The frozen numbers of a model, that is not a transformer's."""
-    return json.loads((files(__package__) / "numbers.json").read_text(encoding="utf-8"))[name]
+    """The frozen numbers of one of the models that are not of transformers; their functions say
+    what each number is.
+    """
+    text = (files(__package__) / "numbers.json").read_text(encoding="utf-8")
+    return json.loads(text)[name]

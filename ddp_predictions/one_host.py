@@ -30,11 +30,12 @@ def rings(gpus: int) -> int:
     """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in
     each direction; `make bench predictions` packs them.
     """
-    return int(numbers("rings of V100s")[gpus - 2])
+    from_two_gpus_on = numbers("rings of V100s")
+    return int(from_two_gpus_on[gpus - 2])
 
 
 def fitted(gpu: str) -> list[float]:
-    """The frozen numbers c, a, 1/b and d of "A100" or "V100"."""
+    """The frozen numbers c, a, 1/b and d of "A100" or "V100", whose formula does not use d."""
     return numbers(f"one host, {gpu}")
 
 
@@ -42,9 +43,12 @@ def all_reduce_us(row: Row, values: Sequence[float]) -> float:
     """Microseconds of a row with gpu, K and message_mib; `values` are c, a (µs), 1/b and d (µs per
     MiB).
     """
-    start, step, wire, once = values
+    fixed_us, step_us, wire_us_per_mib, copying_us_per_mib = values
     gpus = int(row["K"])
     mib = row["message_mib"]
-    moved = 2 * (gpus - 1) / gpus * mib * wire
-    moving = moved / rings(gpus) if row["gpu"] == "V100" else moved + mib * once
-    return start + 2 * (gpus - 1) * step + moving
+    moving_us = 2 * (gpus - 1) / gpus * mib * wire_us_per_mib
+    if row["gpu"] == "V100":
+        moving_us /= rings(gpus)
+    else:
+        moving_us += mib * copying_us_per_mib
+    return fixed_us + 2 * (gpus - 1) * step_us + moving_us

@@ -1,8 +1,8 @@
 """Which way of training for which model and machine: the simplest that is nearly the fastest.
 
 `decide` tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps what
-fits with a twentieth of the memory left, and takes the simplest within 5 % of the fastest. `score`
-lets the model choose among published runs of the same work, beside a blind choice.
+fits into the USABLE part of the memory, and takes the simplest that is CLOSE to the fastest.
+`score` lets the model choose among published runs of the same work, beside a blind choice.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 from ddp_course.measuring import facts
 
-from .answers import CLOSE, ROOM, Answer, answer_of, describe, readable
-from .runs import Reader, read_run
-from .transformers import SHARDED, WAYS, Run, step, tokens_per_s
+from .answers import CLOSE, USABLE, Answer, answer_of, describe, readable
+from .runs import RECOMPUTE, Reader, read_run
+from .transformers import SHARDED, Run, step, tokens_per_s
 
-SIMPLE = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2, "hybrid": 2}
-SIZES = (1, 2, 4, 8, 16, 32)
-DECIDED = {
+COMPLEXITIES = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2, "hybrid": 2}
+TENSOR_DEGREES = (1, 2, 4, 8)
+MOST_STAGES = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+DECIDED = {  # `decide` chooses these itself; a value here is only read, and counts for nothing.
     "way": "fsdp",
     "tensor": 1,
     "pipeline": 1,
@@ -31,7 +33,9 @@ DECIDED = {
 
 @dataclass
 class Decision:
-    """The `chosen` answer or None, the next ones, how many settings fit, and the least memory."""
+    """The `chosen` answer, None if nothing fits; the best of `others`; how many settings were
+    `tried`, how many are `fitting`; and the GB that the smallest of them needs.
+    """
 
     chosen: Answer | None
     others: list[Answer]
@@ -42,17 +46,18 @@ class Decision:
     def words(self) -> str:
         """The choice in sentences, with the reason why the next three were not taken."""
         if self.chosen is None:
-            needs = f"none of {self.tried:,} settings fits: the least needs {self.least_gb:,.0f} GB"
-            return f"{needs} per GPU; take more or larger GPUs."
+            return (
+                f"none of {self.tried:,} settings fits: the least needs {self.least_gb:,.0f} GB"
+                " per GPU; take more or larger GPUs."
+            )
         lines = [f"{self.fitting:,} of {self.tried:,} settings fit; the simplest fast one:"]
         lines.append(self.chosen.words())
         for other in self.others:
-            change = other.step_s / self.chosen.step_s - 1
-            simpler = complexity(other.run) <= complexity(self.chosen.run)
-            reason = f"{change:+.0%}"
-            if not simpler:
-                reason += ", more complicated"
             run = other.run
+            change = other.step_s / self.chosen.step_s - 1
+            reason = f"{change:+.0%}"
+            if complexity(run) > complexity(self.chosen.run):
+                reason += ", more complicated"
             sizes = f"{run.accumulate} x {run.micro_batch} sequences"
             lines.append(f"next: {describe(run)}, {sizes}: {readable(other.step_s)} s ({reason})")
         return "\n".join(lines)
@@ -63,33 +68,32 @@ class Decision:
 
 def complexity(run: Run) -> int:
     """0 for DDP, 1 for a wrapper, 2 for one that knows hosts; tensor ways and stages add 2."""
-    split = [ways for ways in (run.tensor, run.pipeline) if ways > 1]
-    return SIMPLE[run.way] + 2 * len(split)
+    splits = [degree for degree in (run.tensor, run.pipeline) if degree > 1]
+    return COMPLEXITIES[run.way] + 2 * len(splits)
 
 
 def settings(run: Run, batch: int) -> Iterator[Run]:
     """Every setting with `batch` sequences per step that this run's GPUs can have."""
-    tensors = [ways for ways in SIZES[:4] if run.inside_host % ways == 0]
-    stages = [ways for ways in range(1, min(run.layers, 64) + 1) if run.layers % ways == 0]
-    for tensor, pipeline in product(tensors, stages):
-        data, rest = divmod(run.gpus, tensor * pipeline)
-        if rest or run.heads % tensor or batch % data:
+    degrees = [tensor for tensor in TENSOR_DEGREES if run.inside_host % tensor == 0]
+    most_stages = min(run.layers, MOST_STAGES)
+    stages = [count for count in range(1, most_stages + 1) if run.layers % count == 0]
+    for tensor, pipeline in product(degrees, stages):
+        copies, left_over = divmod(run.gpus, tensor * pipeline)
+        if left_over or run.heads % tensor or batch % copies:
             continue
-        ways = [way for way in WAYS if pipeline == 1 or way not in SHARDED]
-        if run.gpus <= run.inside_host:
-            ways = [way for way in ways if way not in ("hybrid", "zero1 in host")]
-        if data == 1:
+        ways = [way for way in run.ways if pipeline == 1 or way not in SHARDED]
+        if copies == 1:
             ways = ["ddp"]
-        each = batch // data
-        sizes = [size for size in SIZES if each % size == 0]
-        for way, size, recompute in product(ways, sizes, (0.0, 0.5, 1.0)):
+        sequences = batch // copies
+        sizes = [size for size in MICRO_BATCHES if sequences % size == 0]
+        for way, size, recompute in product(ways, sizes, RECOMPUTE.values()):
             yield replace(
                 run,
                 tensor=tensor,
                 pipeline=pipeline,
                 way=way,
                 micro_batch=size,
-                accumulate=each // size,
+                accumulate=sequences // size,
                 recompute=recompute,
             )
 
@@ -97,32 +101,40 @@ def settings(run: Run, batch: int) -> Iterator[Run]:
 def decide(batch: Any = None, **fields: Any) -> Decision:
     """Choose the way for a model, GPUs and `batch` sequences per step; without it each GPU has 4.
 
-    `fields` are columns as `runs` reads them; what is DECIDED is not read from them. Raises
-    ValueError for a batch that the GPUs cannot share.
+    `fields` are columns as `runs` reads them; those in DECIDED are ignored. Raises ValueError for a
+    batch that the GPUs cannot share.
     """
     run, assumed = read_run(fields | DECIDED)
     given = 4 * run.gpus if batch is None else batch
-    batch = Reader({"batch": given}).whole("batch")
-    assumed.append(f"{batch:,} sequences per step")
-    answers = [answer_of(setting, assumed) for setting in settings(run, batch)]
+    sequences = Reader({"batch": given}).whole("batch")
+    assumed.append(f"{sequences:,} sequences per step")
+    answers = [answer_of(setting, assumed) for setting in settings(run, sequences)]
     if not answers:
-        raise ValueError(f'"batch" is {batch}; choose a multiple of the {run.gpus} GPUs')
-    fitting = [each for each in answers if each.memory_gb <= ROOM * each.capacity_gb]
-    least = min(each.memory_gb for each in answers)
+        raise ValueError(f'"batch" is {sequences}; choose a multiple of the {run.gpus} GPUs')
+    fitting = [answer for answer in answers if answer.memory_gb <= USABLE * answer.capacity_gb]
+    least_gb = min(answer.memory_gb for answer in answers)
     if not fitting:
-        return Decision(None, [], 0, len(answers), least)
-    fastest = min(each.step_s for each in fitting)
-    near = [each for each in fitting if each.step_s <= (1 + CLOSE) * fastest]
-    chosen = min(near, key=lambda each: (complexity(each.run), each.step_s))
-    best: dict[str, Answer] = {}
-    for each in sorted(fitting, key=lambda each: each.step_s):
-        best.setdefault(f"{each.run.way} {each.run.tensor} {each.run.pipeline}", each)
-    kinds = [each for each in best.values() if describe(each.run) != describe(chosen.run)]
-    return Decision(chosen, kinds[:3], len(fitting), len(answers), least)
+        return Decision(None, [], 0, len(answers), least_gb)
+    fitting.sort(key=lambda answer: answer.step_s)
+    near = [answer for answer in fitting if answer.step_s <= (1 + CLOSE) * fitting[0].step_s]
+    # Of equally simple ones `min` takes the first, which is the fastest.
+    chosen = min(near, key=lambda answer: complexity(answer.run))
+    fastest_of_kind: dict[tuple, Answer] = {}
+    for answer in fitting:
+        kind = (answer.run.way, answer.run.tensor, answer.run.pipeline)
+        fastest_of_kind.setdefault(kind, answer)
+    others = [
+        answer
+        for answer in fastest_of_kind.values()
+        if describe(answer.run) != describe(chosen.run)
+    ]
+    return Decision(chosen, others[:3], len(fitting), len(answers), least_gb)
 
 
 class Score(NamedTuple):
-    """Of `groups` of runs of the same work: the part within 5 % of the best, and the speed kept."""
+    """Of `groups` of runs of the same work: the part where the choice is CLOSE to the best, and the
+    part of the best one's speed that it keeps, on average; the same for blind choices.
+    """
 
     groups: int
     within: float
@@ -137,6 +149,7 @@ def score() -> Score:
 
     A blind choice takes any run of a group. What nobody published is not scored.
     """
+    # {work: {way: [(predicted, measured)]}}
     groups: dict[tuple, dict[tuple, list[tuple[float, float]]]] = {}
     for row in facts.rows("transformer_throughput"):
         run, _ = read_run(row)
@@ -150,15 +163,16 @@ def score() -> Score:
     blind_kept = []
     blind_within = []
     for group in groups.values():
-        ways = []
+        if len(group) < 2:
+            continue
+        speeds = []
+        predictions = []
         for pairs in group.values():
             predicted, _ = pairs[0]  # All runs of one way have one prediction.
-            ways.append((predicted, fmean(measured for _, measured in pairs)))
-        if len(ways) < 2:
-            continue
-        speeds = [measured for _, measured in ways]
+            predictions.append(predicted)
+            speeds.append(fmean(measured for _, measured in pairs))
         best = max(speeds)
-        _, speed_of_choice = max(ways)
+        _, speed_of_choice = max(zip(predictions, speeds, strict=True))
         kept.append(speed_of_choice / best)
         blind_kept.append(fmean(speed / best for speed in speeds))
         blind_within.append(fmean(speed >= (1 - CLOSE) * best for speed in speeds))

@@ -59,7 +59,7 @@ WAY_NAMES = {
 }
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}
 SHAPE = ("layers", "hidden", "heads")
-GPT_TABLE = {
+GPT_TABLE = {  # All runs of gpt_step_ms_a100_3d.csv are so, and no column says it.
     "gpu": "A100",
     "recompute": "full",
     "attention": "unfused",
@@ -81,12 +81,14 @@ class Reader:
     """The fields of a row by our names; `assumed` collects what had to be assumed, in words."""
 
     def __init__(self, row: Row):
-        self.fields = {COLUMNS.get(name, name): value for name, value in row.items()}
-        self.fields = {
-            name: value for name, value in self.fields.items() if value not in (None, "")
-        }
-        self.titles = {COLUMNS.get(name, name): name for name in row}
+        self.fields: Row = {}
+        self.titles: dict[str, str] = {}
         self.assumed: list[str] = []
+        for title, value in row.items():
+            name = COLUMNS.get(title, title)
+            self.titles[name] = title
+            if value not in (None, ""):
+                self.fields[name] = value
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error for a field that cannot be."""
@@ -94,7 +96,7 @@ class Reader:
         return ValueError(f'"{title}" is {self.fields.get(name, "missing")}; {expected}')
 
     def assume(self, name: str, value: Any, words: str = "") -> Any:
-        """The default `value`, which is told."""
+        """Note in words that a `value` is assumed, and return it."""
         self.assumed.append(words or f"{name.replace('_', ' ')} {value}")
         return value
 
@@ -107,9 +109,13 @@ class Reader:
             raise self.wrong(name, "it must be a whole number, 1 or more")
         return int(float(text))
 
+    def text(self, name: str, default: str, words: str = "") -> str:
+        """A field as text, or else the default."""
+        return str(self.fields.get(name) or self.assume(name, default, words))
+
     def choice(self, name: str, choices: Any, default: str) -> str:
         """One of some words. Raises ValueError, which names the field, for other text."""
-        text = str(self.fields.get(name) or self.assume(name, default)).strip()
+        text = self.text(name, default).strip()
         if text not in choices:
             raise self.wrong(name, f"choose one of {', '.join(choices)}")
         return text
@@ -127,46 +133,47 @@ class Reader:
             bits = 1e9 * float(text) if plain else float(presets.bandwidth(text))
         except Exception:
             bits = 0.0
-        if not 0 < bits < 1e15:
+        if not 0 < bits < 1e15:  # NaN is not, and no link carries a petabit.
             known = ", ".join(presets.LINKS)
             raise self.wrong(name, f'give Gbit/s as in 400, "25Gbit", or one of {known}')
         return bits
 
 
 def read_run(row: Row) -> tuple[Run, list[str]]:
-    """(the run of a row, what is assumed, in words); ValueError names a field that cannot be.
-    Raises it for a GPU that is not known.
+    """(the run of a row, what is assumed, in words); raises ValueError, which names the field, for
+    one that cannot be, such as a GPU that is not known.
     """
     reader = Reader(row)
     fields = reader.fields
-    if "# GPUs" in row:
+    if "# GPUs" in row:  # Only gpt_step_ms_a100_3d.csv has this title.
         for column, value in GPT_TABLE.items():
             if column not in fields:
                 fields[column] = reader.assume(column, value)
     shape = read_shape(reader)
-    gpu = presets.ALIASES.get(str(fields.get("gpu", "missing")), fields.get("gpu"))
-    known = presets.ACCELERATORS.get(str(gpu))
-    if known is None or not known.cycles:
+    gpu = str(fields.get("gpu"))
+    gpu = presets.ALIASES.get(gpu, gpu)
+    known = presets.ACCELERATORS.get(gpu)
+    if known is None or not known.cycles:  # Without its cycles attention is not foretold.
         names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
         raise reader.wrong("gpu", f"choose one of {', '.join([*names, *presets.ALIASES])}")
-    way = str(fields.get("way") or reader.assume("way", "fsdp"))
+    way = reader.text("way", "fsdp")
     fields["way"] = WAY_NAMES.get(way.lower(), way)
-    precision = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed")
+    pure = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed") == "bf16 pure"
     run = Run(
         **shape,
-        gpu=str(gpu),
+        gpu=gpu,
         gpus=reader.whole("gpus"),
         gpus_per_host=reader.whole("gpus_per_host", 8, "8 GPUs per host"),
         network=reader.rate("network"),
         inside=reader.rate("inside"),
         micro_batch=reader.whole("micro_batch", 1, "micro-batches of 1 sequence"),
-        accumulate=1,
+        accumulate=1,  # Until the run says how many copies share the batch.
         tensor=reader.whole("tensor", 1),
         pipeline=reader.whole("pipeline", 1),
         way=reader.choice("way", WAYS, "fsdp"),
         recompute=read_recompute(reader),
-        pure=precision == "bf16 pure",
-        reduce_bytes=reader.whole("reduce_bytes", 4 if precision == "bf16 mixed" else 2),
+        pure=pure,
+        reduce_bytes=reader.whole("reduce_bytes", 2 if pure else 4),
         attention=reader.choice("attention", ("fused", "unfused"), "fused"),
         kernels=reader.choice("kernels", ("compiled", "eager"), "compiled"),
         overlap=reader.choice("overlap", ("yes", "no"), "yes") == "yes",
@@ -201,10 +208,10 @@ def read_shape(reader: Reader) -> Row:
     if hidden % heads:
         raise reader.wrong("heads", f"a width of {hidden} does not divide evenly over them")
     fields.setdefault("longest", 2048)
-    longest = reader.whole("longest")
-    seq = reader.whole("seq", min(longest, 8192), f"sequences of {min(longest, 8192):,} tokens")
+    usual = min(reader.whole("longest"), 8192)  # Longer contexts are trained last, and briefly.
+    seq = reader.whole("seq", usual, f"sequences of {usual:,} tokens")
     ff = reader.whole("ff", 4 * hidden, "MLPs of 4 times the width")
-    silu = "silu" in str(fields.get("hidden_act", ""))
+    silu = "silu" in str(fields.get("hidden_act", ""))  # Models with SiLU have gates.
     gated = reader.choice("gated", ("yes", "no"), "yes" if silu else "no") == "yes"
     return {
         "layers": reader.whole("layers"),
@@ -222,8 +229,7 @@ def read_recompute(reader: Reader) -> float:
     """The part of the forward pass that is run again, from words like "full" or "selective (…)".
     Raises ValueError, which names the field, for other words.
     """
-    given = reader.fields.get("recompute")
-    word = str(given or reader.assume("recompute", "none", "nothing recomputed")).split(" ")[0]
+    word = reader.text("recompute", "none", "nothing recomputed").split(" ")[0]
     if word not in RECOMPUTE:
         raise reader.wrong("recompute", f"choose one of {', '.join(RECOMPUTE)}")
     return RECOMPUTE[word]

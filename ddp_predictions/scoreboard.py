@@ -20,7 +20,8 @@ from .plans import score
 
 Row = dict[str, Any]
 
-LEFT_OUT = {  # `make bench predictions` measures these anew.
+# Median errors on rows that a second fit did not see; `make bench predictions` measures them anew.
+LEFT_OUT = {
     "nccl_ring_a100x8_sizes": 0.044,
     "pipeline_schedules_a100": 0.010,
     "gpt_step_ms_a100_3d": 0.032,
@@ -70,19 +71,21 @@ def scoreboard() -> list[Table]:
 
 
 def summary(table: Table) -> Row:
-    """Errors of a table: (median, nine in ten, worst) of "calibrated" and "predicted" rows, median
-    "left out"; rows "held back".
+    """Errors of a table: (median, nine in ten, worst) of "calibrated" and of "predicted" rows, and
+    the median "left out"; and how many rows are "held back", since nothing measured is known.
     """
-    errors: dict[bool, list[float]] = {True: [], False: []}
-    for row in table.rows:
-        if row["error"] is not None:
-            errors[row["calibrated"]].append(abs(row["error"]))
+    known = known_rows(table.rows)
     return {
-        "calibrated": spread(errors[True]),
-        "predicted": spread(errors[False]),
+        "calibrated": spread([abs(row["error"]) for row in known if row["calibrated"]]),
+        "predicted": spread([abs(row["error"]) for row in known if not row["calibrated"]]),
         "left out": table.left_out,
-        "held back": len(table.rows) - len(errors[True]) - len(errors[False]),
+        "held back": len(table.rows) - len(known),
     }
+
+
+def known_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows whose measurement, and so whose error, is known."""
+    return [row for row in rows if row["error"] is not None]
 
 
 def spread(errors: Sequence[float]) -> list[float]:
@@ -93,16 +96,20 @@ def spread(errors: Sequence[float]) -> list[float]:
 def overview(tables: Sequence[Table]) -> str:
     """The errors of all tables as text, which is a table in Markdown too."""
     titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
-    rows = []
+    lines = []
     for table in tables:
         errors = summary(table)
-        cells = [
+        line = [
+            table.name,
+            len(table.rows),
             percents(errors["calibrated"]),
             percents(errors["predicted"]),
             percents([table.left_out]),
+            errors["held back"],
         ]
-        rows.append([table.name, len(table.rows), *cells, errors["held back"]])
-    return tabulate(rows, titles, "pipe", colalign=["left"] + ["right"] * 5, disable_numparse=True)
+        lines.append(line)
+    sides = ["left"] + ["right"] * 5
+    return tabulate(lines, titles, tablefmt="pipe", colalign=sides, disable_numparse=True)
 
 
 def page(tables: Sequence[Table]) -> str:
@@ -118,18 +125,17 @@ def page(tables: Sequence[Table]) -> str:
 
 
 def misses(table: Table) -> str:
-    """The three largest misses of a table as a sentence."""
-    known = [row for row in table.rows if row["error"] is not None]
-    worst = sorted(known, key=lambda row: -abs(row["error"]))[:3]
-    hidden = ("table", "measured", "predicted", "error", "calibrated", "quantity")
-    named = []
-    for row in worst:
-        keys = ", ".join(f"{key} {value}" for key, value in row.items() if key not in hidden)
+    """The three largest misses of a table as a list in Markdown."""
+    worst_first = sorted(known_rows(table.rows), key=lambda row: -abs(row["error"]))
+    not_of_the_setting = ("table", "measured", "predicted", "error", "calibrated", "quantity")
+    lines = ["Largest misses:", ""]
+    for row in worst_first[:3]:
+        setting = [f"{key} {value}" for key, value in row.items() if key not in not_of_the_setting]
         values = f"predicted {row['predicted']:g}, measured {row['measured']:g}"
-        named.append(f"- {row['error']:+.0%}: {values} ({keys})")
-    return "\n".join(["Largest misses:", "", *named])
+        lines.append(f"- {row['error']:+.0%}: {values} ({', '.join(setting)})")
+    return "\n".join(lines)
 
 
 def percents(errors: Any) -> str:
-    """Errors as text, "1.2% / 3.4%"; a dash where there are none."""
+    """Errors as text, "1.2% / 3.4%"; a dash where there are none, or None."""
     return " / ".join(f"{error:.1%}" for error in errors if error is not None) or "–"

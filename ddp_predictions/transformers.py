@@ -7,7 +7,8 @@ each layer, P stages share the layers, K copies share the batch:
     attention   2 s h n / T flops (half the scores is masked) at `attend` of an A100's peak; other
                 GPUs as multiprocessors and clock allow; 2.5 times as many backward
     memory      `touched` bytes per value, that is per token and unit of width
-    launch      `launch` seconds per layer and micro-batch that no rate explains
+    launch      `launch` seconds per layer and micro-batch that no rate explains, and `moved` bytes
+                per weight, which take as long whatever n is
     tensor      two all-reduces of 2 n h bytes in each pass, hidden by nothing
     ring        (K-1)/K bytes over NVLink or over the cards that its rings share, and a hop per GPU
 
@@ -37,12 +38,13 @@ from ddp_course.running import presets
 from .frozen import constants
 
 A100 = presets.ACCELERATORS["A100"]
-WHOLE = 10 / 34  # This part of the activations is not divided by tensor ways (Korthikanti et al.).
+UNDIVIDED = 10 / 34  # T GPUs do not divide this part of the activations (Korthikanti et al.).
 EAGER = 260  # Norms, rotations and gates in plain torch operations move so many bytes per value.
 UPDATE = 40  # AdamW reads and writes so many bytes per own weight.
 GRADIENT = 16  # Bytes per gradient that is kept whole: accumulated, scaled and read.
 WAYS = ("ddp", "zero1", "zero1 in host", "zero2", "fsdp", "hybrid")
-SHARDED = ("zero2", "fsdp", "hybrid")
+SHARDED = ("zero2", "fsdp", "hybrid")  # These divide the weights, too.
+BY_HOST = ("zero1 in host", "hybrid")  # These divide what is kept inside each host only.
 
 
 class Machine(NamedTuple):
@@ -116,9 +118,14 @@ class Run:
         return self.layers * self.weights + 2 * self.vocab * self.hidden
 
     @property
+    def stage_layers(self) -> int:
+        """Layers of a pipeline's stage; some stages may have one less."""
+        return ceil(self.layers / self.pipeline)
+
+    @property
     def weights_on_gpu(self) -> float:
         """Weights of a GPU before they are sharded over copies."""
-        layers = ceil(self.layers / self.pipeline) * self.weights
+        layers = self.stage_layers * self.weights
         return (layers + 2 * self.vocab * self.hidden / self.pipeline) / self.tensor
 
     @property
@@ -127,11 +134,21 @@ class Run:
         return min(self.gpus_per_host, self.gpus)
 
     @property
+    def in_one_host(self) -> bool:
+        """Whether all GPUs are in one host."""
+        return self.gpus <= self.inside_host
+
+    @property
+    def ways(self) -> list[str]:
+        """The ways that these hosts allow."""
+        return [way for way in WAYS if way not in BY_HOST or not self.in_one_host]
+
+    @property
     def shards(self) -> int:
         """Parts into which the copies of this way divide what they keep."""
         if self.way == "ddp":
             return 1
-        if self.way in ("hybrid", "zero1 in host"):
+        if self.way in BY_HOST:
             return min(self.data, max(1, self.inside_host // self.tensor))
         return self.data
 
@@ -152,6 +169,14 @@ class Work(NamedTuple):
     memory: float
     launch: float
     tensor: float
+
+
+class Sending(NamedTuple):
+    """Seconds of sending in `total`, and those that show: per micro-batch, and once per step."""
+
+    shown: float
+    shown_once: float
+    total: float
 
 
 class Step(NamedTuple):
@@ -190,62 +215,68 @@ def longer(computing: float, sending: float, numbers: Any) -> float:
 
 
 def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
-    """The forward and the backward pass of a layer on one micro-batch; the latter recomputes."""
+    """The forward and the backward pass of a layer on one micro-batch; the latter recomputes.
+
+    Of `touched`, `score`, `launch` and `moved`, which are for both, the forward pass has a third.
+    """
     n = run.tokens / run.tensor
     peak = numbers["matmul"] * machine.peak
     products = 2 * run.weights * n / peak
     if run.attention == "fused":
-        grown = A100.rate * machine.clock / A100.cycles
-        attention = 2 * run.seq * run.hidden * n / (numbers["attend"] * grown)
+        rate = A100.rate * machine.clock / A100.cycles
+        attention = 2 * run.seq * run.hidden * n / (numbers["attend"] * rate)
         attention_backward = 2.5 * attention
     else:
         scores = run.heads * run.seq * n
         stored = numbers["score"] / 3 * scores / machine.memory
         attention = 4 * run.seq * run.hidden * n / peak + stored
         attention_backward = 2 * attention
-    per_value = numbers["touched"]
+    bytes_per_value = numbers["touched"]
     if run.kernels == "eager" and run.gated:
-        per_value += EAGER
-    divided = WHOLE + (1 - WHOLE) / run.tensor
-    values = run.tokens * run.hidden * divided
-    memory = per_value / 3 * values / machine.memory
-    moved = numbers["moved"] * run.weights / run.tensor / machine.memory
-    launch = (numbers["launch"] + moved) / 3
-    tensor = 4 * ring(run, machine, 2 * run.tokens * run.hidden, run.tensor, 1, numbers)
+        bytes_per_value += EAGER
+    share = UNDIVIDED + (1 - UNDIVIDED) / run.tensor
+    values = run.tokens * run.hidden * share
+    memory = bytes_per_value / 3 * values / machine.memory
+    moving = numbers["moved"] * run.weights / run.tensor / machine.memory
+    launch = (numbers["launch"] + moving) / 3
+    # An all-reduce is a scatter and a gather, each a ring: four rings are two all-reduces.
+    outputs = 2 * run.tokens * run.hidden
+    tensor = 4 * ring(run, machine, outputs, run.tensor, stride=1, numbers=numbers)
     again = run.recompute
     forward = Work(products, attention, memory, launch, tensor)
     backward = Work(
-        (2 + again) * products,
-        attention_backward + again * attention,
-        (2 + again) * memory,
-        2 * launch,
-        (1 + again) * tensor,
+        products=(2 + again) * products,
+        attention=attention_backward + again * attention,
+        memory=(2 + again) * memory,
+        launch=2 * launch,
+        tensor=(1 + again) * tensor,
     )
     return forward, backward
 
 
-def sharded_sending(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
-    """(seconds that show per micro-batch, that show once, of all sending) of a sharded way."""
-    forward, backward = (sum(work) for work in computing)
+def sharded_sending(
+    run: Run, machine: Machine, forward: float, backward: float, numbers: Any
+) -> Sending:
+    """What a way of SHARDED sends beneath `forward` and `backward` seconds of each layer."""
     weights = run.weights / run.tensor
     gather = ring(run, machine, 2 * weights, run.shards, run.tensor, numbers)
     scatter = ring(run, machine, run.reduce_bytes * weights, run.shards, run.tensor, numbers)
-    second = 0.0 if run.way == "zero2" else gather
+    second_gather = 0.0 if run.way == "zero2" else gather
     shown = longer(forward, gather, numbers) - forward
-    shown += longer(backward, scatter + second, numbers) - backward
-    sending = run.accumulate * layers * (gather + second + scatter)
+    shown += longer(backward, scatter + second_gather, numbers) - backward
+    layers = run.stage_layers
+    total = run.accumulate * layers * (gather + second_gather + scatter)
     copies = run.data // run.shards
     stride = run.tensor * run.shards
     shard = run.reduce_bytes * run.weights_on_gpu / run.shards
     average = 2 * ring(run, machine, shard, copies, stride, numbers)
-    under = layers * backward
-    once = longer(under, average, numbers) - under if average else 0.0
-    return layers * shown, once, sending + average
+    last_backward = layers * backward
+    shown_once = longer(last_backward, average, numbers) - last_backward if average else 0.0
+    return Sending(layers * shown, shown_once, total + average)
 
 
-def averaging(run: Run, machine: Machine, layers: int, computing: Any, numbers: Any) -> Any:
-    """The same three numbers for copies that keep whole weights: ZeRO-1, and DDP with one shard."""
-    forward, backward = (layers * sum(work) for work in computing)
+def averaging(run: Run, machine: Machine, forward: float, backward: float, numbers: Any) -> Sending:
+    """The same for copies that keep whole weights: ZeRO-1, and DDP with one shard."""
     nbytes = 2 * run.weights_on_gpu
     gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
     copies = run.data // run.shards
@@ -254,50 +285,59 @@ def averaging(run: Run, machine: Machine, layers: int, computing: Any, numbers: 
     scatter = gather + between
     if run.shards > 1:
         gather += numbers["shard"] * run.shards
-    once = scatter + gather
+    shown_once = scatter + gather
     if run.overlap:
-        once = longer(backward, scatter, numbers) - backward
-        once += longer(forward, gather, numbers) - forward
-    return 0.0, once, scatter + gather
+        all_forward = run.stage_layers * forward
+        all_backward = run.stage_layers * backward
+        shown_once = longer(all_backward, scatter, numbers) - all_backward
+        shown_once += longer(all_forward, gather, numbers) - all_forward
+    return Sending(0.0, shown_once, scatter + gather)
+
+
+def output_seconds(run: Run, machine: Machine, layer: float, numbers: Any) -> float:
+    """Seconds for a micro-batch's output words. A stage that has one `layer` less than the others
+    has that layer's seconds for them.
+    """
+    logits = run.vocab * run.tokens / run.tensor
+    seconds = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)
+    seconds += numbers["logit"] * logits / machine.memory
+    if run.layers % run.pipeline:
+        return max(0.0, seconds - layer)
+    return seconds
+
+
+def handing_seconds(run: Run, machine: Machine, numbers: Any) -> float:
+    """Seconds in which a stage hands a micro-batch's activations, and gradients, to a neighbour."""
+    if run.pipeline == 1:
+        return 0.0
+    rate = numbers["outside"] * machine.nics / run.inside_host
+    if run.in_one_host:
+        rate = numbers["inside"] * machine.nvlink
+    return 4 * run.tokens * run.hidden / run.tensor / rate
 
 
 def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
-    """The step of a run, on its own machine and with the frozen constants unless others are given.
-
-    A stage that has one layer less than the others has time for the output words.
-    """
+    """The step of a run; its own machine and the frozen constants count unless others are given."""
     machine = machine or run.machine
     numbers = numbers or constants("today" if run.attention == "fused" else "of_2021")
-    computing = passes(run, machine, numbers)
-    layers = ceil(run.layers / run.pipeline)
-    send = sharded_sending if run.way in SHARDED else averaging
-    shown, once, sending = send(run, machine, layers, computing, numbers)
-    forward, backward = computing
-    logits = run.vocab * run.tokens / run.tensor
-    words = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)
-    words += numbers["logit"] * logits / machine.memory
-    if run.layers % run.pipeline:
-        spare = sum(forward) + sum(backward)
-        words = max(0.0, words - spare)
-    handed = 0.0
-    if run.pipeline > 1:
-        outside = numbers["outside"] * machine.nics / run.inside_host
-        inside = numbers["inside"] * machine.nvlink
-        across = inside if run.gpus <= run.inside_host else outside
-        handed = 4 * run.tokens * run.hidden / run.tensor / across
+    forward, backward = passes(run, machine, numbers)
     layer = sum(forward) + sum(backward)
-    stage = layers * layer + shown + handed
-    whole = run.weights_on_gpu if run.way in ("ddp", "zero1", "zero1 in host") else 0.0
-    own = run.weights_on_gpu / run.shards
-    update = (UPDATE * own + GRADIENT * whole) / machine.memory
+    send = sharded_sending if run.way in SHARDED else averaging
+    sending = send(run, machine, sum(forward), sum(backward), numbers)
+    handing = handing_seconds(run, machine, numbers)
+    stage = run.stage_layers * layer + sending.shown + handing
+    own_weights = run.weights_on_gpu / run.shards
+    whole_gradients = 0.0 if run.way in SHARDED else run.weights_on_gpu
+    update = (UPDATE * own_weights + GRADIENT * whole_gradients) / machine.memory
     times = run.accumulate
-    spent = [times * layers * (a + b) for a, b in zip(forward, backward, strict=True)]
-    parts = dict(zip(Work._fields, spent, strict=True))
-    parts["products"] += times * words
+    parts = {}
+    for name, there, back in zip(Work._fields, forward, backward, strict=True):
+        parts[name] = times * run.stage_layers * (there + back)
+    parts["products"] += times * output_seconds(run, machine, layer, numbers)
     parts["memory"] += update
-    parts["sending that shows"] = times * shown + once
-    parts["bubble"] = (run.pipeline - 1) * stage + times * handed
-    return Step(parts, sending)
+    parts["sending that shows"] = times * sending.shown + sending.shown_once
+    parts["bubble"] = (run.pipeline - 1) * stage + times * handing
+    return Step(parts, sending.total)
 
 
 def tokens_per_s(run: Run, seconds: float) -> float:
@@ -321,18 +361,19 @@ def memory_gb(run: Run) -> dict[str, float]:
     state = 8 if run.pure else 16
     if run.way in SHARDED:
         per_weight = state / run.shards
+        # In 16 bits: all layers, or the one that computes and the next.
         gathered = 2 * run.weights_on_gpu if run.way == "zero2" else 4 * run.weights / run.tensor
     else:
         per_weight = 4 + (state - 4) / run.shards
         gathered = 0.0
+    # Bytes per token (Korthikanti et al.): of their 34 per unit of width, 2 are for dropout.
     unfused = 5 * run.heads * run.seq if run.attention == "unfused" else 0
     n = run.tokens / run.tensor
     layer = (32 * run.hidden + unfused) * n
     inputs = 2 * n * run.hidden
-    left = (1 - run.recompute) * layer + run.recompute * inputs
+    kept_of_layer = (1 - run.recompute) * layer + run.recompute * inputs
     in_flight = min(run.accumulate, run.pipeline)
-    layers = ceil(run.layers / run.pipeline)
-    activations = in_flight * layers * left + run.recompute * layer
+    activations = in_flight * run.stage_layers * kept_of_layer + run.recompute * layer
     kept = {
         "weights, gradients, optimizer": per_weight * run.weights_on_gpu,
         "gathered layers": gathered,

@@ -29,32 +29,37 @@ def drawn(recipe: dict, most: int) -> str:
     Where there are more positions than that, the longest sliders lose some in their middle.
     """
     explorer = widgets.rebuild(recipe)
-    first = {name: control.value for name, control in explorer.controls.items()}
-    for control in explorer.controls.values():
-        control.unobserve(explorer.redraw, "value")
-    every = {name: positions(control) for name, control in explorer.controls.items()}
-    whole = {name: every[name] for name in movable_ends(explorer)}
-    others = {name: pairs for name, pairs in every.items() if name not in whole}
-    kept = every | thinned(others, first, max(1, most // math.prod(map(len, whole.values()))))
+    controls = explorer.controls
+    first_values = {name: control.value for name, control in controls.items()}
+    for control in controls.values():
+        control.unobserve(explorer.redraw, "value")  # `branch` draws each picture itself.
+    all_positions = {name: positions(control) for name, control in controls.items()}
+    # A slider whose ends move keeps all of its positions; the others share the rest.
+    pictures_of_others = most
+    others = dict(all_positions)
+    for name in movable_ends(explorer):
+        pictures_of_others //= len(others.pop(name))
+    pairs = all_positions | thinned(others, first_values, max(1, pictures_of_others))
     lines = {}
-    labels = {name: [] for name in kept}
-    tree = branch(explorer, kept, list(kept), lines, labels)
-    sliders = [
-        {
-            "name": explorer.controls[name].description,
+    labels = {name: [] for name in pairs}
+    tree = branch(explorer, pairs, list(pairs), lines, labels)
+    sliders = []
+    for name in pairs:
+        values = [value for _, value in pairs[name]]
+        slider = {
+            "name": controls[name].description,
             "labels": labels[name],
-            "at": place(kept[name], first[name]),
+            "at": values.index(first_values[name]),
         }
-        for name in kept
-    ]
-    return json.dumps(
-        {"sliders": sliders, "lines": list(lines), "tree": tree}, separators=(",", ":")
-    )
+        sliders.append(slider)
+    whole = {"sliders": sliders, "lines": list(lines), "tree": tree}
+    return json.dumps(whole, separators=(",", ":"))
 
 
 def positions(control):
     """All (label, value) pairs that a slider can stand at now."""
     if isinstance(control, ipywidgets.SelectionSlider):
+        # The public `options` may be pairs or bare values; these are always both.
         return list(zip(control._options_labels, control._options_values, strict=True))
     return [(str(value), value) for value in range(control.min, control.max + 1, control.step)]
 
@@ -65,37 +70,34 @@ def movable_ends(explorer):
     """
     return [
         name
-        for name in [*explorer.controls][1:]
+        for name in list(explorer.controls)[1:]
         if not isinstance(explorer.controls[name], ipywidgets.SelectionSlider)
     ]
 
 
-def place(pairs, value):
-    """Which of the (label, value) `pairs` has this value."""
-    return [each for _, each in pairs].index(value)
+def thinned(all_positions, first_values, most):
+    """`all_positions` {name: (label, value) pairs}, with pairs left out of the longest until `most`
+    pictures remain.
 
-
-def thinned(every, first, most):
-    """`every` {name: positions}, with positions left out of the longest until `most` pictures
-    remain.
-
-    Each slider's `first` value stays, and its ends as long as that can be.
+    Each slider's first value stays, and its ends as long as that can be.
     """
-    kept = {name: list(pairs) for name, pairs in every.items()}
+    kept = {name: list(pairs) for name, pairs in all_positions.items()}
     while math.prod(map(len, kept.values())) > most:
-        name = max(kept, key=lambda control: len(kept[control]))
-        others = [pair for pair in kept[name] if pair[1] != first[name]]
-        inner = [pair for pair in others if pair not in (kept[name][0], kept[name][-1])]
-        removable = inner or others
-        kept[name].remove(removable[len(removable) // 2])
+        longest = max(kept, key=lambda name: len(kept[name]))
+        pairs = kept[longest]
+        removable = [pair for pair in pairs if pair[1] != first_values[longest]]
+        inner = [pair for pair in removable if pair not in (pairs[0], pairs[-1])]
+        if inner:
+            removable = inner
+        pairs.remove(removable[len(removable) // 2])
     return kept
 
 
 def branch(explorer, kept, names, lines, labels):
-    """The tree of pictures: a list for each slider, and at its ends [message, alternative text,
-    line numbers].
+    """The tree of pictures: a list for each of the sliders `names`, whose positions are `kept`, and
+    at its ends [message, alternative text, line numbers].
 
-    `lines` and `labels` are filled on the way.
+    On the way `lines`, {line: its number}, and `labels`, {name: labels}, are filled.
     """
     if not names:
         picture = explorer.picture()
@@ -105,6 +107,7 @@ def branch(explorer, kept, names, lines, labels):
     control = explorer.controls[name]
     branches = []
     pairs = positions(control) if name in movable_ends(explorer) else kept[name]
+    # Where the ends move, the page's slider is as long as the longest.
     labels[name] = max(labels[name], [label for label, _ in pairs], key=len)
     for _, value in pairs:
         control.value = value

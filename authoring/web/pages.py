@@ -19,12 +19,15 @@ from ddp_course.showing.widgets import MIME
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDGET = "application/vnd.jupyter.widget-view+json"
+# $$...$$, or $...$ that no letter or digit touches from outside and that has at most two lines.
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n`]+?(?:\n[^$\n`]+?)?)\$(?!\d)", re.DOTALL)
+# A fenced block, or code in a line; the group keeps it as every second part of a split.
 CODE = re.compile(r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
-PROGRESS = re.compile(r"\|.*\| \d+/\d+ \[|it/s\]")  # a bar that nothing moves any more
+PROGRESS = re.compile(r"\|.*\| \d+/\d+ \[|it/s\]")  # A bar that nothing moves any more is left out.
 STARTS_LIST = re.compile(r"( *)(?:[-*+]|1\.) +\S")
-LISTED = re.compile(r" *(?:[-*+]|\d+\.) +\S")
+LIST_ITEM = re.compile(r" *(?:[-*+]|\d+\.) +\S")
 
 
 @dataclass
@@ -66,9 +69,8 @@ def ways_in(path: Path) -> str:
     goes with it.
     """
     other = "notebooks" if path.parent.name == "exercises" else "exercises"
-    places = [
-        f"[{place}]({link})" for place, link in addresses(f"{path.parent.name}/{path.name}").items()
-    ]
+    opening = addresses(f"{path.parent.name}/{path.name}")
+    places = [f"[{place}]({address})" for place, address in opening.items()]
     links = ["Open in " + " · ".join(places)]
     if (ROOT / other / path.name).exists():
         kind = "Lesson" if other == "notebooks" else "Exercise"
@@ -81,19 +83,19 @@ def prose(markdown: str, where: str) -> str:
     Markdown, links mended.
     """
     parts = CODE.split(markdown)
-    for index in range(0, len(parts), 2):  # the others are code
-        text = FORMULA.sub(formula, parts[index])
-        text = re.sub(r"<details>", '<details markdown="1">', text)
-        parts[index] = re.sub(
-            r"\]\(([^)\s]+)\)", lambda match: f"]({target(match[1], where)})", text
-        )
+    for index in range(0, len(parts), 2):  # The others are code.
+        text = FORMULA.sub(mathml, parts[index])
+        text = text.replace("<details>", '<details markdown="1">')
+        parts[index] = LINK.sub(lambda match: f"]({target(match[1], where)})", text)
     return with_lists_apart("".join(parts))
 
 
-def formula(match: re.Match) -> str:
+def mathml(match: re.Match) -> str:
     """One TeX formula as MathML, which browsers show without help."""
-    tex = (match[1] or match[2]).strip().replace("\n", " ")
-    display = "block" if match[1] else "inline"
+    block, inline = match.groups()
+    tex = (block or inline).strip().replace("\n", " ")
+    display = "block" if block else "inline"
+    # Markdown would take these two for emphasis.
     return convert(tex, display=display).replace("*", "&#42;").replace("_", "&#95;")
 
 
@@ -104,16 +106,16 @@ def target(link: str, where: str) -> str:
     name = link.partition("#")[0]
     if re.match(r"[a-z]+:", link) or not name:
         return link
-    there = (ROOT / where).parent / name
-    if name.endswith(".ipynb") and there.resolve().exists():
+    file = ((ROOT / where).parent / name).resolve()
+    if name.endswith(".ipynb") and file.exists():
         return f"{name.removesuffix('.ipynb')}.md"
-    inside = there.resolve().relative_to(ROOT)
-    if inside.parent.name == "docs" and name.endswith(".md"):
+    path = file.relative_to(ROOT).as_posix()
+    is_page = file.parent.name == "docs" and name.endswith(".md")
+    is_picture = path.startswith("docs/") and file.is_file()
+    if is_page or is_picture:
         return link
-    if inside.as_posix().startswith("docs/") and there.is_file():
-        return link  # a picture
-    kind = "tree" if there.is_dir() else "blob"
-    return f"{repository()}/{kind}/main/{inside.as_posix()}"
+    kind = "tree" if file.is_dir() else "blob"
+    return f"{repository()}/{kind}/main/{path}"
 
 
 def with_lists_apart(markdown: str) -> str:
@@ -125,72 +127,67 @@ def with_lists_apart(markdown: str) -> str:
     for line in markdown.split("\n"):
         fenced ^= bool(re.match(r" *(```|~~~)", line))
         before = lines[-1] if lines else ""
-        begins = STARTS_LIST.match(line)
-        if (
-            begins
-            and not fenced
-            and before.strip()
-            and not LISTED.match(before)
-            and not before.startswith("  ")
-        ):
+        goes_on = not before.strip() or LIST_ITEM.match(before) or before.startswith("  ")
+        if STARTS_LIST.match(line) and not fenced and not goes_on:
             lines.append("")
         lines.append(line)
     return "\n".join(lines)
 
 
 def code_cell(cell, page: Page, predictions: list) -> str:
-    """A code cell and what came out of it. The search passes it over: it is for the words around
-    it.
-    """
-    inner = [fence(cell.source, "python")] if cell.source.strip() else []
+    """A code cell and what came out of it. The search finds the words around cells, not in them."""
+    parts = []
+    if cell.source.strip():
+        parts.append(fence(cell.source, "python"))
     if "jupyter" in cell.metadata:  # The lab folds its code away, too.
-        inner = [f'<details markdown="1"><summary>code</summary>\n\n{inner[0]}\n\n</details>']
-    shows = re.match(r"show\.(source|diff)\(", cell.source)
+        parts = [f'<details markdown="1"><summary>code</summary>\n\n{parts[0]}\n\n</details>']
+    language = None
+    if cell.source.startswith("show.source("):
+        language = "python"
+    elif cell.source.startswith("show.diff("):
+        language = "diff"
     for output in cell.outputs:
-        inner.append(
-            markdown_of(
-                output,
-                page,
-                predictions,
-                {"source": "python", "diff": "diff"}[shows[1]] if shows else None,
-            )
-        )
-    body = "\n\n".join(part for part in inner if part)
+        parts.append(markdown_of(output, page, predictions, language))
+    body = "\n\n".join(filter(None, parts))
     return f'<div class="cell" markdown="1" data-search-exclude>\n\n{body}\n\n</div>'
 
 
 def fence(text: str, language: str) -> str:
     """A fenced block that nothing in `text` can end."""
-    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    longest_run = max(map(len, re.findall(r"`+", text)), default=0)
+    ticks = "`" * max(3, longest_run + 1)
     return f"{ticks}{language}\n{TERMINAL.sub('', text).rstrip()}\n{ticks}"
 
 
 def markdown_of(output, page: Page, predictions: list, language: str | None) -> str:
-    """One output of a cell; `language` is that of a text which is code."""
+    """One output of a cell; `language` is that of a text which is code. `predictions` are the
+    page's questions so far, of which the last one waits for its answer.
+    """
     if "data" not in output:
         text = output.get("text") or "\n".join(output.get("traceback", []))
         lines = [line for line in text.splitlines() if not PROGRESS.search(line)]
         return fence("\n".join(lines), "text") if lines else ""
     data = output.data
-    ours = output.data.get(MIME, {})
-    if PROGRESS.search(data.get("text/plain", "")):
+    text = data.get("text/plain", "")
+    ours = data.get(MIME, {})
+    if PROGRESS.search(text):
         return ""
     if "explorer" in ours:
         return explorer(output, page)
     if "right" in ours:
-        return reveal(ours, len(predictions) - 1, data["text/plain"])
-    if WIDGET in data and "( )" in data.get("text/plain", ""):
-        predictions.append(data["text/plain"])
-        return prediction(data["text/plain"], len(predictions) - 1)
+        return reveal(ours, len(predictions) - 1, text)
+    if WIDGET in data and "( )" in text:
+        predictions.append(text)
+        return prediction(text, len(predictions) - 1)
     if "image/png" in data:
         return picture(output, page)
     if language:
-        return fence(data["text/plain"], language)
+        return fence(text, language)
     if "text/html" in data:
         # An empty line would end the block of HTML.
         without_gaps = re.sub(r"\n\s*\n", "\n", data["text/html"])
         return f'<div class="output">{without_gaps}</div>'
-    return fence(data.get("text/plain", ""), "text")
+    return fence(text, "text")
 
 
 def alternative(output) -> str:
@@ -202,10 +199,8 @@ def picture(output, page: Page) -> str:
     """A figure as a file beside the page."""
     name = f"{Path(page.path).stem}-{len(page.pictures) + 1}.png"
     page.pictures[name] = base64.b64decode(output.data["image/png"])
-    return (
-        f'<img class="figure" src="{name}"'
-        f' alt="{html.escape(" ".join(alternative(output).split()))}" loading="lazy">'
-    )
+    words = html.escape(" ".join(alternative(output).split()))
+    return f'<img class="figure" src="{name}" alt="{words}" loading="lazy">'
 
 
 def explorer(output, page: Page) -> str:
@@ -221,13 +216,12 @@ def explorer(output, page: Page) -> str:
 def prediction(text: str, number: int) -> str:
     """A question with its answers to choose from; `text` has a line for each, marked "( )"."""
     question, *answers = text.split("\n")
-    choices = "".join(
-        f'<label><input type="radio" name="prediction-{number}" value="{at}">'
-        f" {html.escape(answer.strip()[4:])}</label>"
-        for at, answer in enumerate(answers)
-    )
-    asked = f"<legend>{html.escape(question)}</legend>{choices}"
-    return f'<fieldset class="prediction" data-number="{number}">{asked}</fieldset>'
+    inside = f"<legend>{html.escape(question)}</legend>"
+    for place, answer in enumerate(answers):
+        words = html.escape(answer.strip().removeprefix("( ) "))
+        radio = f'<input type="radio" name="prediction-{number}" value="{place}">'
+        inside += f"<label>{radio} {words}</label>"
+    return f'<fieldset class="prediction" data-number="{number}">{inside}</fieldset>'
 
 
 def reveal(ours: dict, number: int, line: str) -> str:

@@ -24,13 +24,8 @@ from ..report import rendered
 from ..results import TaskResult
 from ..submissions import Exercises, Item, exercise_of, load_exercises, read_submission
 
-FOLDERS = (
-    ".",
-    "work/exercises",
-    "work",
-    "exercises",
-    "../exercises",
-)  # The learner's notebook is looked for here.
+# The learner's notebook is looked for here.
+FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +57,14 @@ def main(args: argparse.Namespace) -> int:
             f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
         )
     path = args.notebook or own_notebook(args.exercise)
-    saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
-    print(f"{path}, saved {saved}: its cells run first, then its answers", flush=True)
+    saved_at = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
+    print(f"{path}, saved {saved_at}: its cells run first, then its answers", flush=True)
     submission = read_submission(Item((path.name,), path), Owner("you", path.name))
     number = exercise_of(submission, exercises)
     if number != args.exercise:
         raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
     with say_while("some seconds"):
-        result = grade_one(submission, exercises, Judge(seed), 120.0, show)
+        result = grade_one(submission, exercises, Judge(seed), seconds=120.0, progress=show)
     if result.message:
         print(result.message)
     again = ""
@@ -114,10 +109,10 @@ def show(task: TaskResult) -> None:
     """Print the result of a task, with the properties that are right if only some are."""
     solved = task.points == task.possible
     keep("tasks", task.id, solved)
-    holds = [part["name"] for part in task.parts if part["points"]]
+    right_parts = [part["name"] for part in task.parts if part["points"]]
     message = task.message
     if solved:
         message = "correct"
-    elif holds:
-        message += f" ({SO_FAR}{', '.join(holds)})"
+    elif right_parts:
+        message += f" ({SO_FAR}{', '.join(right_parts)})"
     print(f"{task.id}  {message}", flush=True)

@@ -24,7 +24,7 @@ from ..submissions import (
     without_exercises_not_begun,
 )
 
-FILES = {  # The options that name a file.
+FILES = {  # The options that name a file, with their help.
     "csv": "write one line per task",
     "json": "write everything, and keep what is in it",
     "canvas": "write the CSV that Canvas imports",
@@ -43,8 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write index.html, and hand_back/ with a page for each learner",
     )
-    for name, what in FILES.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=what)
+    for name, text in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=text)
     parser.add_argument(
         "--resume", action="store_true", help="grade only what is new or changed since --json"
     )
@@ -88,8 +88,9 @@ def main(args: argparse.Namespace) -> int:
     earlier = read_results(args.json) if args.json else []
     # What cannot be written must not cost an hour of grading.
     report.write_files(earlier, args)
-    for file in filter(None, [args.canvas, args.moodle]):
-        writable_folder(Path(file).parent)
+    for file in (args.canvas, args.moodle):
+        if file:
+            writable_folder(Path(file).parent)
     waiting = not_graded_yet(submissions, earlier) if args.resume else submissions
     print(who_is_who(submissions, roster), file=sys.stderr)
     results = grade_and_write(waiting, earlier, exercises, roster, args)
@@ -100,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 
 def who_is_who(submissions: list[Submission], roster: Roster) -> str:
     """How many learners there are, how many are late, and how many have handed in nothing."""
-    learners = {*roster, *(work.learner for work in submissions)}
+    learners = set(roster) | {work.learner for work in submissions}
     handed_in = {work.learner for work in submissions if work.file}
     late = {work.learner for work in submissions if work.late}
     without = len(learners) - len(handed_in)
@@ -111,15 +112,15 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
     """Submissions that are new, or have changed, or could not be graded; with them, all others of
     the same learner and exercise.
     """
-    now = {(work.learner, work.file): work.digest for work in submissions}
+    digests = {(work.learner, work.file): work.digest for work in submissions}
     done: set[tuple] = set()
     for result in earlier:
         # Who handed in nothing has a submission without a file.
         files = result.files or {"": ""}
-        before = {(result.learner, name): digest for name, digest in files.items()}
-        same = all(now.get(file, digest) == digest for file, digest in before.items())
+        graded = {(result.learner, name): digest for name, digest in files.items()}
+        same = all(digests.get(file, digest) == digest for file, digest in graded.items())
         if result.has_grade and same:
-            done.update(before)
+            done.update(graded)
     return [work for work in submissions if (work.learner, work.file) not in done]
 
 

@@ -14,7 +14,7 @@ from ddp_course.running import files
 from ..answers import Answer, answer_of
 from ..runs import read_run
 
-TEXTS = {
+TEXTS = {  # The options that are fields of a run, with their help.
     "model": "a name such as llama-3.1-8b, gpt2-xl, mpt-7b",
     "gpu": "such as H100-80GB, A100-40GB, RTX 4090",
     "gpus": "how many",
@@ -30,7 +30,6 @@ TEXTS = {
     "inside": 'link between GPUs of a host, such as "PCIe 4"',
     "precision": '"bf16 mixed" or "bf16 pure"',
 }
-MEASURED = {"tokens_per_s_per_gpu": "tokens", "iteration time (ms)": "ms"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +52,11 @@ def main(args: argparse.Namespace) -> None:
     if args.file:
         if given or args.config:
             raise ValueError("a table and options of one run do not go together; take one of them")
-        fill(args.file, args.out)
+        predict_table(args.file, args.out)
     elif given or args.config:
         predict_one_run(args, given)
     else:
-        scores(args.out)
+        show_scoreboard(args.out)
 
 
 def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
@@ -86,17 +85,18 @@ def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
         files.replace_file(args.figure, result.figure().png())
 
 
-def fill(source: Path, target: str | None) -> None:
+def predict_table(source: Path, target: str | None) -> None:
     """Predict every line of a table; ValueError names the line and column that cannot be."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             rows = list(reader)
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise ValueError(f"cannot read {source} ({error}); give a CSV file") from None
+    except (OSError, UnicodeError, csv.Error) as problem:
+        raise ValueError(f"cannot read {source} ({problem}); give a CSV file") from None
     if not rows:
         raise ValueError(f"{source} has no lines below its titles; write one line per run")
     errors = []
+    # These are sets in order: their values do not count.
     titles: dict[str, Any] = {}
     assumed: dict[str, None] = {}
     for number, row in enumerate(rows, 2):
@@ -104,17 +104,16 @@ def fill(source: Path, target: str | None) -> None:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
         try:
             run, defaults = read_run(row)
-            result = answer_of(run, defaults)
-            miss = measured_error(row, result)
+            answer = answer_of(run, defaults)
+            error = error_of(answer, row)
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None
-        row |= result.columns()
+        row |= answer.columns()
+        if error is not None:
+            row["error"] = f"{error:+.3f}"
+            errors.append(abs(error))
         titles.update(row)
-        assumed.update(dict.fromkeys(result.assumed))
-        if miss is not None:
-            row["error"] = f"{miss:+.3f}"
-            errors.append(abs(miss))
-            titles["error"] = ""
+        assumed.update(dict.fromkeys(defaults))
     text = io.StringIO()
     writer = csv.DictWriter(text, titles, lineterminator="\n")
     writer.writeheader()
@@ -130,24 +129,27 @@ def fill(source: Path, target: str | None) -> None:
         print(f"{words}, worst {max(errors):.1%}", file=sys.stderr)
 
 
-def measured_error(row: dict[str, Any], result: Answer) -> float | None:
-    """Predicted over measured, minus 1, of seconds or of tokens; None without a measurement. Raises
-    ValueError for a measurement that is no positive number.
+def error_of(answer: Answer, row: dict[str, Any]) -> float | None:
+    """Predicted over measured, minus 1, of tokens per second or of milliseconds, whichever the row
+    has; None without a measurement. Raises ValueError for one that is no positive number.
     """
-    for column, unit in MEASURED.items():
+    predicted = {
+        "tokens_per_s_per_gpu": answer.tokens_per_s_per_gpu,
+        "iteration time (ms)": 1000 * answer.step_s,
+    }
+    for column, value in predicted.items():
         if row.get(column):
             try:
-                value = float(row[column])
+                measured = float(row[column])
             except ValueError:
-                value = 0.0
-            if not 0 < value < float("inf"):
+                measured = 0.0
+            if not 0 < measured < float("inf"):
                 raise ValueError(f'"{column}" is {row[column]}; a number above 0 was expected')
-            ours = result.tokens_per_s_per_gpu if unit == "tokens" else 1000 * result.step_s
-            return ours / value - 1
+            return value / measured - 1
     return None
 
 
-def scores(folder_name: str | None) -> None:
+def show_scoreboard(folder_name: str | None) -> None:
     """Print the scoreboard; write its rows, page and picture into a folder where one is given."""
     from .. import scoreboard
     from ..figures import predictions_figure

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from answers import hand_in, submission_of
 
+from ddp_course.checking.attempt import Evidence
 from ddp_course.checking.tasks import cells_with, of_exercise, solution
 from ddp_course.running.files import course_folder
 from ddp_grading import grader, guard, landlock, run_cells
@@ -292,6 +293,22 @@ def test_what_no_time_was_left_for_is_told_who_took_it(tmp_path, monkeypatch):
     said = verdicts_of(grader.Judge(3), answers, tmp_path, seconds=0.5)
     assert said["1.1"].startswith("not finished in time")
     assert said["1.2"] == said["1.3"] == "not tried: 1.1 took all of the time"
+
+
+def test_a_launch_that_no_time_was_left_for_is_told_who_took_it(tmp_path, monkeypatch):
+    """1.1 and 3.1 run on unlike numbers of ranks: the first launch takes all of the time."""
+
+    def gathered(attempts, limits=None, *of_a_company, seconds=None):
+        if limits is None:
+            return [Evidence({}, seconds=1.0)]  # This is the solution's.
+        if of_a_company and attempts[0].number == "1.1":
+            return [Evidence(None, "not finished in time")]
+        return []
+
+    monkeypatch.setattr(grader, "gather", gathered)
+    said = verdicts_of(grader.Judge(3), {"1.1": b"", "3.1": b""}, tmp_path, seconds=5.0)
+    assert said["1.1"] == "not finished in time"
+    assert said["3.1"] == "not tried: 1.1 took all of the time"
 
 
 def test_ranks_work_where_the_cells_do(tmp_path):

@@ -3,15 +3,15 @@
 import pytest
 
 from ddp_predictions import plans
-from ddp_predictions.answers import ROOM
+from ddp_predictions.answers import USABLE
 
 
 def test_the_choice_fits_and_nothing_simpler_is_nearly_as_fast():
     decision = plans.decide(model="llama-2-7b", gpu="A100-80GB", gpus=16, batch=64)
     chosen = decision.chosen
-    assert chosen.memory_gb <= ROOM * chosen.capacity_gb
+    assert chosen.memory_gb <= USABLE * chosen.capacity_gb
     runs = plans.settings(chosen.run, 64)
-    fitting = [each for each in map(plans.answer_of, runs) if each.memory_gb <= ROOM * 80]
+    fitting = [each for each in map(plans.answer_of, runs) if each.memory_gb <= USABLE * 80]
     assert len(fitting) == decision.fitting
     fastest = min(each.step_s for each in fitting)
     near = [each for each in fitting if each.step_s <= 1.05 * fastest]
