@@ -242,16 +242,18 @@ class AverageInBackground:
             executor.submit = partial(watch.submit, executor.submit)
             with in_words({"not callable": HAND_OVER}):
                 average_in_background(flats, watch.all_reduce, executor, size)
-            done = len(watch.threads)
+            done_at_return = len(watch.threads)
             means = [flat.clone() for flat in flats]
         in_background = all(name.startswith("communication") for name in watch.threads)
         yield "waiting", "all_reduce was called", bool(watch.order)
         yield "waiting", "all_reduce runs in the executor's thread", in_background
+        first_was_alone = bool(watch.alone) and watch.alone[0]
         about = "the second bucket was submitted before the first was done"
-        yield "waiting", about, not any(watch.alone[:1])
+        yield "waiting", about, not first_was_alone
         too_soon = ""
-        if done < len(flats):
-            too_soon = f"{len(flats) - done} of {len(flats)} buckets were not done: wait for each"
+        if done_at_return < len(flats):
+            missing = len(flats) - done_at_return
+            too_soon = f"{missing} of {len(flats)} buckets were not done: wait for each"
         yield "waiting", "when your function returned", too_soon
         untouched = not any(watch.touched)
         yield "waiting", "nobody changed a bucket while it was reduced", untouched
@@ -305,9 +307,8 @@ class BucketWatch:
         self.begun.set()
         self.alone.append(not self.second_submitted.wait(self.PATIENCE_S))
         self.second_submitted.set()  # The other buckets wait for nothing.
-        time.sleep(
-            0.03
-        )  # An answer that does not wait has time to return, or to change the bucket.
+        # An answer that does not wait has time to return meanwhile, or to change the bucket.
+        time.sleep(0.03)
         self.touched.append(not before.equal(flat))
         ring_all_reduce(flat, self.group)
         self.threads.append(threading.current_thread().name)
