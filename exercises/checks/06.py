@@ -300,7 +300,7 @@ USUAL = {
 }
 
 
-def symptoms(random, wrong, size):
+def symptoms(random, mistakes, size):
     """What is known after a run with these mistakes: samples, weights, saved.
 
     Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
@@ -308,18 +308,18 @@ def symptoms(random, wrong, size):
     """
     count = size * 7 - 1  # The last share is filled up with the first sample.
     orders = [random.sample(range(count), count) for _ in range(2)]
-    if "epoch" in wrong:
+    if "epoch" in mistakes:
         orders[1] = orders[0]
     sum_of_weights = random.uniform(-3, 3)
-    difference = 0.01 if "wrapper" in wrong else 0
-    writers = (0, 1) if "writers" in wrong else (1,)
-    prefix = "module." if "names" in wrong else ""
+    difference = 0.01 if "wrapper" in mistakes else 0
+    writers = (0, 1) if "writers" in mistakes else (1,)
+    prefix = "module." if "names" in mistakes else ""
     names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
     samples = []
     sums = []
     saved = []
     for rank in range(size):
-        if "sampler" in wrong:
+        if "sampler" in mistakes:
             shuffled = itemgetter(*random.sample(range(count), count))
             of_epochs = [list(shuffled(order)) for order in orders]
         else:
@@ -339,10 +339,10 @@ class FromSymptoms:
         combinations = [set(), set(USUAL), {"sampler", "epoch"}]
         for _ in range(3):
             combinations.append(set(random.sample(list(USUAL), random.randrange(2, 5))))
-        for wrong in combinations:
-            runs.append((wrong, random.choice((2, 3, 8))))
+        for mistakes in combinations:
+            runs.append((mistakes, random.choice((2, 3, 8))))
         random.shuffle(runs)
-        return {"runs": [symptoms(random, wrong, size) for wrong, size in runs]}
+        return {"runs": [symptoms(random, mistakes, size) for mistakes, size in runs]}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
