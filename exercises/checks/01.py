@@ -28,17 +28,22 @@ def weights(model):
 def after_one_step(model, batches):
     """The weights after a step of plain SGD on all batches at once; the model stays as it is."""
     ahead = copy.deepcopy(model)
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    inputs = torch.cat([part for part, _ in batches])
+    targets = torch.cat([part for _, part in batches])
     loss = nn.functional.cross_entropy(ahead(inputs), targets)
     gradients = torch.autograd.grad(loss, list(ahead.parameters()))
     return weights(ahead) - RATE * torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 def size_of_update(before, after, goal):
-    """In words, that an update has the right direction but not the right size; else ""."""
+    """In words, that an update has the right direction but not the right size; else "". There is no
+    update of size 0: the weights themselves show that nothing has changed.
+    """
     right = goal - before
-    factor = ((after - before) @ right / (right @ right)).item()
-    if factor and abs(factor - 1) > 1e-6 and (after - before).allclose(factor * right, 1e-6, 1e-12):
+    update = after - before
+    factor = (update @ right / (right @ right)).item()
+    same_direction = update.allclose(factor * right, rtol=1e-6, atol=1e-12)
+    if same_direction and factor != 0 and abs(factor - 1) > 1e-6:
         return f"the update is {factor:.4g} times as large as it should be"
     return ""
 
@@ -84,20 +89,26 @@ class Accumulate:
 
     def probe(accumulate, seed, rounds):
         model, optimizer = small_model(seed)
-        steps = []
+        updates = 0
         step = optimizer.step
-        optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
+
+        def counted_step(*args, **kwargs):
+            nonlocal updates
+            updates += 1
+            return step(*args, **kwargs)
+
+        optimizer.step = counted_step
         for number, micro_batches in enumerate(rounds, 1):
-            steps.clear()
+            updates = 0
             before = weights(model)
             goal = after_one_step(model, micro_batches)
             yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)
-            updates = (
-                "" if len(steps) == 1 else f"{len(steps)} updates: a call makes one, at its end"
-            )
-            yield "weights", f"call {number}", updates
-            size = size_of_update(before, weights(model), goal)
-            yield "weights", f"call {number}, size of the update", size
+            wrong_count = ""
+            if updates != 1:
+                wrong_count = f"{updates} updates: a call makes one, at its end"
+            yield "weights", f"call {number}", wrong_count
+            wrong_size = size_of_update(before, weights(model), goal)
+            yield "weights", f"call {number}, size of the update", wrong_size
             yield "weights", f"call {number}, the weights after it", weights(model)
 
 
@@ -108,21 +119,20 @@ class GradientBytes:
     """
 
     def draw(random):
-        return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": True}
+        return {"widths": [random.randrange(3, 40) for _ in range(3)]}
 
-    def probe(gradient_bytes, widths, tied):
-        small, middle, large = widths
-        frozen = nn.Sequential(nn.Linear(small, middle), nn.Linear(middle, large))
-        frozen[0].requires_grad_(False)
-        shared = nn.Sequential(nn.Linear(middle, middle), nn.Linear(middle, middle))
-        shared[1].weight = shared[0].weight
-        two_dtypes = nn.Sequential(nn.Linear(small, middle), nn.Linear(middle, large).double())
-        yield "dtypes", "a float32 model", gradient_bytes(nn.Linear(small, middle))
-        yield "dtypes", "a float64 model", gradient_bytes(nn.Linear(middle, large).double())
-        yield "dtypes", "a bfloat16 model", gradient_bytes(nn.Linear(large, small).bfloat16())
+    def probe(gradient_bytes, widths):
+        inputs, hidden, outputs = widths
+        yield "dtypes", "a float32 model", gradient_bytes(nn.Linear(inputs, hidden))
+        yield "dtypes", "a float64 model", gradient_bytes(nn.Linear(hidden, outputs).double())
+        yield "dtypes", "a bfloat16 model", gradient_bytes(nn.Linear(outputs, inputs).bfloat16())
+        two_dtypes = nn.Sequential(nn.Linear(inputs, hidden), nn.Linear(hidden, outputs).double())
         yield "dtypes", "a model of two dtypes", gradient_bytes(two_dtypes)
-        with_buffers = nn.Sequential(nn.Linear(small, large), nn.BatchNorm1d(large))
+        with_buffers = nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs))
         yield "trained only", "a model with buffers", gradient_bytes(with_buffers)
-        yield "trained only", "a model with a frozen layer", gradient_bytes(frozen)
-        if tied:
-            yield "trained only", "a model with tied layers", gradient_bytes(shared)
+        with_frozen_layer = nn.Sequential(nn.Linear(inputs, hidden), nn.Linear(hidden, outputs))
+        with_frozen_layer[0].requires_grad_(False)
+        yield "trained only", "a model with a frozen layer", gradient_bytes(with_frozen_layer)
+        with_tied_layers = nn.Sequential(nn.Linear(hidden, hidden), nn.Linear(hidden, hidden))
+        with_tied_layers[1].weight = with_tied_layers[0].weight
+        yield "trained only", "a model with tied layers", gradient_bytes(with_tied_layers)

@@ -44,17 +44,20 @@ class ChunkToSend:
     """
 
     def draw(random):
-        sizes = random.sample(range(2, 9), 4)
-        drawn = [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)]
-        for rank, step, size in [*drawn, (0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]:
+        cases = []
+        for size in random.sample(range(2, 9), 4):
+            for _ in range(3):
+                cases.append((random.randrange(size), random.randrange(size - 1), size))
+        cases += [(0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]  # Both parts are in every draw.
+        for rank, step, size in cases:
             part = "down to chunk 0" if step <= rank else "past chunk 0"
             yield part, f"rank {rank}, step {step}, {size} ranks", (rank, step, size)
 
 
 @contextmanager
 def naming_chunks(size):
-    """Say in words what is wrong with chunks that do not fit or are not there, and in which line;
-    without it if fewer than `size` were cut, since that was another line.
+    """Raise Wrong, in words, for chunks that do not fit or are not there. Its cause shows the line
+    that failed, unless fewer than `size` chunks were cut: then another line is at fault.
     """
     try:
         with in_words({"must match the size": OTHER_LENGTH}):
@@ -66,67 +69,70 @@ def naming_chunks(size):
 
 
 def fewest_chunks(error):
-    """The length of the shortest row of tensors in the function that raised an error; infinity if
+    """The length of the shortest list of tensors in the function that raised an error; infinity if
     it has none.
     """
-    place = error.__traceback__
-    while place.tb_next:
-        place = place.tb_next
-    lengths = [math.inf]
-    for value in place.tb_frame.f_locals.values():
+    innermost = error.__traceback__
+    while innermost.tb_next:
+        innermost = innermost.tb_next
+    fewest = math.inf
+    for value in innermost.tb_frame.f_locals.values():
         if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            lengths.append(len(value))
-    return min(lengths)
+            fewest = min(fewest, len(value))
+    return fewest
 
 
 def draw_chunks(random):
-    """Lengths of uneven chunks for 2, 3 and 4 ranks, longer ones first, and whole numbers to fill
-    them with.
+    """Lengths of uneven chunks for 3, 4 and 2 ranks, longer ones first, and for each rank four rows
+    of whole numbers, whose beginnings fill its chunks.
     """
-    odd = 12 * random.randrange(1, 3) + random.choice((5, 7))
+    length = 12 * random.randrange(1, 3) + random.choice((5, 7))  # No world divides it evenly.
     lengths = {}
     for size in (3, 4, 2):
-        chunks = torch.arange(odd).tensor_split(size)
+        chunks = torch.arange(length).tensor_split(size)
         lengths[size] = [len(chunk) for chunk in chunks]
-    return {"lengths": lengths, "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
+    longest = 16  # This is the half of 31.
+    values = [tensors(random, 4, longest, whole=True) for _ in range(4)]
+    return {"lengths": lengths, "values": values}
 
 
-def probe_chunks(function, lengths, values, part, what):
-    """What `function(chunks, group)` leaves in the finished chunks and in all chunks, and what it
-    sends.
+def probe_chunks(function, lengths, values, part, about_finished):
+    """What `function(chunks, group)` leaves in the chunks that it finishes and in all chunks, and
+    what it sends. One chunk is finished if the `part` is "sums", all of them if it is "chunks".
     """
+    rank = dist.get_rank()
+    rows = values[rank]
     for size, group in worlds(3, 4, 2):
-        rank = dist.get_rank()
         case = f"with {size} ranks"
-        own = values[rank]
         if size == 3:
-            try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
-        chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
+            try_equal_chunks(function, [row[:4].clone() for row in rows[:3]], group)
+        chunks = [rows[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic, naming_chunks(size):
             function(list(chunks), group)
         finished = torch.cat(chunks)
         if part == "sums":
             index = (rank + 1) % size
             finished = chunks[index]
-            of_ranks = [other[index][: len(finished)] for other in values[:size]]
-            yield part, f"{case}, {what} as a sum", as_sum(finished, of_ranks)
-        yield part, f"{case}, {what}", finished
+            of_ranks = [of_rank[index][: len(finished)] for of_rank in values[:size]]
+            yield part, f"{case}, {about_finished} as a sum", as_sum(finished, of_ranks)
+        yield part, f"{case}, {about_finished}", finished
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
         yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "the other chunks", case, torch.cat(chunks)
 
 
 def try_equal_chunks(function, chunks, group):
-    """Raise Wrong for faults that equal chunks show: with uneven chunks, messages that do not fit
-    may hide them.
+    """Raise Wrong for faults that three equal chunks on three ranks show: with uneven chunks,
+    messages that do not fit may hide them.
     """
     rank, size, left, _ = wire.neighbours(group)
     events = []
     with wire.observing(events.append), naming_chunks(size):
         function(chunks, group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
-    others = [chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size]
-    require(not others[0].equal(others[1]), OWN_EVERY_TIME)
+    # An allgather that sends its own chunk twice leaves that of the left neighbour in both others.
+    first, second = (chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size)
+    require(not first.equal(second), OWN_EVERY_TIME)
 
 
 @task("4.2", "reduce_scatter", {"sums": 2, "bytes": 1}, every_order="sums", **LOOP)
@@ -171,27 +177,32 @@ class RingAllReduce:
 
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
-            for name, of_ranks in values.items():
-                given = of_ranks[:size]
+            for name, of_all_ranks in values.items():
+                tensor = of_all_ranks[dist.get_rank()].clone()
+                of_ranks = of_all_ranks[:size]
                 if name == "not contiguous":
-                    given = [tensor.t() for tensor in given]
-                tensor = of_ranks[dist.get_rank()].clone()
-                tensor = tensor.t() if name == "not contiguous" else tensor
+                    tensor = tensor.t()
+                    of_ranks = [of_rank.t() for of_rank in of_ranks]
                 with wire.counting() as traffic, naming_chunks(size):
                     ring_all_reduce(tensor, group)
                 case = f"{size} ranks, a tensor {name}"
-                sent = traffic.bytes_sent
-                chunk = -(-tensor.numel() // size) * tensor.element_size()
                 part = "sums" if name == "in one row" else "any shape"
                 if tensor.numel() > size:
-                    yield part, f"{case}, as a sum", as_sum(tensor, given)
+                    yield part, f"{case}, as a sum", as_sum(tensor, of_ranks)
                 yield part, case, tensor
-                much = ""
-                if sent > 2 * (size - 1) * chunk:
-                    much = f"{sent} bytes; 2 (K-1) chunks have at most {2 * (size - 1) * chunk}"
-                elif not sent and chunk and size > 1:
-                    much = "nothing"
-                yield "bytes", f"{case}, a rank sends", much
+                fault = fault_of_traffic(traffic.bytes_sent, tensor, size)
+                yield "bytes", f"{case}, a rank sends", fault
+
+
+def fault_of_traffic(sent, tensor, size):
+    """In words, that one of `size` ranks has sent too many bytes or none for a tensor; else ""."""
+    longest_chunk = math.ceil(tensor.numel() / size) * tensor.element_size()
+    most = 2 * (size - 1) * longest_chunk
+    if sent > most:
+        return f"{sent} bytes; 2 (K-1) chunks have at most {most}"
+    if sent == 0 and most > 0:
+        return "nothing"
+    return ""
 
 
 @task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
@@ -201,25 +212,30 @@ class StepSeconds:
     """
 
     def draw(random):
-        for ranks, slow, share in [
-            (4, 1, 2),
-            (8, 1, 9),
-            (1, 1, 1),
-            (6, 0.7, 9),
-            (5, 0.05, 2),
-            (6, 0.05, 2),
-            (8, 0.4, 1),
-            (6, 0.9, 60),  # Here the slow cables join, whatever else is drawn.
-        ]:
+        # A row says how many ranks there are, how fast slow cables are beside the others, how long
+        # computing takes (in units of 64 p/b, what a ring of many ranks needs), in which order the
+        # cables are, and of which unit of seconds the latency is.
+        rows = [
+            (4, 1, 2, "any", 1e-3),
+            (8, 1, 9, "any", 1e-3),
+            (1, 1, 1, "any", 1e-3),
+            (6, 0.7, 9, "any", 1e-3),
+            # Neither the first ranks nor the last ones may be the best in all draws.
+            (5, 0.05, 2, "slow first", 1e-3),
+            (6, 0.05, 2, "slow last", 1e-3),
+            (8, 0.4, 1, "any", 1e-3),
+            # Here the slow cables join, whatever else is drawn.
+            (6, 0.9, 60, "any", 1e-5),
+        ]
+        for ranks, speed_of_slow, share, order, unit in rows:
             bits = random.randrange(1, 90) * 10**8
             parameters = random.randrange(1, 400) * 10**6
-            count = 2 if ranks > 5 else 1
-            cables = [slow * bits] * count + [bits] * (ranks - count)
-            if slow != 0.05:
+            slow_ones = 2 if ranks > 5 else 1
+            cables = [speed_of_slow * bits] * slow_ones + [bits] * (ranks - slow_ones)
+            if order == "any":
                 random.shuffle(cables)
-            elif count == 2:
-                cables.reverse()  # Neither the first ranks nor the last may be the best in all draws.
-            unit = 1e-5 if share > 9 else 1e-3
+            elif order == "slow last":
+                cables.reverse()
             latency = random.randrange(1, 90) * unit
             computing = share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
@@ -245,16 +261,14 @@ class FindTheBugInTheRing:
     """
 
     def draw(random):
-        lengths = {
-            "even": 24,
-            "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)),
-            "short": 3,
+        uneven = 12 * random.randrange(1, 3) + random.choice((5, 7, 11))  # No world divides it.
+        return {
+            "values": {
+                "even": tensors(random, 4, 24, dtype=torch.float64, whole=True),
+                "odd": tensors(random, 4, uneven, whole=True),
+                "short": tensors(random, 4, 3, whole=True),
+            }
         }
-        dtypes = {"even": torch.float64, "odd": torch.float32, "short": torch.float32}
-        values = {}
-        for name, length in lengths.items():
-            values[name] = tensors(random, 4, length, dtype=dtypes[name], whole=True)
-        return {"values": values}
 
     def probe(the_bug, mended_ring, values):
         yield "the line", "the faulty line", the_bug()
@@ -265,6 +279,5 @@ class FindTheBugInTheRing:
                     mended_ring(tensor, group)
                 case = f"{size} ranks, {len(tensor)} numbers"
                 if len(tensor) > size:
-                    whole = as_sum(tensor, of_ranks[:size])
-                    yield "mended", f"{case}, as a sum", whole
+                    yield "mended", f"{case}, as a sum", as_sum(tensor, of_ranks[:size])
                 yield "mended", case, tensor

@@ -4,12 +4,12 @@ The evidence for "waiting" in 5.3 is time: the probe itself notes whether one ev
 before another.
 """
 
-import itertools
 import threading
 import time
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import accumulate, count, product
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ STANDS_STILL = (
 HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
 RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
+NO_PARAMETER = -1  # This is the number of a thing that is none of the parameters.
 
 
 @task(
@@ -47,51 +48,57 @@ class AssignBuckets:
 
     def draw(random):
         sizes = [random.randrange(20, 200) for _ in range(13)]
-        alike = ["float32"] * len(sizes)
-        mixed = [("float64", "float32", "float32")[i % 3] for i in range(len(sizes))]
-        three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
-        exact = [25, 50, 50, 100, 25, 75]
-        cases = [
-            (sizes, alike, 800),
-            (exact, ["float32"] * 6, 400),
-            (sizes, mixed, 900),
-            (sizes, alike, 10**6),
-        ]
-        return {"cases": [*cases, (sizes, three, 700)]}
+        fill_exactly = [25, 50, 50, 100, 25, 75]  # From the last one on, each 100 make a bucket.
+        return {
+            "cases": [
+                (sizes, dtypes_in_turn(13, "float32"), 800),
+                (fill_exactly, dtypes_in_turn(6, "float32"), 400),
+                (sizes, dtypes_in_turn(13, "float64", "float32", "float32"), 900),
+                (sizes, dtypes_in_turn(13, "float32"), 10**6),
+                (sizes, dtypes_in_turn(13, "bfloat16", "float32", "float64"), 700),
+            ]
+        }
 
     def probe(assign_buckets, cases):
-        for sizes, kinds, cap in cases:
-            shapes = zip(sizes, kinds, strict=True)
-            parameters = [
-                nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes
-            ]
-            index = {id(parameter): i for i, parameter in enumerate(parameters)}
-            dtypes = len(set(kinds))
+        for sizes, dtypes, cap in cases:
+            parameters = []
+            for size, dtype in zip(sizes, dtypes, strict=True):
+                parameters.append(nn.Parameter(torch.zeros(size, dtype=getattr(torch, dtype))))
+            number_of = {id(parameter): i for i, parameter in enumerate(parameters)}
             buckets = []
             for bucket in assign_buckets(parameters, cap):
                 require(
                     isinstance(bucket, list | tuple),
                     f"a bucket is a list of parameters, not {kind_of(bucket)}",
                 )
-                buckets.append([index.get(id(parameter), -1) for parameter in bucket])
+                buckets.append([number_of.get(id(thing), NO_PARAMETER) for thing in bucket])
             part = "caps"
             about = f"{len(sizes)} parameters, cap {cap} bytes"
-            if dtypes > 1:
+            several_dtypes = len(set(dtypes))
+            if several_dtypes > 1:
                 buckets = with_sorted_rest(buckets, parameters, cap)
                 part = "dtypes"
-                about = f"{len(sizes)} parameters of {dtypes} dtypes, cap {cap} bytes"
+                about = f"{len(sizes)} parameters of {several_dtypes} dtypes, cap {cap} bytes"
             yield part, f"{about}, buckets", fault_of_buckets(buckets, parameters, cap)
-            nbytes = []
-            for bucket in buckets:
-                nbytes.append(sum(parameters[i].nbytes for i in bucket))
+            nbytes = [bytes_of(bucket, parameters) for bucket in buckets]
             yield part, f"{about}, bytes of the buckets", nbytes
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
 
 
+def dtypes_in_turn(count, *names):
+    """Names of dtypes for `count` parameters, each name in its turn."""
+    return [names[i % len(names)] for i in range(count)]
+
+
+def bytes_of(bucket, parameters):
+    """The bytes of a bucket of numbers of parameters."""
+    return sum(parameters[i].nbytes for i in bucket)
+
+
 def with_sorted_rest(buckets, parameters, cap):
-    """The buckets, of which those at the end that were never filled may come in any order."""
+    """The buckets; those at the end that were never filled are sorted, as any order will do."""
     filled = len(buckets)
-    while filled and sum(parameters[i].nbytes for i in buckets[filled - 1]) < cap:
+    while filled and bytes_of(buckets[filled - 1], parameters) < cap:
         filled -= 1
     return buckets[:filled] + sorted(buckets[filled:], reverse=True)
 
@@ -101,12 +108,15 @@ def fault_of_buckets(buckets, parameters, cap):
     nothing.
     """
     placed = [i for bucket in buckets for i in bucket]
-    if -1 in placed:
+    if NO_PARAMETER in placed:
         return "something in a bucket is none of the parameters"
     if sorted(placed) != list(range(len(parameters))):
         return "each parameter belongs into one bucket, and into one only"
-    faults = [fault_of_bucket(bucket, parameters, cap) for bucket in buckets]
-    return next(filter(None, faults), "") or fault_of_their_order(buckets, parameters, cap)
+    for bucket in buckets:
+        fault = fault_of_bucket(bucket, parameters, cap)
+        if fault:
+            return fault
+    return fault_of_their_order(buckets, parameters, cap)
 
 
 def fault_of_bucket(bucket, parameters, cap):
@@ -118,7 +128,7 @@ def fault_of_bucket(bucket, parameters, cap):
         return f"a bucket holds {' and '.join(sorted(dtypes))}: one message has one dtype"
     if bucket != sorted(bucket, reverse=True):
         return f"a bucket holds parameters {bucket}: the last one comes first"
-    before_last = sum(parameters[i].nbytes for i in bucket[:-1])
+    before_last = bytes_of(bucket[:-1], parameters)
     if before_last >= cap:
         return f"a bucket has {before_last} bytes before its last parameter: it closes there"
     return ""
@@ -126,18 +136,18 @@ def fault_of_bucket(bucket, parameters, cap):
 
 def fault_of_their_order(buckets, parameters, cap):
     """In words, what is wrong with the order of buckets, each of one dtype; "" if nothing is."""
-    below_cap = set()
+    unfilled_dtypes = set()
     last_closed = len(parameters)
     for bucket in buckets:
         dtype = parameters[bucket[0]].dtype
-        if sum(parameters[i].nbytes for i in bucket) < cap:
-            if dtype in below_cap:
+        if bytes_of(bucket, parameters) < cap:
+            if dtype in unfilled_dtypes:
                 return (
                     f"two buckets of {dtype} have less than {cap} bytes: a bucket is closed by its"
                     " cap alone, and only the last of a dtype may stay below"
                 )
-            below_cap.add(dtype)
-        elif below_cap:
+            unfilled_dtypes.add(dtype)
+        elif unfilled_dtypes:
             return "a bucket that was never filled stands before one that was closed"
         elif bucket[-1] > last_closed:
             return f"bucket {bucket} was closed before the one in front of it"
@@ -171,43 +181,39 @@ class TellWhenReady:
     def probe(tell_when_ready, seed, inputs):
         torch.manual_seed(seed)
         model = Shared()
-        calls = []
-        index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
+        number_of = {id(parameter): i for i, parameter in enumerate(model.parameters())}
+        calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
 
         def ready(parameter):
-            grad = getattr(parameter, "grad", None)
-            if grad is not None:
-                grad = grad.clone()
-            calls.append((index.get(id(parameter), -1), grad))
+            gradient = getattr(parameter, "grad", None)
+            if gradient is not None:
+                gradient = gradient.clone()
+            calls.append((number_of.get(id(parameter), NO_PARAMETER), gradient))
 
         tell_when_ready(list(model.parameters()), ready)
         at_once = ""
         if calls:
             at_once = f"ready is called {len(calls)} times, and no gradient is ready"
         yield "calls", "before any backward pass", at_once
-        called = False
+        ever_called = False
         for number, x in enumerate(inputs, 1):
             calls.clear()
             model.zero_grad()
             with in_words({"but hook returned": RETURNS}):
                 model(x).square().sum().backward()
-            called = called or bool(calls)
-            last = [parameter.grad for parameter in model.parameters()]
-            early = []
-            for i, grad in calls:
-                if grad is None:
-                    early.append(f"parameter {i}: none yet")
-                elif not grad.equal(last[i]):
-                    early.append(f"parameter {i}: not complete")
-            called_for = sorted(i for i, _ in calls)
-            yield (
-                "calls",
-                f"backward pass {number}: ready is called for parameters (-1: none of them)",
-                called_for,
-            )
+            ever_called = ever_called or bool(calls)
+            complete = [parameter.grad for parameter in model.parameters()]
+            too_early = []
+            for i, gradient in calls:
+                if gradient is None:
+                    too_early.append(f"parameter {i}: none yet")
+                elif not gradient.equal(complete[i]):
+                    too_early.append(f"parameter {i}: not complete")
+            about = f"backward pass {number}: ready is called for parameters (-1: none of them)"
+            yield "calls", about, sorted(i for i, _ in calls)
             about = f"backward pass {number}: gradients that are not there when ready is called"
-            yield "complete", about, "; ".join(sorted(early))
-        yield "complete", "ready was called in a backward pass", called
+            yield "complete", about, "; ".join(sorted(too_early))
+        yield "complete", "ready was called in a backward pass", ever_called
 
 
 @task(
@@ -229,88 +235,96 @@ class AverageInBackground:
         return {"values": values}
 
     def probe(average_in_background, values):
+        ((size, group),) = worlds(3)
         flats = [flat.clone() for flat in values[dist.get_rank()]]
+        watch = BucketWatch(flats, group)
         with ThreadPoolExecutor(1, "communication") as executor:
-            order, threads, touched, alone = watched(average_in_background, flats, executor)
-            done = len(threads)
+            executor.submit = partial(watch.submit, executor.submit)
+            with in_words({"not callable": HAND_OVER}):
+                average_in_background(flats, watch.all_reduce, executor, size)
+            done_at_return = len(watch.threads)
             means = [flat.clone() for flat in flats]
-        in_background = all(name.startswith("communication") for name in threads)
-        yield "waiting", "all_reduce was called", bool(order)
+        in_background = all(name.startswith("communication") for name in watch.threads)
+        yield "waiting", "all_reduce was called", bool(watch.order)
         yield "waiting", "all_reduce runs in the executor's thread", in_background
-        yield (
-            "waiting",
-            "the second bucket was submitted before the first was done",
-            not any(alone[:1]),
-        )
+        first_was_alone = bool(watch.alone) and watch.alone[0]
+        about = "the second bucket was submitted before the first was done"
+        yield "waiting", about, not first_was_alone
         too_soon = ""
-        if done < len(flats):
-            too_soon = f"{len(flats) - done} of {len(flats)} buckets were not done: wait for each"
+        if done_at_return < len(flats):
+            missing = len(flats) - done_at_return
+            too_soon = f"{missing} of {len(flats)} buckets were not done: wait for each"
         yield "waiting", "when your function returned", too_soon
-        yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
-        yield "waiting", "buckets were reduced in the order", order
-        for index, flat in enumerate(means):
-            if len(flat) > dist.get_world_size():
-                of_ranks = [of_rank[index] for of_rank in values]
-                yield "mean", f"bucket {index}, as a sum", as_sum(flat, of_ranks)
-            yield "mean", f"bucket {index}", flat
+        untouched = not any(watch.touched)
+        yield "waiting", "nobody changed a bucket while it was reduced", untouched
+        yield "waiting", "buckets were reduced in the order", watch.order
+        for number, mean in enumerate(means):
+            if len(mean) > size:
+                of_ranks = [of_rank[number] for of_rank in values]
+                yield "mean", f"bucket {number}, as a sum", as_sum(mean, of_ranks)
+            yield "mean", f"bucket {number}", mean
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
-            yield "errors", about, error_of(average_in_background, length)
+            yield "errors", about, fault_of_lost_error(average_in_background, length)
 
 
-def watched(function, flats, executor):
-    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which
-    ran alone.
+class BucketWatch:
+    """Notes what happens to buckets (`flats`) that are submitted and reduced.
 
-    The first bucket waits, at most 0.5 s, until the second one is submitted; then each takes 0.03 s
-    and its sum.
+    Of each reduction it keeps the bucket's number in `order`, in `alone` whether no second bucket
+    was submitted meanwhile, in `touched` whether somebody else changed the bucket, and when it is
+    done its thread's name in `threads`.
     """
-    ((size, group),) = worlds(3)
-    order = []
-    threads = []
-    touched = []
-    alone = []
-    begun = threading.Event()
-    second = threading.Event()
-    submit = executor.submit
 
-    def submitted(*args, **kwargs):
-        if begun.is_set():
-            second.set()
+    # An answer that does not submit a second bucket, or none at all, is waited for so long.
+    PATIENCE_S = 0.5
+
+    def __init__(self, flats, group):
+        self.flats = flats
+        self.group = group
+        self.order = []
+        self.alone = []
+        self.touched = []
+        self.threads = []
+        self.begun = threading.Event()
+        self.second_submitted = threading.Event()
+
+    def submit(self, submit, *args, **kwargs):
+        """Submit a bucket with `submit`, and return when the first one is being reduced."""
+        if self.begun.is_set():
+            self.second_submitted.set()
         future = submit(*args, **kwargs)
         # An answer that changes the bucket now changes it while it is being reduced.
-        begun.wait(0.5)
+        self.begun.wait(self.PATIENCE_S)
         return future
 
-    def all_reduce(flat):
-        sizes = [bucket.numel() for bucket in flats]
-        require(flat.numel() in sizes, "all_reduce takes a bucket: hand over one after the other")
-        order.append(sizes.index(flat.numel()))
+    def all_reduce(self, flat):
+        """Sum a bucket over the ranks, the first one when a second one was submitted."""
+        lengths = [len(bucket) for bucket in self.flats]
+        require(flat.numel() in lengths, "all_reduce takes a bucket: hand over one after the other")
+        self.order.append(lengths.index(flat.numel()))
         before = flat.clone()
-        begun.set()
-        alone.append(not second.wait(0.5))
-        second.set()
+        self.begun.set()
+        self.alone.append(not self.second_submitted.wait(self.PATIENCE_S))
+        self.second_submitted.set()  # The other buckets wait for nothing.
+        # An answer that does not wait has time to return meanwhile, or to change the bucket.
         time.sleep(0.03)
-        touched.append(not before.equal(flat))
-        ring_all_reduce(flat, group)
-        threads.append(threading.current_thread().name)
-
-    executor.submit = submitted
-    with in_words({"not callable": HAND_OVER}):
-        function(flats, all_reduce, executor, size)
-    return order, threads, touched, alone
+        self.touched.append(not before.equal(flat))
+        ring_all_reduce(flat, self.group)
+        self.threads.append(threading.current_thread().name)
 
 
-def error_of(function, length):
-    """What becomes of an error in the all-reduce of the bucket with this length."""
+def fault_of_lost_error(average_in_background, length):
+    """In words, that an error in the all-reduce of the bucket with this length is lost; else ""."""
 
     def all_reduce(flat):
         if len(flat) == length:
             raise ConnectionError("the network is gone")
 
+    buckets = [torch.zeros(1), torch.zeros(2)]
     with ThreadPoolExecutor(1) as executor:
         try:
-            function([torch.zeros(1), torch.zeros(2)], all_reduce, executor, 2)
+            average_in_background(buckets, all_reduce, executor, 2)
         except ConnectionError:
             return ""
     return "it is lost"
@@ -324,13 +338,14 @@ class FindTheBugInTheOrder:
 
     def draw(random):
         cases = []
-        for count in (6, 9, 14):
-            parameters = list(range(count))[::-1]
-            cuts = sorted(random.sample(range(1, count), 2))
-            buckets = [parameters[: cuts[0]], parameters[cuts[0] : cuts[1]], parameters[cuts[1] :]]
+        for number in (6, 9, 14):
+            parameters = list(range(number))[::-1]
+            first, second = sorted(random.sample(range(1, number), 2))
+            buckets = [parameters[:first], parameters[first:second], parameters[second:]]
             orders = [
                 parameters,
-                *(random.sample(parameters, count) for _ in range(2)),
+                random.sample(parameters, number),
+                random.sample(parameters, number),
                 parameters[::-1],
             ]
             cases.append((buckets, orders))
@@ -341,25 +356,28 @@ class FindTheBugInTheOrder:
         for buckets, orders in cases:
             for ready in orders:
                 about = f"buckets {buckets}, gradients ready in the order {ready}"
-                left = departures([list(bucket) for bucket in buckets], list(ready))
-                yield "mended", about, fault_of_departures(left, buckets, ready)
-                yield "mended", f"{about}, departures", left
+                pairs = departures([list(bucket) for bucket in buckets], list(ready))
+                yield "mended", about, fault_of_departures(pairs, buckets, ready)
+                yield "mended", f"{about}, departures", pairs
 
 
-def fault_of_departures(left, buckets, ready):
-    """In words, what a list of departures breaks of the rules; "" if nothing, or if it is none."""
-    if not isinstance(left, list | tuple) or not all(map(is_pair, left)):
+def fault_of_departures(pairs, buckets, ready):
+    """In words, what departures, pairs of (gradients that were there, number of the bucket), break
+    of the rules; "" if nothing, or if they are no such pairs.
+    """
+    if not isinstance(pairs, list | tuple) or not all(map(is_pair, pairs)):
         return ""
-    numbers = [number for _, number in left]
+    numbers = [number for _, number in pairs]
     if numbers != sorted(numbers):
         return f"the buckets leave in the order {numbers}: all ranks take them by index"
     if len(set(numbers)) < len(numbers):
         return f"the buckets {numbers} leave: each leaves once"
-    departed = {number: count for count, number in left}
+    departures = {number: gradients for gradients, number in pairs}
     earliest = 0
     for number, bucket in enumerate(buckets):
-        earliest = max(earliest, *(ready.index(parameter) + 1 for parameter in bucket))
-        when = departed.get(number)
+        last_of_bucket = max(ready.index(parameter) for parameter in bucket)
+        earliest = max(earliest, last_of_bucket + 1)
+        when = departures.get(number)
         if when is None:
             return f"bucket {number} never leaves: after {earliest} gradients it could"
         if when < earliest:
@@ -412,12 +430,12 @@ class AssembleBucketedDDP:
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         for layer in model:
-            layer.weight.data *= (
-                3**0.5
-            )  # Else activations shrink, and gradients to next to nothing.
-        watch = Watch(model, group)
+            # nn.Linear draws weights of the variance 1 / (3 WIDTH). With those activations shrink
+            # from layer to layer, and gradients to next to nothing.
+            layer.weight.data *= 3**0.5
+        watch = PassWatch(model, group)
         with ThreadPoolExecutor(1, "communication") as executor:
-            executor.submit = partial(watch.submitted, executor.submit)
+            executor.submit = partial(watch.submit, executor.submit)
             parallel = Bucketed(buckets_of(model), watch.all_reduce, executor, size)
             for number, x in enumerate(inputs[dist.get_rank()], 1):
                 watch.begin()
@@ -434,25 +452,32 @@ class AssembleBucketedDDP:
                         )
                     raise Wrong(f"backward pass {number}: {error}: {cause}") from error
                 about = f"backward pass {number}"
-                running = sum(not future.done() for future in watch.futures)
+                still_running = sum(not future.done() for future in watch.futures)
                 gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 part = "mean" if number == 1 else "every pass"
                 too_soon = ""
-                if running:
-                    too_soon = f"it returned before {running} of its rings had ended: wait for each"
+                if still_running:
+                    too_soon = (
+                        f"it returned before {still_running} of its rings had ended: wait for each"
+                    )
                 yield part, f"{about}, rings", too_soon
                 yield part, about, gradient
                 threads = sorted(set(watch.threads))
                 yield "overlap", f"{about}, messages for 4 buckets", len(watch.threads)
                 yield "overlap", f"{about}, threads that call all_reduce", threads
+                # An answer may hand over a bucket when the next is complete: so two are asked for.
+                leave_early = sum(watch.early[:2])
                 case = f"{about}, buckets that leave before backward has finished"
-                yield "overlap", case, sum(watch.early[:2])
-                yield "overlap", f"{about}, hooks", watch.stands_still
+                yield "overlap", case, leave_early
+                yield "overlap", f"{about}, hooks", watch.fault_of_hooks
 
 
-class Watch:
-    """What happens in a backward pass: gradients that are ready, threads that sum, what was
-    submitted, and whether early, and whether a hook waits for it.
+class PassWatch:
+    """Notes what happens in a backward pass.
+
+    It counts gradients that are `ready`, and keeps the names of `threads` that sum, the `futures`
+    of what was submitted, for each of these in `early` whether backward still ran, and in
+    `fault_of_hooks`, in words, that a hook waited for one; else "".
     """
 
     def __init__(self, model, group):
@@ -467,18 +492,22 @@ class Watch:
         self.threads = []
         self.futures = []
         self.early = []
-        self.stands_still = ""
+        self.fault_of_hooks = ""
 
     def note_ready(self, _):
+        """Count one more gradient, as the hook of a parameter."""
         self.ready += 1
 
     def all_reduce(self, flat):
+        """Sum a tensor over the ranks."""
         self.threads.append(threading.current_thread().name)
-        time.sleep(0.01)  # So it is not over by chance when nobody waits for it.
+        time.sleep(0.01)  # Else it might be over by chance when nobody waits for it.
         ring_all_reduce(flat, self.group)
 
-    def submitted(self, submit, *args, **kwargs):
-        """Submit something, and note whether backward still runs, now and when somebody waits."""
+    def submit(self, submit, *args, **kwargs):
+        """Submit something with `submit`; note whether backward still runs, now and when somebody
+        waits.
+        """
         self.early.append(self.ready < LAYERS)
         future = submit(*args, **kwargs)
         self.futures.append(future)
@@ -486,7 +515,7 @@ class Watch:
 
         def noted_result(timeout=None):
             if self.ready < LAYERS:
-                self.stands_still = STANDS_STILL
+                self.fault_of_hooks = STANDS_STILL
             return result(timeout)
 
         future.result = noted_result
@@ -504,28 +533,42 @@ SIGNS = {
 }
 
 
+RING_MS = {"each on its own": (5, 9), "hidden": (3, 6), "slow link": (22, 40)}  # from, to
+
+
 def timeline_of(random, setting):
     """Spans (name, start_ms, end_ms) of one step, shuffled."""
     start = random.uniform(0, 30)
     slots = [random.uniform(12, 20) for _ in range(random.randrange(3, 7))]
-    end = start + sum(slots)
+    _, *ready = accumulate(slots, initial=start)  # when each bucket has all of its gradients
+    end = ready[-1]
     spans = [
         ("forward", start - 12, start),
         ("backward", start, end),
         ("update", end + 200, end + 203),
     ]
+    for ring_start, ring_end in rings_of(random, setting, ready):
+        spans.append(("communication", ring_start, ring_end))
+    rounded = [(name, round(begin, 2), round(end, 2)) for name, begin, end in spans]
+    return random.sample(rounded, len(rounded))
+
+
+def rings_of(random, setting, ready):
+    """(start_ms, end_ms) of a step's rings, if its buckets are `ready` at these times."""
+    end_of_backward = ready[-1]
+    just_before = end_of_backward - random.uniform(0.5, 2)
     if setting == "one bucket":
-        spans.append(("communication", end - random.uniform(0.5, 2), end + random.uniform(20, 60)))
-    now = end - random.uniform(0.5, 2) if setting == "each on its own" else start
-    for index in range(len(slots) if setting != "one bucket" else 0):
-        full = now if setting == "each on its own" else start + sum(slots[: index + 1])
-        now = max(now + 0.3, full)
-        took = {"hidden": random.uniform(3, 6), "slow link": random.uniform(22, 40)}.get(
-            setting, random.uniform(5, 9)
-        )
-        spans.append(("communication", now, now + took))
-        now += took
-    return random.sample([(name, round(a, 2), round(b, 2)) for name, a, b in spans], len(spans))
+        return [(just_before, end_of_backward + random.uniform(20, 60))]
+    if setting == "each on its own":
+        ready = [just_before] * len(ready)
+    shortest, longest = RING_MS[setting]
+    rings = []
+    link_is_free = 0.0
+    for bucket_is_ready in ready:
+        start = max(bucket_is_ready, link_is_free + 0.3)
+        link_is_free = start + random.uniform(shortest, longest)
+        rings.append((start, link_is_free))
+    return rings
 
 
 @task("5.6", "setting_of", {"after backward": 1, "beside backward": 1})
@@ -549,26 +592,31 @@ class WhichTimeline:
             settings, cases[:count], returned[:count], returned[count:], strict=True
         ):
             part = "beside backward" if setting in ("hidden", "slow link") else "after backward"
-            why = ""
+            fault = ""
             if answer in SIGNS and answer != setting:
-                why = f"{answer!r} was returned, but {SIGNS[setting]}"
-            if answer != setting == of_sorted:
-                why = "right for the spans in order of time, but they come in any order: sort them"
-            yield part, as_sentence(timeline), why
+                fault = f"{answer!r} was returned, but {SIGNS[setting]}"
+            if answer != setting and of_sorted == setting:
+                fault = (
+                    "right for the spans in order of time, but they come in any order: sort them"
+                )
+            yield part, as_sentence(timeline), fault
             yield part, f"{as_sentence(timeline)}, the setting", answer
 
 
 def as_sentence(timeline):
     """A timeline as a sentence."""
-    backward = next(
-        f"{start:.0f} to {end:.0f}" for name, start, end in timeline if name == "backward"
-    )
-    rings = sorted((start, end) for name, start, end in timeline if name == "communication")
+    backward = spans_in_words(timeline, "backward")
+    rings = spans_in_words(timeline, "communication")
     return (
-        f"backward {backward} ms, communication"
-        f" {', '.join(f'{a:.0f} to {b:.0f}' for a, b in rings)} ms (and a forward before, an update"
-        " after: neither is communication)"
+        f"backward {backward} ms, communication {rings} ms (and a forward before, an update after:"
+        " neither is communication)"
     )
+
+
+def spans_in_words(timeline, name):
+    """When the spans of one name are, in order, such as "3 to 8, 9 to 11"."""
+    spans = sorted((start, end) for of_name, start, end in timeline if of_name == name)
+    return ", ".join(f"{start:.0f} to {end:.0f}" for start, end in spans)
 
 
 @cache
@@ -583,13 +631,13 @@ def backward_seconds(width, rate, memory, samples):
 
 def limited(measure, most=40):
     """The function `measure`, which raises Wrong when it is called more than `most` times."""
-    times = itertools.count(1)
+    calls = count(1)
 
     def limited_measure(samples):
         too_often = (
             f"measured more than {most} times; halve the range each time, and a dozen are enough"
         )
-        require(next(times) <= most, too_often)
+        require(next(calls) <= most, too_often)
         return measure(samples)
 
     return limited_measure
@@ -606,17 +654,26 @@ class WhenItHides:
     """The prediction of a straight line, a measurement, and the cause of their difference."""
 
     def draw(random):
-        cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
-        cases += [(48, 100, 10, 0.03)]  # Here the line meets the ring below one sample.
-        cases.append((64, 100, 1, 0.2))
-        drawn = [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]
+        # A case has the width of the layers, the device's MFLOP/s and MB/s, and how long the ring
+        # takes, as a share of the backward pass of 512 samples.
+        cases = []
+        for width, rate, memory, share in (
+            (32, 200, 100, 0.8),
+            (48, 100, 10, 0.6),
+            (48, 100, 10, 0.05),
+            (48, 100, 10, 0.12),
+            (48, 100, 10, 0.03),  # Here the line meets the ring below one sample.
+            (64, 100, 1, 0.2),
+        ):
+            cases.append((width, rate, memory, share * random.uniform(0.9, 1.1)))
         # Here the predicted number of samples has another bound than the measured one.
-        return {"cases": [*drawn, (64, 100, 10, 0.066)]}
+        cases.append((64, 100, 10, 0.066))
+        return {"cases": cases}
 
     def probe(when_it_hides, cases):
-        for width, rate, memory, part in cases:
+        for width, rate, memory, share in cases:
             backward = partial(backward_seconds, width, f"{rate}MFLOP/s", f"{memory}MB/s")
-            ring = part * backward(512)
+            ring = share * backward(512)
             about = f"a device of {rate}MFLOP/s and {memory}MB/s, a ring of {1000 * ring:.3g} ms"
             answer = when_it_hides(limited(backward), ring)
             predicted, measured, why = several(
@@ -624,10 +681,11 @@ class WhenItHides:
             )
             yield "predicted", f"{about}, predicted samples", predicted
             yield "measured", f"{about}, measured samples", measured
+            # The ring hides from the first of 1 to 1,024 samples on whose backward is as long.
             hides = 1 + bisect_left(range(1, 1025), ring, key=backward)
-            share = backward(max(1, hides // 2)) / backward(hides)
+            of_half = backward(max(1, hides // 2)) / backward(hides)
             half = (
-                f"with half of {hides} samples backward takes {share:.0%} of the time; what"
+                f"with half of {hides} samples backward takes {of_half:.0%} of the time; what"
                 " bounds it"
             )
             yield "explained", f"{about}: {half}", why
@@ -638,15 +696,11 @@ class MostRanks:
     """Backward is tokens / K, the ring 2(K-1)/K: K is at most 1 + 2 tokens W / (bytes R)."""
 
     def draw(random):
-        cases = []
-        for gradient_bytes in (2, 4):
-            for ranks in (5, 40, 700, 9000):
-                tokens = random.randrange(2**14, 2**22)
-                rate = random.randrange(50, 900) * 10**12
-                # This bandwidth puts the limit half way between two whole numbers.
-                bandwidth = (ranks - 0.5) * gradient_bytes * rate / (2 * tokens)
-                cases.append((tokens, rate, bandwidth, gradient_bytes, ranks))
-        for tokens, rate, bandwidth, gradient_bytes, ranks in cases:
+        for gradient_bytes, ranks in product((2, 4), (5, 40, 700, 9000)):
+            tokens = random.randrange(2**14, 2**22)
+            rate = random.randrange(50, 900) * 10**12
+            # With this bandwidth the limit, 1 + 2 tokens W / (bytes R), is ranks + 0.5.
+            bandwidth = (ranks - 0.5) * gradient_bytes * rate / (2 * tokens)
             part = "small machines" if ranks < 100 else "large machines"
             about = (
                 f"{tokens} tokens, {rate / 1e12:g} TFLOP/s, {bandwidth / 1e9:.3g} GB/s,"

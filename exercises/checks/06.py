@@ -4,6 +4,7 @@ real script.
 
 import os
 import tempfile
+from itertools import chain
 from operator import itemgetter
 
 import torch
@@ -49,24 +50,33 @@ class AccumulateUnsynchronised:
         mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
             model, optimizer = ONE.small_model(seed)
-            called = []
-            all_reduce, reduced = noted_ring(group)
+            all_reduce, sums = noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
-            nn.functional.cross_entropy(
-                parallel(mine[0][0]), mine[0][1]
-            ).backward()  # DDP sends more in a first pass.
-            reduced.clear()
-            parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
+            # In a first pass DDP sends more than in all others: that is not the answer's doing.
+            inputs, targets = mine[0]
+            nn.functional.cross_entropy(parallel(inputs), targets).backward()
+            sums.clear()
+            forward_passes = forward_passes_of(parallel)
             before = ONE.weights(model)
-            of_all = [batch for of_rank in batches[:size] for batch in of_rank]
-            goal = ONE.after_one_step(model, of_all)
+            goal = ONE.after_one_step(model, list(chain.from_iterable(batches[:size])))
             accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
-            factor = ONE.size_of_update(before, ONE.weights(model), goal)
-            yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(reduced)
-            yield "weights", f"{about}, one step", factor
+            wrong_size = ONE.size_of_update(before, ONE.weights(model), goal)
+            yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(sums)
+            yield "weights", f"{about}, one step", wrong_size
             yield "weights", f"{about}, the weights after one step", ONE.weights(model)
-            yield "the wrapper", f"{about}, its forward passes", len(called)
+            yield "the wrapper", f"{about}, its forward passes", len(forward_passes)
+
+
+def forward_passes_of(module):
+    """A list that gets one more item, the arguments, in each forward pass of a module."""
+    passes = []
+
+    def note(_, arguments):
+        passes.append(arguments)
+
+    module.register_forward_pre_hook(note)
+    return passes
 
 
 @task("6.2", "used_anywhere", {"union": 1, "one all-reduce": 1}, ranks=4)
@@ -76,7 +86,7 @@ class UsedAnywhere:
     """
 
     def draw(random):
-        columns = [
+        columns = [  # Each is a parameter: whether each of four ranks used it.
             (0, 0, 0, 0),
             (1, 1, 1, 1),
             (1, 0, 0, 0),
@@ -85,9 +95,8 @@ class UsedAnywhere:
             (0, 1, 0, 0),
         ]
         for _ in range(305):
-            columns.append(tuple(random.randrange(2) for _ in range(4)))
-        of_ranks = zip(*columns, strict=True)
-        return {"used": [torch.tensor(used, dtype=torch.bool) for used in of_ranks]}
+            columns.append([random.randrange(2) for _ in range(4)])
+        return {"used": list(torch.tensor(columns, dtype=torch.bool).T.contiguous())}
 
     def probe(used_anywhere, used):
         for size, group in worlds(4, 3, 2):
@@ -95,18 +104,16 @@ class UsedAnywhere:
             all_reduce, calls = noted_ring(group)
             result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
-            yield "union", f"{about}, bools are added up", "bool" in dict(calls)
+            dtypes = [dtype for dtype, _ in calls]
+            yield "union", f"{about}, bools are added up", "bool" in dtypes
             yield "union", about, result
-            yield (
-                "one all-reduce",
-                f"{about}, the input is as it was",
-                mine.equal(used[dist.get_rank()]),
-            )
+            unchanged = mine.equal(used[dist.get_rank()])
+            yield "one all-reduce", f"{about}, the input is as it was", unchanged
             yield "one all-reduce", f"{about}, all-reduces", len(calls)
 
 
-def buffered(seed, rank):
-    """A model with buffers of several dtypes, different on every rank."""
+def model_with_buffers(seed, rank):
+    """A model with buffers of several dtypes; they and its parameters differ from rank to rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
@@ -139,25 +146,18 @@ class ShareBuffers:
 
     def probe(share_buffers, seed, sources):
         for size, group in worlds(3, 4, 2, 1):
-            model = buffered(seed, dist.get_rank())
-            src = sources[size]
-            places = [buffer.data_ptr() for buffer in model.buffers()]
+            model = model_with_buffers(seed, dist.get_rank())
+            source = sources[size]
+            addresses = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
-                share_buffers(model, src, group)
-            about = f"with {size} ranks, source {src}"
-            places_now = [buffer.data_ptr() for buffer in model.buffers()]
+                share_buffers(model, source, group)
+            about = f"with {size} ranks, source {source}"
             for index, buffer in enumerate(model.buffers()):
-                yield (
-                    "buffers",
-                    f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})",
-                    buffer,
-                )
+                dtype = str(buffer.dtype).removeprefix("torch.")
+                yield "buffers", f"{about}, buffer {index} ({dtype})", buffer
             yield "buffers", f"{about}, the parameters", ONE.weights(model)
-            yield (
-                "buffers",
-                f"{about}, buffers are the tensors that they were",
-                places == places_now,
-            )
+            in_place = addresses == [buffer.data_ptr() for buffer in model.buffers()]
+            yield "buffers", f"{about}, buffers are the tensors that they were", in_place
             yield "bytes", f"{about}, bytes sent", traffic.bytes_sent
 
 
@@ -170,6 +170,7 @@ class CompressedAverage:
     def draw(random):
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
         for tensor in values:
+            # A float16 holds each of these, but not their sum: it ends at 65,504.
             tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
         return {"values": values}
 
@@ -177,13 +178,10 @@ class CompressedAverage:
         for size, group in worlds(3, 4, 2):
             flat = values[dist.get_rank()].clone()
             all_reduce, calls = noted_ring(group)
-            result = compressed_average(flat, all_reduce, size)
-            yield (
-                "sent in half",
-                f"with {size} ranks, all_reduce was called with",
-                [dtype for dtype, _ in calls],
-            )
-            yield "mean", f"with {size} ranks, the mean", result
+            mean = compressed_average(flat, all_reduce, size)
+            dtypes = [dtype for dtype, _ in calls]
+            yield "sent in half", f"with {size} ranks, all_reduce was called with", dtypes
+            yield "mean", f"with {size} ranks, the mean", mean
 
 
 @task(
@@ -200,81 +198,97 @@ class RealScript:
     """
 
     def draw(random):
-        count = 38
-        inputs = tensors(random, 1, count, 3)[0]
+        samples = 38
+        (inputs,) = tensors(random, 1, samples, 3)
         return {
             "seed": random.randrange(10**6),
             "inputs": inputs,
-            "targets": torch.arange(count) % 3,
+            "targets": torch.arange(samples) % 3,
         }
 
     def probe(main, seed, inputs, targets):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-        seen = []
+        seen, uncleared = watch_training(model, inputs)
         before = ONE.weights(model)
         data = torch.utils.data.TensorDataset(inputs, targets)
-
-        def note(_, batch):
-            if torch.is_grad_enabled():
-                seen.extend(torch.cdist(batch[0], inputs).argmin(1).tolist())
-
-        uncleared = []
-
-        def look_at_gradients(_):
-            """Before a backward pass: are there gradients of another one?"""
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            uncleared.append(any(gradient.any() for gradient in gradients))
-
-        def before_backward(_, batch, outputs):
-            if outputs.requires_grad:
-                outputs.register_hook(look_at_gradients)
-
-        model.register_forward_pre_hook(note)
-        model.register_forward_hook(before_backward)
         torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
         with tempfile.TemporaryDirectory() as folder:
             with in_words({"pickle": 'the checkpoint\'s "model" is its state_dict(), no module'}):
                 main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
-        state = state if isinstance(state, dict) else {}
         after = ONE.weights(model)
-        saved = list(dict(state.get("model", {})).values())
-        too_early = ""
-        if len(saved) == 4 and not torch.cat([part.reshape(-1) for part in saved]).equal(after):
-            too_early = "these are not the weights after the last epoch: save when it is over"
-        first = seen[: len(seen) // 2]
-        second = seen[len(seen) // 2 :]
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (first, after))
-        yield "shares", "samples that a rank sees in the first epoch", len(set(first))
-        yield (
-            "shares",
-            "samples that some rank sees in it",
-            len({sample for samples, _ in ranks for sample in samples}),
-        )
-        yield "epochs", "the second epoch has another order", first != second
-        yield "epochs", "samples that a rank sees in the second epoch", len(second)
+        yield from shares_and_epochs(seen)
         pile_up = ""
         if any(uncleared):
             pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
         yield "weights", "when a backward pass begins", pile_up
         yield "weights", "training changes the weights", not after.equal(before)
-        yield (
-            "weights",
-            "all ranks have the same weights at the end",
-            all(other.allclose(after) for _, other in ranks),
-        )
+        of_ranks = gathered(after)
+        alike = all(of_rank.allclose(after) for of_rank in of_ranks)
+        yield "weights", "all ranks have the same weights at the end", alike
         yield "one writer", "the files that a rank leaves", files
         if dist.get_rank() == 0:
-            yield (
-                "names",
-                'tensors in the checkpoint\'s "model"',
-                sorted(map(str, state.get("model", ()))),
-            )
-            yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
-            yield "names", 'the values in the checkpoint\'s "model"', too_early
+            yield from what_a_checkpoint_holds(state, after)
+
+
+def watch_training(model, samples):
+    """Two lists that grow when the model is trained: the numbers of the samples that it sees, and
+    for each backward pass whether gradients of another one were still there.
+    """
+    seen = []
+    uncleared = []
+
+    def note_samples(_, arguments):
+        (batch,) = arguments
+        if torch.is_grad_enabled():
+            seen.extend(torch.cdist(batch, samples).argmin(dim=1).tolist())
+
+    def look_at_gradients(_):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        uncleared.append(any(gradient.any() for gradient in gradients))
+
+    def before_backward(_, arguments, outputs):
+        if outputs.requires_grad:
+            outputs.register_hook(look_at_gradients)
+
+    model.register_forward_pre_hook(note_samples)
+    model.register_forward_hook(before_backward)
+    return seen, uncleared
+
+
+def gathered(thing):
+    """What all ranks have, in a list."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, thing)
+    return of_ranks
+
+
+def shares_and_epochs(seen):
+    """Evidence of how the ranks share the samples of two epochs, from the numbers of those that
+    this rank has seen.
+    """
+    first = seen[: len(seen) // 2]
+    second = seen[len(seen) // 2 :]
+    by_any_rank = set(chain.from_iterable(gathered(first)))
+    yield "shares", "samples that a rank sees in the first epoch", len(set(first))
+    yield "shares", "samples that some rank sees in it", len(by_any_rank)
+    yield "epochs", "the second epoch has another order", first != second
+    yield "epochs", "samples that a rank sees in the second epoch", len(second)
+
+
+def what_a_checkpoint_holds(state, weights):
+    """Evidence of a checkpoint: its names, and whether it has the `weights` after training."""
+    state = state if isinstance(state, dict) else {}
+    saved = dict(state.get("model", {}))
+    yield "names", 'tensors in the checkpoint\'s "model"', sorted(map(str, saved))
+    yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
+    too_early = ""
+    all_there = len(saved) == 4  # The model has two layers with a weight and a bias each.
+    if all_there and not torch.cat([t.reshape(-1) for t in saved.values()]).equal(weights):
+        too_early = "these are not the weights after the last epoch: save when it is over"
+    yield "names", 'the values in the checkpoint\'s "model"', too_early
 
 
 USUAL = {
@@ -286,31 +300,32 @@ USUAL = {
 }
 
 
-def symptoms(random, wrong, size):
+def symptoms(random, mistakes, size):
     """What is known after a run with these mistakes: samples, weights, saved.
 
     Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
     the other. Ranks that all see all samples shuffle them differently.
     """
-    count = size * 7 - 1
+    count = size * 7 - 1  # The last share is filled up with the first sample.
     orders = [random.sample(range(count), count) for _ in range(2)]
-    orders = [orders[0], orders[0]] if "epoch" in wrong else orders
-    total = random.uniform(-3, 3)
-    apart = 0.01 if "wrapper" in wrong else 0
-    writers = (0, 1) if "writers" in wrong else (1,)
-    prefix = "module." if "names" in wrong else ""
+    if "epoch" in mistakes:
+        orders[1] = orders[0]
+    sum_of_weights = random.uniform(-3, 3)
+    difference = 0.01 if "wrapper" in mistakes else 0
+    writers = (0, 1) if "writers" in mistakes else (1,)
+    prefix = "module." if "names" in mistakes else ""
     names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
     samples = []
     sums = []
     saved = []
     for rank in range(size):
-        if "sampler" in wrong:
-            places = random.sample(range(count), count)
-            own = itemgetter(*places)
-            samples.append([list(own(order)) for order in orders])
+        if "sampler" in mistakes:
+            shuffled = itemgetter(*random.sample(range(count), count))
+            of_epochs = [list(shuffled(order)) for order in orders]
         else:
-            samples.append([(order + order[:1])[rank::size] for order in orders])
-        sums.append(total + apart if rank == 1 else total)
+            of_epochs = [(order + order[:1])[rank::size] for order in orders]
+        samples.append(of_epochs)
+        sums.append(sum_of_weights + difference if rank == 1 else sum_of_weights)
         saved.append(names if rank in writers else [])
     return samples, sums, saved
 
@@ -320,24 +335,41 @@ class FromSymptoms:
     """Which of the five mistakes a run has made, from what it leaves."""
 
     def draw(random):
-        chosen = [({mistake}, 3) for mistake in USUAL]
-        several = [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
-        for wrong in (set(), set(USUAL), {"sampler", "epoch"}, *several):
-            chosen.append((wrong, random.choice((2, 3, 8))))
-        random.shuffle(chosen)
-        return {"runs": [symptoms(random, wrong, size) for wrong, size in chosen]}
+        runs = [({mistake}, 3) for mistake in USUAL]  # Each has its mistakes, and its ranks.
+        combinations = [set(), set(USUAL), {"sampler", "epoch"}]
+        for _ in range(3):
+            combinations.append(set(random.sample(list(USUAL), random.randrange(2, 5))))
+        for mistakes in combinations:
+            runs.append((mistakes, random.choice((2, 3, 8))))
+        random.shuffle(runs)
+        return {"runs": [symptoms(random, mistakes, size) for mistakes, size in runs]}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
             words = mistakes(samples, sums, saved)
-            kind = f"a set of words was expected, not {type(words).__name__}"
-            require(isinstance(words, set | frozenset | list | tuple), kind)
-            strange = sorted(set(map(str, words)) - set(USUAL))
-            require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
+            is_collection = isinstance(words, set | frozenset | list | tuple)
+            require(is_collection, f"a set of words was expected, not {type(words).__name__}")
+            unknown = sorted(set(map(str, words)) - set(USUAL))
+            require(not unknown, f"{unknown[:1]} is none of {', '.join(USUAL)}")
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
                 named = "named" if word in words else "not named"
                 yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom})', named
+
+
+NO_BUCKET = -1  # This is the number of a sum that is none of a bucket.
+
+
+def numbers_by_length(buckets):
+    """{numbers in a message: the number of its bucket}. Each bucket has a length of its own, and for
+    each parameter one number more may travel with it, which says who used it.
+    """
+    number_of = {}
+    for number, bucket in enumerate(buckets):
+        length = sum(parameter.numel() for parameter in bucket)
+        number_of[length] = number
+        number_of[length + len(bucket)] = number
+    return number_of
 
 
 class Branches(nn.Module):
@@ -353,8 +385,8 @@ class Branches(nn.Module):
         )
 
     def forward(self, x, order, silent):
-        """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready
-        first. The branch `silent` is used, and counts for nothing.
+        """(N, 3) to (N, 4); `order` are numbers of branches, of which the last one's gradient is
+        ready first. The branch `silent` is used, but adds only zeros; with 0 none is silent.
         """
         x = self.layers[0](x).tanh()
         for number in order:
@@ -376,6 +408,7 @@ def in_one_order(tensor, group):
         ) from error
 
 
+# The branches that even ranks use, in their order, and those that odd ranks use.
 PASSES = {
     "pass 1, all branches used": ([1, 2, 3, 4], [4, 3, 2, 1]),
     "pass 2, branch 1 used by even ranks, 2 by odd ones, 4 by nobody": ([1, 3], [3, 2]),
@@ -405,40 +438,37 @@ class AReducer:
         ((size, group),) = worlds(3)
         rank = dist.get_rank()
         model = Branches(seed)
-        started = []
-        waits = []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        # Each bucket has a length of its own; who used its parameters may travel with it.
-        number_of = {}
-        for number, bucket in enumerate(buckets):
-            length = sum(weight.numel() for weight in bucket)
-            number_of[length] = number
-            number_of[length + len(bucket)] = number
+        number_of = numbers_by_length(buckets)
+        started = []  # Each is the number of a bucket.
+        waits = 0
 
         def start(tensor):
-            started.append(number_of.get(tensor.numel(), -1))
-            return lambda: (waits.append(1), in_one_order(tensor, group))[1]
+            started.append(number_of.get(tensor.numel(), NO_BUCKET))
+
+            def wait():
+                nonlocal waits
+                waits += 1
+                return in_one_order(tensor, group)
+
+            return wait
 
         reducer = Reducer(buckets, start, size)
         for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
-            for notes in (started, waits):
-                notes.clear()
+            started.clear()
+            waits = 0
             model.zero_grad()
             silent = 2 if "zeros" in about else 0
             model(x, orders[rank % 2], silent).square().sum().backward()
             yield "order", f"{about}, sums that are started in backward", list(started)
-            yield "order", f"{about}, waits in backward", len(waits)
+            yield "order", f"{about}, waits in backward", waits
             reducer.finish()
-            yield (
-                "order",
-                f"{about}, the same buckets leave",
-                sorted(bucket for bucket in started if bucket >= 0),
-            )
-            by_rank = [None] * size
-            dist.all_gather_object(by_rank, list(started), group)
+            leaving = sorted(number for number in started if number != NO_BUCKET)
+            yield "order", f"{about}, the same buckets leave", leaving
+            by_rank = gathered(list(started))
             unlike = ""
-            if by_rank != by_rank[:1] * size:
+            if any(of_rank != started for of_rank in by_rank):
                 unlike = (
                     "the ranks start sums in different orders (bucket, or -1 for something else):"
                     f" {by_rank}; rank by rank the same was expected"

@@ -26,7 +26,7 @@ from .shared import (
     worlds,
 )
 
-SCHEDULES = load_tasks(8)
+SCHEDULES = load_tasks(8)  # Exercise 8 reads a learner's schedule.
 
 
 @task("7.1", "assign_owners", {"fewest so far": 1, "lowest of equals": 1})
@@ -34,19 +34,12 @@ class AssignOwners:
     """In order, each parameter to a rank that holds least so far, the lowest of equals."""
 
     def draw(random):
-        cases = []
-        for k in (2, 3, 4):
+        cases = [([100, 60, 50, 40, 10, 5], 2), ([7, 7, 7, 7, 7], 3)]
+        for world_size in (2, 3, 4):
             sizes = [random.randrange(1, 500) for _ in range(12)]
-            cases.append((sizes, k))
-        return {
-            "cases": [
-                ([100, 60, 50, 40, 10, 5], 2),
-                ([7, 7, 7, 7, 7], 3),
-                *cases,
-                ([5, 3], 4),
-                ([9, 8, 7], 1),
-            ]
-        }
+            cases.append((sizes, world_size))
+        cases += [([5, 3], 4), ([9, 8, 7], 1)]
+        return {"cases": cases}
 
     def read(returned, cases):
         for (sizes, world_size), owners in zip(cases, returned, strict=True):
@@ -55,14 +48,13 @@ class AssignOwners:
                 f"{about}: a rank for each parameter was expected, from 0 to {world_size - 1}, not"
                 f" {owners}"
             )
-            require(
-                all(owner in range(world_size) for owner in several(owners, len(sizes), each)), each
-            )
-            yield "fewest so far", about, balance(sizes, world_size, owners)
+            several(owners, len(sizes), each)
+            require(all(owner in range(world_size) for owner in owners), each)
+            yield "fewest so far", about, fault_of_balance(sizes, world_size, owners)
             yield "lowest of equals", f"{about}, the owners", list(owners)
 
 
-def balance(sizes, world_size, owners):
+def fault_of_balance(sizes, world_size, owners):
     """In words, which parameter went to a rank that did not hold least, and what ranks held then;
     "" if none did.
     """
@@ -77,15 +69,27 @@ def balance(sizes, world_size, owners):
     return ""
 
 
-SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
-WHOLE = OTHER_ALGORITHMS + tuple(
-    f"ddp_course.stage4_ring.{name}"
-    for name in ("ring_all_reduce", "whole_gradient_ring", "average_on_ring")
+# These would do for whole tensors what 7.2 and 7.5 do for chunks.
+WHOLE_TENSORS = (
+    *OTHER_ALGORITHMS,
+    "ddp_course.stage4_ring.ring_all_reduce",
+    "ddp_course.stage4_ring.whole_gradient_ring",
+    "ddp_course.stage4_ring.average_on_ring",
 )
-LOOP = {"ranks": 4, "forbidden": SERVER + WHOLE + COLLECTIVES, "hang": SAME_ORDER, "bound": 1e-9}
+FORBIDDEN = SERVER + WHOLE_TENSORS + COLLECTIVES
+SAME_ORDER = "do all ranks call reduce_scatter and allgather equally often, in the same order?"
+STEPS = 3
 
 
-@task("7.2", "sharded_step", {"weights": 2, "bytes": 1}, **LOOP)
+@task(
+    "7.2",
+    "sharded_step",
+    {"weights": 2, "bytes": 1},
+    ranks=4,
+    forbidden=FORBIDDEN,
+    hang=SAME_ORDER,
+    bound=1e-9,
+)
 class ShardedStep:
     """ZeRO-1: reduce-scatter of the gradients, a step of the own chunk, allgather of the weights."""
 
@@ -100,9 +104,9 @@ class ShardedStep:
             weights = list(flat.tensor_split(size))
             update = MomentumStep()
             with wire.counting() as traffic:
-                for turn in (1, 2, 3):
-                    own = gradients[dist.get_rank()] * turn
-                    chunks = list(own.tensor_split(size))
+                for step in range(1, STEPS + 1):
+                    gradient = gradients[dist.get_rank()] * step
+                    chunks = list(gradient.tensor_split(size))
                     try:
                         sharded_step(weights, chunks, update, group)
                     except IndexError as error:
@@ -111,17 +115,19 @@ class ShardedStep:
                             " so its index is (rank + 1) % K; and are rank, K and both collectives"
                             " those of `group`?"
                         ) from error
-                    yield "weights", f"with {size} ranks, after step {turn}", flat.clone()
-            sent = torch.tensor([traffic.bytes_sent // 3])
+                    yield "weights", f"with {size} ranks, after step {step}", flat.clone()
+            sent = torch.tensor([traffic.bytes_sent // STEPS])
             ring_all_reduce(sent, group)
             case = f"with {size} ranks, bytes that all ranks together send in a step"
             yield "bytes", case, sent.item()
-            calls = f"with {size} ranks, steps of a rank's optimizer, when it steps one chunk"
-            yield "weights", calls, update.calls // 3
+            case = f"with {size} ranks, steps of a rank's optimizer, when it steps one chunk"
+            yield "weights", case, update.calls // STEPS
 
 
 class MomentumStep:
-    """SGD with momentum 0.9 for the one chunk that it is called with; a chunk's state is its own."""
+    """SGD with momentum 0.9 for the chunk that it is called with; chunks differ by their memory,
+    and each has a velocity of its own.
+    """
 
     def __init__(self):
         self.velocities = {}
@@ -133,8 +139,8 @@ class MomentumStep:
             f"update() got {len(weights)} weights and {len(gradient)} gradients: it takes one chunk of"
             " both, that of index (rank + 1) % K; are rank and K those of `group`?",
         )
-        place = weights.data_ptr()
-        velocity = self.velocities.setdefault(place, torch.zeros_like(gradient))
+        address = weights.data_ptr()
+        velocity = self.velocities.setdefault(address, torch.zeros_like(gradient))
         velocity.mul_(0.9).add_(gradient)
         weights -= 0.1 * velocity
         self.calls += 1
@@ -153,25 +159,30 @@ class FewestRanks:
 
     def draw(random):
         for level, whole in enumerate((16, 4, 2, 0)):
-            parameters = 840 * random.randrange(10**3, 10**6)
-            shared = (16 - whole) * parameters
-            exactly = random.randrange(2, 9) if level else 1
-            enough = [17 * parameters, whole * parameters + shared // exactly]
+            parameters = 840 * random.randrange(10**3, 10**6)  # The numbers 2 to 8 divide 840.
+            whole_bytes = whole * parameters
+            shared_bytes = (16 - whole) * parameters
+            ranks = random.randrange(2, 9) if level else 1
+            enough = [17 * parameters, whole_bytes + shared_bytes // ranks]
             if level:
-                ranks = [
+                for ranks in (
                     random.randrange(2, 9),
                     random.randrange(9, 90),
                     random.randrange(2000, 9000),
-                ]
-                enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
-            never = [whole * parameters * 3 // 4] if whole else []
-            for memory in enough + never:
-                part = "enough"
-                case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-                if memory in never:
-                    part = "never enough"
-                    case += ", too little for any number of ranks"
-                yield part, case, (parameters, memory, level)
+                ):
+                    # Half a rank fewer would fill this memory.
+                    enough.append(whole_bytes + 2 * shared_bytes // (2 * ranks - 1))
+            never = [whole_bytes * 3 // 4] if whole else []
+            about = f"{parameters:,} parameters"
+            for memory in enough:
+                case = f"{about}, {memory:,} bytes of memory, level {level}"
+                yield "enough", case, (parameters, memory, level)
+            for memory in never:
+                case = (
+                    f"{about}, {memory:,} bytes of memory, level {level}, too little for any number"
+                    " of ranks"
+                )
+                yield "never enough", case, (parameters, memory, level)
 
     def probe(fewest_ranks, rows):
         with in_words({"division": NOTHING_LEFT, "divide by zero": NOTHING_LEFT}):
@@ -182,56 +193,70 @@ TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
 
 
 def play(order, blocks, fit):
-    """Play the order tick by tick, with room for `fit` blocks: the ticks it takes, or in words what
-    waits for ever.
+    """Play the network's order tick by tick, with room for `fit` blocks, beside the computation.
+
+    Returns the ticks that it takes, and in words what waits for ever, or "" if nothing does.
     """
-    queues = {"network": list(order), "compute": [("forward", block) for block in range(blocks)]}
-    queues["compute"] += [("backward", block) for block in reversed(range(blocks))]
-    taken = 0
+    forward = [("forward", block) for block in range(blocks)]
+    backward = [("backward", block) for block in reversed(range(blocks))]
+    queues = {"network": list(order), "compute": forward + backward}
+    room = fit
     whole = set()
     done = set()
-    running = {}
+    running = {}  # {lane: (the tick at which it ends, its step)}
     now = 0
     while running or any(queues.values()):
         for lane, queue in queues.items():
-            if not queue or lane in running:
-                continue
-            kind, block = queue[0]
-            ready = {
-                "gather": taken < fit and block not in whole,
-                "reduce": ("backward", block) in done,
-            }.get(kind, block in whole)
-            if ready:
-                running[lane] = (now + TICKS[kind], queue.pop(0))
-                taken += kind == "gather"
+            if lane not in running and queue and can_start(queue[0], room, whole, done):
+                kind, block = queue.pop(0)
+                running[lane] = (now + TICKS[kind], (kind, block))
+                if kind == "gather":
+                    room -= 1
         if not running:
-            return waiting(queues, whole)
+            return now, what_waits(queues, whole)
         now = min(end for end, _ in running.values())
-        for lane in [lane for lane, (end, _) in running.items() if end == now]:
-            _, (kind, block) = running.pop(lane)
+        for lane, (end, (kind, block)) in list(running.items()):
+            if end > now:
+                continue
+            del running[lane]
             done.add((kind, block))
+            gathered_again = ("gather", block) in queues["network"]
             if kind == "gather":
                 whole.add(block)
-            elif kind == "reduce" or (kind == "forward" and ("gather", block) in queues["network"]):
+            elif kind == "reduce" or (kind == "forward" and gathered_again):
                 whole.discard(block)
-                taken -= 1
-    return now
+                room += 1
+    return now, ""
 
 
-def first_in(queue):
-    """In words, what comes next in a queue, such as "gather of block 2"; "" if nothing does."""
-    return " of block ".join(map(str, queue[0])) if queue else ""
+def can_start(step, room, whole, done):
+    """Whether a step can start: a gather needs room for its block, a reduce the block's gradient,
+    and a forward or backward pass the whole block.
+    """
+    kind, block = step
+    if kind == "gather":
+        return room > 0 and block not in whole
+    if kind == "reduce":
+        return ("backward", block) in done
+    return block in whole
 
 
-def waiting(queues, whole):
+def what_waits(queues, whole):
     """In words, what the network and the computation wait for when neither can go on."""
-    network, compute = map(first_in, queues.values())
-    network = (
-        f"{network} waits for ever while blocks {sorted(whole)} are whole"
-        if network
-        else "nothing is gathered"
-    )
-    return f"{network}, and {compute or 'nothing'} is next to compute"
+    network = "nothing is gathered"
+    if queues["network"]:
+        first = step_in_words(queues["network"][0])
+        network = f"{first} waits for ever while blocks {sorted(whole)} are whole"
+    compute = "nothing"
+    if queues["compute"]:
+        compute = step_in_words(queues["compute"][0])
+    return f"{network}, and {compute} is next to compute"
+
+
+def step_in_words(step):
+    """A step as a message has it, such as "gather of block 2"."""
+    kind, block = step
+    return f"{kind} of block {block}"
 
 
 @task("7.4", "network_order", {"valid": 1, "memory": 1, "prefetch": 1, "the best": 1})
@@ -241,15 +266,9 @@ class NetworkOrder:
     """
 
     def draw(random):
-        shapes = [
-            (6, 3),
-            (4, 2),
-            (5, 5),
-            (random.randrange(6, 10), random.randrange(2, 6)),
-            (24, 7),
-        ]
+        of_chance = (random.randrange(6, 10), random.randrange(2, 6))
         cases = []
-        for blocks, fit in shapes:
+        for blocks, fit in ((6, 3), (4, 2), (5, 5), of_chance, (24, 7)):
             size = random.randrange(50, 99)
             cases.append((blocks, size, fit * size + size // 2))
         return {"cases": cases}
@@ -258,30 +277,33 @@ class NetworkOrder:
         for (blocks, size, cap), steps in zip(cases, returned, strict=True):
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
             order = SCHEDULES.steps_of(steps, about, "gather", "reduce")
-            gathered = sorted(block for kind, block in order if kind == "gather")
+            gathers = [block for kind, block in order if kind == "gather"]
+            gathered = [block for block in sorted(set(gathers)) if gathers.count(block) <= 2]
+            case = f"{about}, blocks that are gathered once, if they stay, or twice"
+            yield "valid", case, gathered
             reduced = sorted(block for kind, block in order if kind == "reduce")
-            gathered = [block for block in sorted(set(gathered)) if gathered.count(block) <= 2]
-            yield (
-                "valid",
-                f"{about}, blocks that are gathered once, if they stay, or twice",
-                gathered,
-            )
             yield "valid", f"{about}, blocks whose gradients are reduced", reduced
-            valid = gathered == reduced == list(range(blocks))
-            took = play(order, blocks, cap // size) if valid else "this order is not valid"
+            fit = cap // size
+            ticks = None
+            fault = "this order is not valid"
+            if gathered == reduced == list(range(blocks)):
+                ticks, fault = play(order, blocks, fit)
+            yield "memory", f"{about}, waiting", fault
+            # A block takes two ticks in the forward pass, and six in the backward pass, where it is
+            # gathered, computes and is reduced.
             plain = 8 * blocks
-            best = 6 * blocks - 2 * (cap // size) + 3
             slow = (
                 f"{plain} without prefetch in backward: what can be gathered while a block"
                 " computes?"
             )
-            idle = f"{best} is possible: does the network wait, or gather what could have stayed?"
-            ends = type(took) is int
-            waits = "" if ends else took
-            yield "memory", f"{about}, waiting", waits
-            prefetched = "fewer" if ends and took < plain else took
+            outcome = fault if fault else ticks
+            prefetched = "fewer" if not fault and ticks < plain else outcome
             yield "prefetch", f"{about}, ticks ({slow})", prefetched
-            yield "the best", f"{about}, ticks ({idle})", took
+            # The network gathers all blocks, rests for the last forward pass and the first backward
+            # pass, three ticks, then gathers what had no room, and reduces all.
+            best = 2 * blocks + 3 + 2 * (blocks - fit) + 2 * blocks
+            idle = f"{best} is possible: does the network wait, or gather what could have stayed?"
+            yield "the best", f"{about}, ticks ({idle})", outcome
 
 
 class Layer:
@@ -353,7 +375,7 @@ class HookedModel:
         self.thread = thread
         self.layers = [Layer(weight, group) for weight in weights]
         self.most_whole = 0
-        self.fault = ""
+        self.fault_of_fetch = ""
         self.stepped = False
         for layer in self.layers:
             layer.parameter.register_post_accumulate_grad_hook(partial(self.reduce, layer))
@@ -380,49 +402,58 @@ class HookedModel:
             "finish does not wait for the sum: it takes its chunk before that is there",
         )
 
-    def compute(self, number, following):
-        """Have layer `number` whole, and the next one on its way."""
-        for ahead in (number, following):
-            if 0 <= ahead < len(self.layers):
-                before = self.thread.last
-                with in_words(FAULTS):
-                    future = self.fetch(self.layers[ahead], self.thread)
-                if self.thread.last is not before and self.thread.last in self.thread.waited_for:
-                    self.fault = (
-                        "fetch waits for its gather, so nothing computes under it: return the"
-                        " future at once"
-                    )
-                require(
-                    hasattr(future, "result"),
-                    f"fetch returned {future!r}; the future of thread.submit was expected",
-                )
-                if ahead == number:
-                    with in_words(FAULTS):
-                        future.result()
-                    require(
-                        self.layers[number].storage.nbytes() > 0,
-                        f"layer {number} is about to compute and has no memory: after free, fetch"
-                        " takes it again and gathers; is `coming` None then?",
-                    )
-                    layer = self.layers[number]
-                    require(
-                        self.stepped
-                        or torch.equal(layer.chunks[layer.index], layer.own.detach().bfloat16()),
-                        f"layer {number} computes with something else than `own` in this rank's chunk:"
-                        " the memory holds anything when it comes back, so copy `own` into it before"
-                        " the gather",
-                    )
+    def prepare(self, number, following):
+        """Have layer `number` whole, and layer `following` on its way, if there is one."""
+        layer = self.layers[number]
+        future = self.fetched(layer)
+        with in_words(FAULTS):
+            future.result()
+        require(
+            layer.storage.nbytes() > 0,
+            f"layer {number} is about to compute and has no memory: after free, fetch"
+            " takes it again and gathers; is `coming` None then?",
+        )
+        # After a step a layer that was never freed has old numbers, too; that it stays whole is
+        # evidence of its own.
+        require(
+            self.stepped or torch.equal(layer.chunks[layer.index], layer.own.detach().bfloat16()),
+            f"layer {number} computes with something else than `own` in this rank's chunk:"
+            " the memory holds anything when it comes back, so copy `own` into it before"
+            " the gather",
+        )
+        if 0 <= following < len(self.layers):
+            self.fetched(self.layers[following])
         whole = sum(layer.storage.nbytes() > 0 for layer in self.layers)
         self.most_whole = max(self.most_whole, whole)
 
+    def fetched(self, layer):
+        """What `fetch` returns for a layer: the future of its gather."""
+        before = self.thread.last
+        with in_words(FAULTS):
+            future = self.fetch(layer, self.thread)
+        if self.thread.last is not before and self.thread.last in self.thread.waited_for:
+            self.fault_of_fetch = (
+                "fetch waits for its gather, so nothing computes under it: return the"
+                " future at once"
+            )
+        require(
+            hasattr(future, "result"),
+            f"fetch returned {future!r}; the future of thread.submit was expected",
+        )
+        return future
+
     def __call__(self, x):
         for number, layer in enumerate(self.layers):
-            self.compute(number, number + 1)
+            self.prepare(number, number + 1)
             x = torch.nn.functional.linear(x, layer.parameter).tanh()
             self.thread.wait()  # A transfer that nobody waits for must not write into freed memory.
             self.free(layer)
-            x.register_hook(lambda _, number=number: self.compute(number, number - 1))
+            # The layer's backward pass begins when the gradient of its output is there.
+            x.register_hook(lambda _, number=number: self.prepare(number, number - 1))
         return x
+
+
+PASSES = 3  # Two steps of 7.5 have so many passes, forward and backward: one and two.
 
 
 @task(
@@ -433,7 +464,7 @@ class HookedModel:
     bound=1e-3,
     seconds=10.0,
     every_order="weights",
-    forbidden=SERVER + WHOLE + COLLECTIVES,
+    forbidden=FORBIDDEN,
     hang="does every rank gather and reduce the same layers, in the same order?",
 )
 class FetchFreeFinish:
@@ -454,9 +485,9 @@ class FetchFreeFinish:
             about = f"with {size} ranks"
             in_forward = 0
             with wire.counting() as traffic:
-                for step, micro_batches in enumerate(((0,), (1, 2)), start=1):
+                for step, passes_of_step in enumerate(((0,), (1, 2)), start=1):
                     optimizer.zero_grad()
-                    for number in micro_batches:
+                    for number in passes_of_step:
                         before = traffic.bytes_sent
                         outputs = model(inputs[dist.get_rank()][number].bfloat16())
                         in_forward += traffic.bytes_sent - before
@@ -470,16 +501,17 @@ class FetchFreeFinish:
                     model.stepped = True
                     masters = torch.cat([layer.own.detach() for layer in model.layers])
                     yield part, f"{about}, the masters after step {step}", masters
-            sent = torch.tensor([in_forward // 3, traffic.bytes_sent // 3])
+            sent = torch.tensor([in_forward // PASSES, traffic.bytes_sent // PASSES])
             ring_all_reduce(sent, group)
-            yield "bytes", f"{about}, bytes that all ranks send in a forward pass", sent[0].item()
-            yield "bytes", f"{about}, bytes that all ranks send in both passes", sent[1].item()
+            of_forward, of_both = sent.tolist()
+            yield "bytes", f"{about}, bytes that all ranks send in a forward pass", of_forward
+            yield "bytes", f"{about}, bytes that all ranks send in both passes", of_both
             case = f"{about}, transfers given to the thread in a pass: two gathers and a reduce"
-            yield "bytes", f"{case} per layer", thread.submitted // 3
-            yield "bytes", f"{about}, who waits for a transfer", model.fault
-            left = sum(layer.storage.nbytes() > 0 for layer in model.layers)
+            yield "bytes", f"{case} per layer", thread.submitted // PASSES
+            yield "bytes", f"{about}, who waits for a transfer", model.fault_of_fetch
+            still_whole = sum(layer.storage.nbytes() > 0 for layer in model.layers)
             yield "memory", f"{about}, layers that are whole at the same time", model.most_whole
-            yield "memory", f"{about}, layers that are still whole after a step", left
+            yield "memory", f"{about}, layers that are still whole after a step", still_whole
             thread.executor.shutdown()
 
 
@@ -497,15 +529,16 @@ def kept_gradients(model):
     """How many whole gradients still take memory, as themselves or behind a chunk of them."""
     count = 0
     for layer in model.layers:
-        count += layer.parameter.grad is not None
-        gradient = layer.own.grad
-        if gradient is not None:
-            count += gradient.untyped_storage().nbytes() > gradient.numel() * 4
+        if layer.parameter.grad is not None:
+            count += 1
+        chunk = layer.own.grad
+        if chunk is not None and chunk.untyped_storage().nbytes() > 4 * chunk.numel():
+            count += 1
     return count
 
 
 NO_SHARDS = "a rank may have no shards at all: begin its sum with torch.zeros(())"
-EMPTY = {
+CAUSES = {
     "non-empty": NO_SHARDS,
     "int64": NO_SHARDS,
     "has no attribute": NO_SHARDS,
@@ -534,16 +567,19 @@ class GlobalNorm:
     def probe(global_norm, shards, replicated):
         own = shards[dist.get_rank()]
         for size, group in worlds(4, 3, 2):
-            for name, whole in (("nothing", []), ("two gradients", replicated)):
+            for name, on_all_ranks in (("nothing", []), ("two gradients", replicated)):
                 all_reduce, calls = noted_ring(group)
-                given = [tensor.clone() for tensor in [*own, *whole]]
-                with in_words(EMPTY):
-                    norm = global_norm(given[: len(own)], given[len(own) :], all_reduce)
+                sharded_gradients = [shard.clone() for shard in own]
+                whole_gradients = [gradient.clone() for gradient in on_all_ranks]
+                given = [*sharded_gradients, *whole_gradients]
+                with in_words(CAUSES):
+                    norm = global_norm(sharded_gradients, whole_gradients, all_reduce)
                 about = f"with {size} ranks, {name} replicated"
                 if isinstance(norm, torch.Tensor):
                     norm = norm.detach().float().reshape(-1)
                 yield "norm", f"{about}, the norm", norm
                 yield "one sum", f"{about}, all-reduces", len(calls)
+                # A rank without any gradients has a tensor, too.
                 after = torch.cat([torch.zeros(1), *given])
                 yield "one sum", f"{about}, the gradients afterwards", after
 
@@ -554,13 +590,19 @@ class SmallestBatch:
 
     def draw(random):
         cases = []
-        for gpus, sizes in ((1, (2, 2)), (6, (2, 2)), (9, (1, 4)), (80, (4, 2)), (800, (2, 4))):
+        # So much memory is full: six GPUs exactly, else half a GPU less than a whole number.
+        for full, weight_bytes, gradient_bytes in (
+            (0.5, 2, 2),
+            (6, 2, 2),
+            (8.5, 1, 4),
+            (79.5, 4, 2),
+            (799.5, 2, 4),
+        ):
             memory = random.randrange(16, 80) * 10**9
-            halves = 2 * gpus if gpus == 6 else 2 * gpus - 1  # On six GPUs it fits exactly.
-            parameters = halves * memory // 32
+            parameters = int(full * memory) // 16
             rate = random.randrange(50, 900) * 10**12
             bandwidth = random.randrange(2, 60) * 10**9 + 1
-            cases.append((parameters, memory, rate, bandwidth, *sizes))
+            cases.append((parameters, memory, rate, bandwidth, weight_bytes, gradient_bytes))
         return {"cases": cases}
 
     def read(returned, cases):

@@ -26,35 +26,40 @@ from .shared import require, several, tensors
 
 
 def steps_of(steps, about, *kinds):
-    """A schedule as a list of pairs: of which kind a step is, and a number."""
+    """A learner's schedule as a list of pairs: of which of the `kinds` a step is, and a number.
+    Raises Wrong for anything else.
+    """
     require(
         isinstance(steps, list | tuple),
         f"{about}: a list of steps was expected, not {kind_of(steps)}",
     )
     pairs = []
     for step in steps:
-        pairs.append(tuple(step) if isinstance(step, list | tuple) else (step,))
-    good = all(
-        len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral) for pair in pairs
-    )
-    require(good, f'{about}: each step is a pair such as ("{kinds[0]}", 0) or ("{kinds[1]}", 0)')
+        pair = tuple(step) if isinstance(step, list | tuple) else ()
+        require(
+            len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral),
+            f'{about}: each step is a pair such as ("{kinds[0]}", 0) or ("{kinds[1]}", 0)',
+        )
+        pairs.append(pair)
     return pairs
 
 
 def completeness(steps, about):
-    """Which micro-batches go forward and backward, in which order, and whether one goes backward
-    first.
+    """Evidence of which micro-batches go forward and backward, in which order, and which go
+    backward first.
     """
-    for letter, way in (("F", "forward"), ("B", "backward")):
-        yield (
-            "complete",
-            f"{about}, micro-batches that go {way}",
-            [m for kind, m in steps if kind == letter],
-        )
-    early = [
-        m for place, (kind, m) in enumerate(steps) if kind == "B" and ("F", m) not in steps[:place]
-    ]
-    yield "complete", f"{about}, micro-batches that go backward before they went forward", early
+    forward = [m for kind, m in steps if kind == "F"]
+    backward = [m for kind, m in steps if kind == "B"]
+    yield "complete", f"{about}, micro-batches that go forward", forward
+    yield "complete", f"{about}, micro-batches that go backward", backward
+    gone_forward = set()
+    too_early = []
+    for kind, m in steps:
+        if kind == "F":
+            gone_forward.add(m)
+        elif m not in gone_forward:
+            too_early.append(m)
+    yield "complete", f"{about}, micro-batches that go backward before they went forward", too_early
 
 
 def draw_stages(random):
@@ -69,7 +74,11 @@ def draw_stages(random):
         (1, 3),
         (8, random.randrange(8, 20)),
     ]
-    return {"cases": [(stage, stages, m) for stages, m in shapes for stage in range(stages)]}
+    cases = []
+    for stages, micro_batches in shapes:
+        for stage in range(stages):
+            cases.append((stage, stages, micro_batches))
+    return {"cases": cases}
 
 
 @task("8.1", "gpipe", {"complete": 1, "forward first": 1})
@@ -99,16 +108,14 @@ class OneForwardOneBackward:
             steps = steps_of(order, about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield from completeness(steps, about)
-            yield (
-                "warm-up",
-                f"{about}, forward passes before the first backward",
-                (kinds + "B").index("B"),
-            )
-            yield (
-                "in turn",
-                f"{about}, in the order of time",
-                " ".join(f"{kind}{m}" for kind, m in steps),
-            )
+            warm_up, *_ = kinds.partition("B")
+            yield "warm-up", f"{about}, forward passes before the first backward", len(warm_up)
+            yield "in turn", f"{about}, in the order of time", in_short(steps)
+
+
+def in_short(steps):
+    """Steps as a text, such as "F0 F1 B0"."""
+    return " ".join(f"{kind}{m}" for kind, m in steps)
 
 
 @task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1})
@@ -118,15 +125,15 @@ class Bubble:
     """
 
     def draw(random):
-        equal = [
-            ([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33))
-            for _ in range(3)
-        ]
-        slow = [
-            (random.sample(range(1, 30), stages), m)
-            for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))
-        ]
-        for times, micro_batches in [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]:
+        cases = []
+        for _ in range(3):
+            seconds = random.randrange(1, 9)
+            stages = random.randrange(2, 9)
+            cases.append(([seconds] * stages, random.randrange(2, 33)))
+        cases += [([3], 4), ([2, 2, 2, 2], 1)]
+        for stages, micro_batches in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1)):
+            cases.append((random.sample(range(1, 30), stages), micro_batches))
+        for times, micro_batches in cases:
             part = "equal stages" if len(set(times)) == 1 else "a slow stage"
             yield part, f"times {times}, {micro_batches} micro-batches", (times, micro_batches)
 
@@ -146,27 +153,29 @@ class MostHeld:
     """The most micro-batches at any time that went forward and not yet backward."""
 
     def draw(random):
-        cases = draw_stages(random)["cases"]
-        schedules = (gpipe, one_forward_one_backward)
-        usual = [
-            letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules
-        ]
-        fixed = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("F", 3), ("B", 0), ("B", 2), ("B", 3)]
-        stays = "F0 F1 B1 F2 B2 F3 B3 F4 B4 B0"  # An early one stays while later ones come and go.
-        stays = [(step[0], int(step[1])) for step in stays.split()]
-        other = [fixed, stays, any_order(random, 6), any_order(random, 9)]
-        for part, orders in {"GPipe and 1F1B": usual, "any order": other}.items():
-            for order in orders:
-                yield part, " ".join(f"{kind}{m}" for kind, m in order), (order,)
+        usual = []
+        for stage, stages, micro_batches in draw_stages(random)["cases"][::2]:
+            for schedule in (gpipe, one_forward_one_backward):
+                usual.append(letters(schedule, stages, micro_batches)[stage])
+        # In the second one an early micro-batch stays while later ones come and go.
+        other = []
+        for text in ("F0 F1 B1 F2 F3 B0 B2 B3", "F0 F1 B1 F2 B2 F3 B3 F4 B4 B0"):
+            other.append([(step[0], int(step[1])) for step in text.split()])
+        other += [any_order(random, 6), any_order(random, 9)]
+        for order in usual:
+            yield "GPipe and 1F1B", in_short(order), (order,)
+        for order in other:
+            yield "any order", in_short(order), (order,)
 
 
-def any_order(random, count):
+def any_order(random, micro_batches):
     """A schedule in which any micro-batch that went forward may go backward next."""
     waiting = []
     begun = 0
     order = []
-    while len(order) < 2 * count:
-        if begun < count and (not waiting or random.random() < 0.6):
+    while len(order) < 2 * micro_batches:
+        # A forward pass is likelier, so that several micro-batches are held.
+        if begun < micro_batches and (not waiting or random.random() < 0.6):
             waiting.append(begun)
             order.append(("F", begun))
             begun += 1
@@ -179,18 +188,24 @@ def ticks(orders):
     """How long the stages take for their orders, each step as early as it can be; infinity if they
     wait for ever.
     """
-    actions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
+    instructions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
     schedule = []
     for stage, order in enumerate(orders):
-        schedule.append([actions[kind](m, stage) for kind, m in order])
+        schedule.append([instructions[kind](m, stage) for kind, m in order])
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
-    except ValueError:
+    except ValueError:  # It has a deadlock.
         return math.inf
 
 
+WAIT = (
+    "the stages wait for each other for ever: a step stands behind one that needs it, by way of a"
+    " neighbour"
+)
+
+
 def where_they_wait(orders):
-    """In words, why stages wait for ever; "" if none does."""
+    """In words, why stages wait for ever that do F, B and W of all micro-batches; "" if none does."""
     for stage, order in enumerate(orders):
         for m in range(len(order) // 3):
             kinds = "".join(kind for kind, number in order if number == m)
@@ -203,13 +218,14 @@ def where_they_wait(orders):
 
 
 def in_ticks(took):
-    """Ticks, or a word where there are none: infinity would be equal to every number."""
+    """Ticks, or words if they are infinite: those would be equal to every number."""
     return took if took < math.inf else "none that count"
 
 
 def peak(order):
     """The most micro-batches that a stage holds, from their F to their W."""
-    held = most = 0
+    held = 0
+    most = 0
     for kind, _ in order:
         if kind == "F":
             held += 1
@@ -219,12 +235,6 @@ def peak(order):
     return most
 
 
-WAIT = (
-    "the stages wait for each other for ever: a step stands behind one that needs it, by way of a"
-    " neighbour"
-)
-
-
 @task("8.5", "schedule", {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1})
 class Schedule:
     """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1
@@ -232,51 +242,42 @@ class Schedule:
     """
 
     def draw(random):
-        return {
-            "cases": [
-                (2, 4),
-                (4, 8),
-                (3, random.randrange(3, 12)),
-                (4, 4),
-                (8, 16),
-            ]
-        }
+        return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), (8, 16)]}
 
     def read(returned, cases):
-        for (stages, count), orders in zip(cases, returned, strict=True):
+        for (stages, count), answer in zip(cases, returned, strict=True):
             about = f"{stages} stages, {count} micro-batches"
-            each = f"{about}: a list of steps for each stage was expected"
-            orders = several(orders, stages, each)
-            orders = [
-                steps_of(order, f"{about}, stage {stage}", *"FBW")
-                for stage, order in enumerate(orders)
-            ]
+            several(answer, stages, f"{about}: a list of steps for each stage was expected")
+            orders = []
+            for stage, steps in enumerate(answer):
+                orders.append(steps_of(steps, f"{about}, stage {stage}", "F", "B", "W"))
             for stage, order in enumerate(orders):
-                yield (
-                    "valid",
-                    f"{about}, all steps of stage {stage}, in alphabetical order",
-                    sorted(order),
-                )
-            every = list(product("BFW", range(count)))
-            complete = all(sorted(order) == every for order in orders)
-            took = ticks(orders) if complete else math.inf
-            most = math.inf if took == math.inf else max(map(peak, orders))
-            fits = most <= stages
+                case = f"{about}, all steps of stage {stage}, in alphabetical order"
+                yield "valid", case, sorted(order)
+            all_steps = list(product("BFW", range(count)))
+            took = math.inf
+            most_held = math.inf
+            waiting = ""
+            if all(sorted(order) == all_steps for order in orders):
+                took = ticks(orders)
+                waiting = where_they_wait(orders)
+            if took < math.inf:
+                most_held = max(map(peak, orders))
+            fits = most_held <= stages
+            yield "valid", f"{about}, waiting", waiting
+            case = f"{about}, the most micro-batches that a stage holds (only W releases one)"
+            held = "at most as many as there are stages" if fits else most_held
+            yield "memory", case, held
             plain = ticks_of_1f1b(stages, count)
-            words = where_they_wait(orders) if complete else ""
-            yield "valid", f"{about}, waiting", words
-            held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
-            words = "at most as many as there are stages" if fits else most
-            yield "memory", held, words
-            beaten = f"{about}, ticks (1F1B needs {plain}, so let W wait)"
-            words = "fewer" if took < plain else in_ticks(took)
-            yield "1F1B beaten", beaten, words
+            case = f"{about}, ticks (1F1B needs {plain}, so let W wait)"
+            compared = "fewer" if took < plain else in_ticks(took)
+            yield "1F1B beaten", case, compared
             possible = (
                 f"{3 * count + stages - 1} are possible: which stage is idle while it has a W"
                 " to do?"
             )
-            counts = took if fits else math.inf
-            yield "the best", f"{about}, ticks ({possible})", in_ticks(counts)
+            with_room = took if fits else math.inf
+            yield "the best", f"{about}, ticks ({possible})", in_ticks(with_room)
 
 
 def ticks_of_1f1b(stages, count):
@@ -285,7 +286,9 @@ def ticks_of_1f1b(stages, count):
     for order in letters(one_forward_one_backward, stages, count):
         steps = []
         for kind, m in order:
-            steps += [("F", m)] if kind == "F" else [("B", m), ("W", m)]
+            steps.append((kind, m))
+            if kind == "B":
+                steps.append(("W", m))
         orders.append(steps)
     return ticks(orders)
 
@@ -305,16 +308,17 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": 
 
 
 def timeline_of(random, name, stages, count, slow):
-    """The timeline of a schedule in which stage `slow` takes longer for everything."""
-    times = []
+    """Spans (stage, letter, micro-batch, start, end) of a schedule in which stage `slow` takes
+    longer for everything, shuffled.
+    """
+    forward = []
     for stage in range(stages):
-        times.append(1.5 if stage == slow else random.uniform(0.95, 1.05))
-    rows = timetable(SCHEDULES[name](stages, count), times, [2 * time for time in times])
-    spans = [
-        (each.stage, each.letter, each.microbatch, round(start, 3), round(end, 3))
-        for row in rows
-        for each, start, end in row
-    ]
+        forward.append(1.5 if stage == slow else random.uniform(0.95, 1.05))
+    backward = [2 * seconds for seconds in forward]
+    spans = []
+    for row in timetable(SCHEDULES[name](stages, count), forward, backward):
+        for step, start, end in row:
+            spans.append((step.stage, step.letter, step.microbatch, round(start, 3), round(end, 3)))
     return random.sample(spans, len(spans))
 
 
@@ -324,11 +328,12 @@ class WhichSchedule:
 
     def draw(random):
         cases = []
-        for name in random.sample([*SCHEDULES] * 4, len(SCHEDULES) * 4):
+        four_of_each = [*SCHEDULES] * 4
+        for name in random.sample(four_of_each, len(four_of_each)):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
-            timeline = timeline_of(random, name, stages, random.randrange(stages, stages + 4), slow)
-            cases.append((timeline,))
+            micro_batches = random.randrange(stages, stages + 4)
+            cases.append((timeline_of(random, name, stages, micro_batches, slow),))
         # With as many micro-batches as stages the first stage does the same in 1F1B and GPipe.
         for name in ("1F1B", "GPipe"):
             cases.append((timeline_of(random, name, 4, 4, random.randrange(4)),))
@@ -337,21 +342,23 @@ class WhichSchedule:
     def read(returned, cases):
         for number, ((timeline,), pair) in enumerate(zip(cases, returned, strict=True)):
             schedule, stage = several(pair, 2, "return a pair: (schedule, slow stage)")
-            in_time = sorted(timeline, key=lambda span: span[3])
-            end = max(in_time)[0]
-            first = "".join(letter for stage, letter, *_ in in_time if stage == 0)
-            last = "".join(letter for stage, letter, *_ in in_time if stage == end)
-            yield (
-                "schedule",
-                f"timeline {number}: the first stage does {first}, the last {last}",
-                schedule,
-            )
+            last_stage = max(of_stage for of_stage, *_ in timeline)
+            first = letters_in_time(timeline, 0)
+            last = letters_in_time(timeline, last_stage)
+            case = f"timeline {number}: the first stage does {first}, the last {last}"
+            yield "schedule", case, schedule
             look = "look at how long its own steps take, not at when it ends or how long it waits"
             yield "slow stage", f"timeline {number}, the slow stage ({look})", stage
 
 
+def letters_in_time(timeline, stage):
+    """The letters of what a stage does, in the order of time, such as "FFBB"."""
+    steps = [(start, letter) for of_stage, letter, _, start, _ in timeline if of_stage == stage]
+    return "".join(letter for _, letter in sorted(steps))
+
+
 class StageOfThree:
-    """One of three stages of a small model, as 8.7 describes it."""
+    """One of three stages of a small model, one on each rank, as 8.7 describes it."""
 
     def __init__(self, weights, inputs, targets):
         rank = dist.get_rank()
@@ -393,8 +400,8 @@ class StageWithMessages:
     def probe(forward, backward, weights, inputs, targets):
         for microbatches in (4, 2):
             stage = StageOfThree(weights, inputs[:microbatches], targets)
+            kept = []  # how many micro-batches are kept after each step
             with wire.counting() as traffic:
-                kept = []
                 for step in gpipe(3, microbatches)[dist.get_rank()]:
                     run = forward if isinstance(step, Forward) else backward
                     try:
@@ -403,17 +410,17 @@ class StageWithMessages:
                         raise_in_words(error, stage)
                     kept.append(len(stage.kept))
             gradients = [parameter.grad for parameter in stage.module.parameters()]
-            sent = (traffic.messages_sent, traffic.bytes_sent)
-            yield "", microbatches, (gradients, sent, kept)
+            yield "", microbatches, (gradients, traffic.messages_sent, traffic.bytes_sent, kept)
 
     def read(returned, weights, inputs, targets):
         for rank, of_rank in enumerate(returned):
-            for microbatches, (gradients, sent, kept) in zip((4, 2), of_rank, strict=True):
+            for microbatches, values in zip((4, 2), of_rank, strict=True):
+                gradients, messages_sent, bytes_sent, kept = values
                 about = f"GPipe, {microbatches} micro-batches, stage {rank}"
                 case = f"{about}, the gradients of its parameters"
                 yield "gradients", case, {rank: end_to_end(gradients)}
-                yield "messages", f"{about}, messages sent in a step", {rank: sent[0]}
-                yield "messages", f"{about}, bytes sent in a step", {rank: sent[1]}
+                yield "messages", f"{about}, messages sent in a step", {rank: messages_sent}
+                yield "messages", f"{about}, bytes sent in a step", {rank: bytes_sent}
                 case = f"{about}, micro-batches that are kept at the same time"
                 yield "memory", case, {rank: max(kept)}
                 case = f"{about}, micro-batches that are kept after the step"
@@ -447,15 +454,14 @@ def raise_in_words(error, stage):
                 cause = "nobody is before the first stage: it neither receives nor sends back"
             if stage.after is None and "scalar" in words:
                 cause = "the last stage's backward pass begins at its loss: keep that"
-            first = str(error).partition(". ")[0]
-            raise Wrong(f"{first}: {cause}") from error
+            first_sentence, *_ = str(error).partition(". ")
+            raise Wrong(f"{first_sentence}: {cause}") from error
     raise error
 
 
 def end_to_end(gradients):
     """Gradients of a stage's weight and bias as one vector, zeros where there is none."""
-    shapes = ((5, 5), (5,))
-    tensors = []
-    for shape, gradient in zip(shapes, gradients, strict=True):
-        tensors.append(torch.zeros(shape) if gradient is None else gradient)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    parts = []
+    for size, gradient in zip((25, 5), gradients, strict=True):
+        parts.append(torch.zeros(size) if gradient is None else gradient.reshape(-1))
+    return torch.cat(parts)

@@ -14,8 +14,6 @@ from ddp_course.stage4_ring import ring_all_reduce
 
 from .shared import in_words, require, several, tensors, worlds
 
-RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
-
 
 @task("9.1", "my_slices", {"sum": 2, "sizes": 1})
 class MySlices:
@@ -30,19 +28,14 @@ class MySlices:
             (11, 6, 4),  # Three are left over.
         ]
         generator = torch.Generator().manual_seed(random.randrange(2**31))
-        made = []
+        how = {"generator": generator, "dtype": torch.float64}
+        cases = []
         for hidden_width, width, ranks in shapes:
-            sizes = (2 * hidden_width, width), (width, hidden_width), (3, width)
-            made.append(
-                (
-                    *(
-                        torch.randn(*size, generator=generator, dtype=torch.float64)
-                        for size in sizes
-                    ),
-                    ranks,
-                )
-            )
-        return {"cases": made}
+            gate_and_up = torch.randn(2 * hidden_width, width, **how)
+            down = torch.randn(width, hidden_width, **how)
+            x = torch.randn(3, width, **how)
+            cases.append((gate_and_up, down, x, ranks))
+        return {"cases": cases}
 
     def probe(my_slices, cases):
         for gate_and_up, down, x, ranks in cases:
@@ -52,38 +45,37 @@ class MySlices:
             for rank in range(ranks):
                 fused, back = my_slices(gate_and_up.clone(), down.clone(), rank, ranks)
                 sizes.append(fused.numel() + back.numel())
-                rows = len(fused)
-                columns = back.shape[1]
-                if rows != 2 * columns:
-                    misfit = misfit or (
-                        f"rank {rank} has {rows} rows for {columns} columns of down; each column"
-                        " belongs to two rows: one of the gate's half and the same one of up's"
-                    )
-                    continue
-                misfit = misfit or mixed_up(rank, fused, back, gate_and_up, down)
-                gate, up = (x @ fused.T).chunk(2, dim=-1)
-                total = total + (torch.nn.functional.silu(gate) * up) @ back.T
+                if not misfit:
+                    misfit = fault_of_slices(rank, fused, back, gate_and_up, down)
+                if len(fused) == 2 * back.shape[1]:
+                    gate, up = (x @ fused.T).chunk(2, dim=-1)
+                    total = total + (torch.nn.functional.silu(gate) * up) @ back.T
             case = f"H = {down.shape[1]}, {ranks} ranks: "
             yield "sum", case + "two rows for each column", misfit
             yield "sum", case + "the sum of all ranks' y", total
             yield "sizes", case + "numbers on each rank, most first", sorted(sizes, reverse=True)
 
 
-def mixed_up(rank, fused, back, gate_and_up, down):
-    """In words, that a rank's rows and columns are of different units; "" if they belong together."""
-    columns = places_in(back.T, down.T)
+def fault_of_slices(rank, fused, back, gate_and_up, down):
+    """In words, that a rank's rows and columns do not belong to the same units; "" if they do."""
+    if len(fused) != 2 * back.shape[1]:
+        return (
+            f"rank {rank} has {len(fused)} rows for {back.shape[1]} columns of down; each column"
+            " belongs to two rows: one of the gate's half and the same one of up's"
+        )
+    units_of_down = places_in(back.T, down.T)
     rows = places_in(fused, gate_and_up)
-    gate = rows[: len(columns)]
-    up = []
-    for row in rows[len(columns) :]:
-        up.append(None if row is None else row - down.shape[1])
-    if gate == up == columns:
+    units_of_gate = rows[: len(units_of_down)]
+    units_of_up = []
+    for row in rows[len(units_of_down) :]:
+        units_of_up.append(None if row is None else row - down.shape[1])
+    if units_of_gate == units_of_up == units_of_down:
         return ""
-    if None in columns or None in rows:
+    if None in units_of_down or None in rows:
         return f"rank {rank} has rows or columns that are none of the whole matrices': slice, and change nothing"
     return (
-        f"rank {rank} has the units {gate} of the gate, {up} of up (below zero: rows of the gate again), and"
-        f" the columns {columns} of down: they must be of the same units"
+        f"rank {rank} has the units {units_of_gate} of the gate, {units_of_up} of up (below zero: rows of the gate again), and"
+        f" the columns {units_of_down} of down: they must be of the same units"
     )
 
 
@@ -91,8 +83,12 @@ def places_in(rows, whole):
     """Where each row stands in a matrix; None if it is not there."""
     places = []
     for row in rows:
-        equal = (whole == row).all(1) if row.shape == whole[0].shape else torch.zeros(1)
-        places.append(int(equal.nonzero()[0]) if equal.any() else None)
+        place = None
+        if row.shape == whole[0].shape:
+            equal_rows = (whole == row).all(dim=1).nonzero()
+            if len(equal_rows):
+                place = int(equal_rows[0])
+        places.append(place)
     return places
 
 
@@ -110,29 +106,37 @@ class EnterAndLeave:
         }
 
     def probe(Enter, Leave, x, gradient):
-        for name, function in (("Enter", Enter), ("Leave", Leave)):
-            calls = []
+        yield from one_function("Enter", Enter, x, gradient)
+        yield from one_function("Leave", Leave, x, gradient)
 
-            def all_reduce(tensor, calls=calls):
-                calls.append(tensor)
-                return tensor.mul_(RANKS)
 
-            given = x.clone().requires_grad_()
-            back = gradient.clone()
-            inside = given * 1
-            output = function.apply(inside, all_reduce)
-            forward = len(calls)
-            (gradient,) = torch.autograd.grad(output, given, back)
-            yield name, f"{name}, forward: the output", output.detach()
-            yield name, f"{name}, forward: all-reduces", forward
-            yield name, f"{name}, backward: the gradient of x", gradient
-            yield name, f"{name}, backward: all-reduces", len(calls) - forward
-            yield name, f"{name}, forward: x afterwards", inside.detach()
-            yield name, f"{name}, backward: the gradient that came in, afterwards", back
+def one_function(name, function, x, gradient):
+    """Evidence of what one of the two functions does with `x`, and with a gradient that comes back.
+    Its all-reduce acts as if there were three ranks with the same numbers.
+    """
+    calls = 0
+
+    def all_reduce(tensor):
+        nonlocal calls
+        calls += 1
+        return tensor.mul_(3)
+
+    given = x.clone().requires_grad_()
+    inside = given * 1  # A leaf cannot be changed in place; this can, and it is to be seen.
+    output = function.apply(inside, all_reduce)
+    in_forward = calls
+    incoming = gradient.clone()
+    (of_x,) = torch.autograd.grad(output, given, incoming)
+    yield name, f"{name}, forward: the output", output.detach()
+    yield name, f"{name}, forward: all-reduces", in_forward
+    yield name, f"{name}, backward: the gradient of x", of_x
+    yield name, f"{name}, backward: all-reduces", calls - in_forward
+    yield name, f"{name}, forward: x afterwards", inside.detach()
+    yield name, f"{name}, backward: the gradient that came in, afterwards", incoming
 
 
 class MadeGroup:
-    """What `new_group` gives: the place of the call among this rank's, and the ranks."""
+    """What `new_group` gives: its ranks, and in which of this rank's calls it was made."""
 
     def __init__(self, call, ranks):
         self.call = call
@@ -158,21 +162,8 @@ class MakeMesh:
             calls_by_rank = []
             groups_by_rank = []
             for rank in range(math.prod(sizes.values())):
-                calls = []
-
-                def new_group(ranks, calls=calls):
-                    group = MadeGroup(len(calls), [int(rank) for rank in ranks])
-                    calls.append(group)
-                    return group
-
-                try:
-                    groups = make_mesh(rank, dict(sizes), new_group)
-                except KeyError as error:
-                    raise Wrong(
-                        f"{about}: KeyError: {error}: a mesh may have other axes: take their names,"
-                        " their number and their order from `sizes`"
-                    ) from error
-                calls_by_rank.append([group.ranks for group in calls])
+                groups, made = groups_of_rank(make_mesh, rank, sizes, about)
+                calls_by_rank.append([group.ranks for group in made])
                 groups_by_rank.append(groups)
                 for axis in sizes:
                     case = f'{about}, rank {rank}: the ranks of "{axis}"'
@@ -180,6 +171,24 @@ class MakeMesh:
             yield "", f"{about}: how many groups", [len(calls) for calls in calls_by_rank]
             yield "order", f"{about}: all ranks make the same groups", unequal_calls(calls_by_rank)
             yield "order", f"{about}: one group for all its ranks", twins(groups_by_rank)
+
+
+def groups_of_rank(make_mesh, rank, sizes, about):
+    """What `make_mesh` returns on a rank, and all groups that it makes there, in their order."""
+    made = []
+
+    def new_group(ranks):
+        group = MadeGroup(len(made), [int(rank) for rank in ranks])
+        made.append(group)
+        return group
+
+    try:
+        return make_mesh(rank, dict(sizes), new_group), made
+    except KeyError as error:
+        raise Wrong(
+            f"{about}: KeyError: {error}: a mesh may have other axes: take their names,"
+            " their number and their order from `sizes`"
+        ) from error
 
 
 def ranks_of(groups, axis, case):
@@ -210,11 +219,11 @@ def unequal_calls(calls_by_rank):
 
 def twins(groups_by_rank):
     """In words, two ranks whose groups have the same members and come from different calls."""
-    calls = {}
+    first_of = {}  # {(axis, its ranks): (the first rank with such a group, the call that made it)}
     for rank, groups in enumerate(groups_by_rank):
         for axis, group in groups.items():
-            members = axis, *group.ranks
-            first, call = calls.setdefault(members, (rank, group.call))
+            members = (axis, tuple(group.ranks))
+            first, call = first_of.setdefault(members, (rank, group.call))
             if call != group.call:
                 return (
                     f'ranks {first} and {rank} have different groups of {group.ranks} as "{axis}",'
@@ -303,25 +312,34 @@ class Plan:
         for (job,), plan in zip(cases, returned, strict=True):
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
             data, tensor, pipeline = several(plan, 3, f"{about}return (data, tensor, pipeline)")
-            product = f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}"
             require(
-                data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product
+                data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0,
+                f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}",
             )
-            share = job["parameters"] / (tensor * pipeline)
-            needed = 16 * share + job["activations"] / (data * tensor)
-            room = f"{job['memory'] / 1e9:.0f} GB"
-            words = f"it needs {needed / 1e9:.0f} GB" if needed > job["memory"] else ""
-            yield "fits", f"{about}the plan fits into {room}", words
-            seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
-            link = job["fast"] if tensor <= job["per_host"] else job["slow"]
-            seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
-            link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
-            seconds += 2 * (data - 1) / data * 4 * share / link
+            needed = 16 * job["parameters"] / (tensor * pipeline)
+            needed += job["activations"] / (data * tensor)
+            too_large = ""
+            if needed > job["memory"]:
+                too_large = f"it needs {needed / 1e9:.0f} GB"
+            yield "fits", f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB", too_large
+            seconds = seconds_of_step(job, data, tensor, pipeline)
             yield "seconds", f"{about}seconds of a step", round(seconds, 6)
 
 
+def seconds_of_step(job, data, tensor, pipeline):
+    """The table of 9.4: computing with its bubble, the sums of split layers, and of gradients."""
+    seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
+    link = job["fast"] if tensor <= job["per_host"] else job["slow"]
+    seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
+    link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
+    gradient_bytes = 4 * job["parameters"] / (tensor * pipeline)
+    return seconds + 2 * (data - 1) / data * gradient_bytes / link
+
+
 class CountedCollectives:
-    """An allgather and a reduce-scatter along the first dimension, and how often each was called."""
+    """An allgather and a reduce-scatter along the first dimension, which count their calls. Both
+    are made of an all-reduce.
+    """
 
     def __init__(self, group, size):
         self.group = group
@@ -363,23 +381,25 @@ class SequenceParallel:
     """Gather is an allgather forward and a reduce-scatter backward; Scatter the other way round."""
 
     def draw(random):
-        kinds = {"dtype": torch.float64}
         return {
-            "x": tensors(random, 3, 2, 4, **kinds),
-            "first": tensors(random, 3, 5, 4, **kinds),
-            "second": tensors(random, 3, 4, 5, **kinds),
-            "slopes": tensors(random, 3, 2, 4, **kinds),
+            "x": tensors(random, 3, 2, 4, dtype=torch.float64),
+            "first": tensors(random, 3, 5, 4, dtype=torch.float64),
+            "second": tensors(random, 3, 4, 5, dtype=torch.float64),
+            "slopes": tensors(random, 3, 2, 4, dtype=torch.float64),
         }
 
     def probe(Gather, Scatter, x, first, second, slopes):
         rank = dist.get_rank()
         for size, group in worlds(3, 2):
             collectives = CountedCollectives(group, size)
-            both = collectives.allgather, collectives.reduce_scatter
-            part = x[rank].clone().requires_grad_()
-            weights = [first[rank].clone().requires_grad_(), second[rank].clone().requires_grad_()]
-            inside = (Gather.apply(part, *both) @ weights[0].T).tanh()
-            output = Scatter.apply(inside @ weights[1].T, *both)
+            both = (collectives.allgather, collectives.reduce_scatter)
+            own = {
+                "x": x[rank].clone().requires_grad_(),
+                "first": first[rank].clone().requires_grad_(),
+                "second": second[rank].clone().requires_grad_(),
+            }
+            inside = (Gather.apply(own["x"], *both) @ own["first"].T).tanh()
+            output = Scatter.apply(inside @ own["second"].T, *both)
             about = f"with {size} ranks"
             yield "forward", f"{about}, this rank's part of the output", output.detach()
             yield "calls", f"{about}, calls in the forward pass", dict(collectives.calls)
@@ -397,7 +417,7 @@ class SequenceParallel:
                         " long as it was: each pass has one of the two calls"
                     ) from error
                 raise
-            for name, tensor in (("x", part), ("first", weights[0]), ("second", weights[1])):
+            for name, tensor in own.items():
                 yield "backward", f"{about}, the gradient of {name}", tensor.grad
             yield "calls", f"{about}, calls in both passes", dict(collectives.calls)
 
@@ -424,7 +444,8 @@ class CountedSums:
         return rows.amax(0)
 
 
-WORDS = 11  # The vocabulary of 9.6.
+WORDS = 11  # The vocabulary of 9.6 has so many words, and its text so many tokens.
+TOKENS = 7
 UNEQUAL = (
     "the ranks' tensors differ in shape, or a rank makes another call: a rank may have fewer columns"
     " than another, so take the largest, or the sum, of its own columns first, and give all_max or all_sum"
@@ -444,7 +465,7 @@ class LossOfSplitVocabulary:
     """Torch's cross entropy of the whole logits and its gradient, from three numbers per token."""
 
     def draw(random):
-        (logits,) = tensors(random, 1, 7, WORDS, dtype=torch.float64)
+        (logits,) = tensors(random, 1, TOKENS, WORDS, dtype=torch.float64)
         # Exponentials of such numbers overflow, or are all 0, unless each token's own largest
         # logit is subtracted.
         logits += torch.tensor([2000.0, -2000, 0, 0, 900, -900, 0], dtype=torch.float64)[:, None]
@@ -458,12 +479,14 @@ class LossOfSplitVocabulary:
             sums = CountedSums(group, size)
             words = torch.arange(WORDS).tensor_split(size)[dist.get_rank()]
             own = logits[:, words].clone().requires_grad_()
-            inside = own * 1
+            inside = own * 1  # A leaf cannot be changed in place; this can, and it is to be seen.
+            first = int(words[0])
             about = f"with {size} ranks" if size > 1 else "on one rank"
-            others = targets.clone(), int(words[0]), sums.all_max, sums.all_sum
             try:
                 with in_words({"all ranks must call the same collective": UNEQUAL}):
-                    loss = SplitLoss.apply(inside, *others)
+                    loss = SplitLoss.apply(
+                        inside, targets.clone(), first, sums.all_max, sums.all_sum
+                    )
             except IndexError as error:
                 raise Wrong(
                     f"{about}: {error}: a target may be in another rank's columns"
@@ -488,10 +511,12 @@ def overflow(tensor):
 
 
 def too_many(numbers):
-    """In words, that more than three numbers per token were summed, and a few for all of them."""
-    if numbers <= 3 * 7 + 2:
+    """In words, that too many numbers were summed or compared; "" if not. Two more than three per
+    token are allowed, for what all tokens share.
+    """
+    if numbers <= 3 * TOKENS + 2:
         return ""
     return (
-        f"{numbers} numbers of 7 tokens were summed or compared: three per token are enough, the"
+        f"{numbers} numbers of {TOKENS} tokens were summed or compared: three per token are enough, the"
         " largest logit, the sum of exponentials and the target's logit"
     )

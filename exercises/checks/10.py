@@ -2,6 +2,8 @@
 largest rate, and a loss that weighs tokens alike.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -36,17 +38,14 @@ class EpochIndices:
 
     def draw(random):
         seed = random.randrange(1000)
-        shapes = [(24, 3), (25, 4), (10, 4), (7, 1), (103, 8)]
-        return {
-            "cases": [
-                (size, world_size, epoch, seed)
-                for size, world_size in shapes
-                for epoch in (0, 1, 5)
-            ]
-        }
+        cases = []
+        for size, world_size in ((24, 3), (25, 4), (10, 4), (7, 1), (103, 8)):
+            for epoch in (0, 1, 5):
+                cases.append((size, world_size, epoch, seed))
+        return {"cases": cases}
 
     def probe(epoch_indices, cases):
-        untouched = True
+        fault = ""
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
@@ -54,11 +53,11 @@ class EpochIndices:
                 torch.manual_seed(100 * number + rank)
                 before = torch.get_rng_state()
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
-                untouched = untouched and torch.equal(before, torch.get_rng_state())
+                if not torch.equal(before, torch.get_rng_state()):
+                    fault = RESEEDED
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
-        words = "" if untouched else RESEEDED
-        yield "even shares", "torch's own generator, afterwards", words
+        yield "even shares", "torch's own generator, afterwards", fault
 
 
 @task("10.2", "learning_rate", {"warm-up": 1, "cosine": 1})
@@ -95,8 +94,7 @@ class GlobalMean:
     """
 
     def draw(random):
-        counts = [random.randrange(20, 40), random.randrange(1, 9), random.randrange(9, 20)]
-        counts.insert(3, 0)
+        counts = [random.randrange(20, 40), random.randrange(1, 9), random.randrange(9, 20), 0]
         return {"means": [random.uniform(0.5, 4.0) for _ in range(4)], "counts": counts}
 
     def probe(global_mean, means, counts):
@@ -104,20 +102,20 @@ class GlobalMean:
         for size, group in worlds(4, 3, 2):
             all_reduce, calls = noted_ring(group)
             about = f"with {size} ranks of {counts[:size]} samples"
-            mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
+            own_mean = means[rank] if counts[rank] else math.nan
+            mean = torch.tensor(own_mean, dtype=torch.float64)
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
             part = "a rank without samples" if 0 in counts[:size] else "mean"
-            has_no_value = result != result
-            words = ""
-            if has_no_value:
-                words = (
+            fault = ""
+            if result != result:  # Only what is not a number differs from itself.
+                fault = (
                     "the mean is not a number: somewhere 0 / 0 comes in, and 0 times that is no 0"
                 )
-            yield part, f"{about}, a number", words
-            value = "not a number" if has_no_value else result
-            yield part, about, value
+                result = "not a number"
+            yield part, f"{about}, a number", fault
+            yield part, about, result
             yield part, f"{about}, all_reduce was called", bool(calls)
             if counts[rank]:
                 yield part, f"{about}, the input afterwards", mean
@@ -131,22 +129,26 @@ class FindTheBugInTheSampler:
 
     def draw(random):
         seed = random.randrange(1000)
-        cases = [
-            (48, 4, 4, 5, 1, seed),
-            (50, 4, 3, 5, 0, seed),
-            (61, 2, 4, 7, 3, seed),
-            (40, 5, 2, 3, 2, seed),
-        ]
-        return {"cases": [*cases, (30, 5, 4, 6, 1, seed)]}
+        # Samples, ranks before and after the stop, steps before it, and the epoch.
+        return {
+            "cases": [
+                (48, 4, 4, 5, 1, seed),
+                (50, 4, 3, 5, 0, seed),
+                (61, 2, 4, 7, 3, seed),
+                (40, 5, 2, 3, 2, seed),
+                (30, 5, 4, 6, 1, seed),
+            ]
+        }
 
     def probe(the_bug, rest_of_epoch, cases):
         yield "the line", "the faulty line", the_bug()
-        for size, before, now, steps, epoch, seed in cases:
-            rests = [
-                rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)
-            ]
-            case = f"{size} samples, {before * steps} seen by {before} ranks, {now} go on"
-            yield "mended", case, [plain(rest) for rest in rests]
+        for size, ranks_before, ranks, steps, epoch, seed in cases:
+            seen = ranks_before * steps
+            rests = []
+            for rank in range(ranks):
+                rests.append(plain(rest_of_epoch(size, rank, ranks, epoch, seed, seen)))
+            case = f"{size} samples, {seen} seen by {ranks_before} ranks, {ranks} go on"
+            yield "mended", case, rests
 
 
 @task("10.5", "largest_rate", {"learns with half": 1, "not with twice": 1}, seconds=30.0)
@@ -171,15 +173,16 @@ class LargestRate:
         require(len(str(sentence).split()) >= 6, "a sentence of six words or more was expected")
         with_half = learns(rate / 2)
         yield "learns with half", "with half of your rate it learns", with_half
-        # A rate with which nothing is learned is no measurement, however large.
-        ends = with_half and not learns(2 * rate)
-        yield "not with twice", "it learns with half of your rate, and not with twice", ends
+        # Of a rate with which nothing is learned, twice as much says nothing.
+        is_largest = with_half and not learns(2 * rate)
+        yield "not with twice", "it learns with half of your rate, and not with twice", is_largest
 
 
 def learns(rate):
     """Whether 40 steps on the digits end with a mean loss below 1."""
     digits = problems.make("digits")
-    return sum(stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)[-10:]) / 10 < 1
+    losses = stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)
+    return sum(losses[-10:]) / 10 < 1
 
 
 NO_GRAPH = (
@@ -202,14 +205,16 @@ class LossesForBackward:
         return {"weights": weights, "slopes": slopes, "counts": counts}
 
     def probe(losses_for_backward, weights, slopes, counts):
-        own = counts[dist.get_rank()]
+        rank = dist.get_rank()
+        own = counts[rank]
         for size, group in worlds(4, 3, 2):
             parameter = torch.nn.Parameter(weights.clone())
             all_reduce, calls = noted_ring(group)
             sums = []
             for number, count in enumerate(own):
-                token = parameter @ slopes[(dist.get_rank() + 2 * number) % len(slopes)]
-                sums.append(count * token.square())
+                # The micro-batches of a rank differ, and so do the first ones of all ranks.
+                loss_of_token = (parameter @ slopes[(rank + 2 * number) % len(slopes)]).square()
+                sums.append(count * loss_of_token)
             about = f"with {size} ranks of {counts[:size]} tokens"
             each = f"{about}: a loss for each micro-batch was expected"
             causes = {
@@ -217,15 +222,11 @@ class LossesForBackward:
                 "does not require grad": f"{about}: {NO_GRAPH}",
             }
             with in_words(causes):
-                losses = several(
-                    losses_for_backward(sums, list(own), all_reduce, size), len(own), each
-                )
-                count = len(calls)
-
-                def twice(tensor, *groups, all_reduce=all_reduce):
-                    return all_reduce(tensor, *groups).mul_(2)
-
-                lighter = several(losses_for_backward(sums, list(own), twice, size), len(own), each)
+                answer = losses_for_backward(sums, list(own), all_reduce, size)
+                losses = several(answer, len(own), each)
+                calls_of_answer = len(calls)
+                answer = losses_for_backward(sums, list(own), doubled(all_reduce), size)
+                halved = several(answer, len(own), each)
                 for loss in losses:
                     loss.backward(retain_graph=True)
                 gradient = parameter.grad / size
@@ -236,6 +237,15 @@ class LossesForBackward:
                 " 0 / 0; divide by the tokens of all ranks",
             )
             yield "gradient", f"{about}, DDP's average of the gradients", gradient
-            yield "one sum", f"{about}, all-reduces", count
-            share = round((lighter[0] / losses[0]).item(), 6)
+            yield "one sum", f"{about}, all-reduces", calls_of_answer
+            share = round((halved[0] / losses[0]).item(), 6)
             yield "one sum", f"{about}, a loss if the sum is twice as large, to now", share
+
+
+def doubled(all_reduce):
+    """An all-reduce whose sums are twice as large."""
+
+    def twice(tensor, *groups):
+        return all_reduce(tensor, *groups).mul_(2)
+
+    return twice

@@ -22,9 +22,7 @@ from ddp_course.errors import Wrong
 from .shared import in_words, require, several, tensors
 
 EX1 = load_tasks(1)  # Exercise 1 makes the batches.
-
-
-SYNCS = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]
+SYNCS = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]  # macOS lacks fdatasync.
 
 
 class Unwritable:
@@ -51,9 +49,9 @@ def loaded(content):
 
 
 @contextmanager
-def watching(path, names):
+def watching(path, namespace):
     """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the
-    same folder.
+    same folder. The function that is watched has its globals in `namespace`.
     """
     events = []
     watched = [str(path)]
@@ -63,14 +61,17 @@ def watching(path, names):
         events.append(("sync",))
         return syncs["fsync"](handle)
 
-    def renamed(event, values):
-        if event == "os.rename" and os.path.abspath(values[1]) in watched:
-            beside = os.path.dirname(os.path.abspath(values[0])) == str(path.parent)
-            events.append(("rename", content(values[0]), content(path), beside))
+    def note_rename(event, arguments):
+        if event == "os.rename" and os.path.abspath(arguments[1]) in watched:
+            new, old = arguments[:2]
+            same_folder = os.path.dirname(os.path.abspath(new)) == str(path.parent)
+            events.append(("rename", content(new), content(old), same_folder))
 
-    sys.addaudithook(renamed)
-    own = {name: synced for name, value in names.items() if value in syncs.values()}
-    with mock.patch.multiple(os, **dict.fromkeys(syncs, synced)), mock.patch.dict(names, own):
+    sys.addaudithook(note_rename)
+    # A learner may write os.fsync, or fsync after `from os import fsync`.
+    imported = {name: synced for name, value in namespace.items() if value in syncs.values()}
+    in_os = mock.patch.multiple(os, **dict.fromkeys(syncs, synced))
+    with in_os, mock.patch.dict(namespace, imported):
         yield events
     watched.clear()  # An audit hook cannot be removed, so it is silenced.
 
@@ -82,7 +83,8 @@ class SaveCheckpoint:
     """
 
     def draw(random):
-        first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
+        first = {"step": 1, "weights": tensors(random, 1, 30)[0]}
+        second = {"step": 2, "weights": tensors(random, 1, 30)[0]}
         return {"first": first, "second": second}
 
     def probe(save_checkpoint, first, second):
@@ -102,29 +104,34 @@ class SaveCheckpoint:
             yield "", "full", (content(path), os.listdir(folder), error)
 
     def read(returned, first, second):
-        saved, (again, files), events, (left, files_left, error) = returned
-        yield "saved", "what torch.load finds", loaded(saved)
-        yield "saved", "what torch.load finds after a second one", loaded(again)
+        after_first, (after_second, files), events, (after_error, files_then, error) = returned
+        yield "saved", "what torch.load finds", loaded(after_first)
+        yield "saved", "what torch.load finds after a second one", loaded(after_second)
         yield "saved", "the files in the folder", sorted(files)
         full = "when the disk is full in the middle of writing"
-        yield "a full disk", f"{full}, what torch.load finds", loaded(left)
+        yield "a full disk", f"{full}, what torch.load finds", loaded(after_error)
         yield "a full disk", "the error", error
-        yield "a full disk", f"{full}, the files in the folder", sorted(files_left)
+        yield "a full disk", f"{full}, the files in the folder", sorted(files_then)
         yield from one_step(events)
 
 
 def one_step(events):
-    """What holds at the moment when the new checkpoint takes the old one's name."""
-    kinds = [event[0] for event in events]
-    renames = [event for event in events if event[0] == "rename"]
-    _, new, old, beside = renames[0] if renames else ("", None, None, None)
-    before = kinds[: kinds.index("rename")] if "rename" in kinds else []
+    """Evidence of the moment when the new checkpoint takes the old one's name."""
+    kinds = [kind for kind, *_ in events]
+    new = None
+    old = None
+    same_folder = None
+    before_rename = []
+    if "rename" in kinds:
+        place = kinds.index("rename")
+        _, new, old, same_folder = events[place]
+        before_rename = kinds[:place]
     yield "in one step", "the finished file is put in place in one step", "rename" in kinds
     yield "in one step", "what the new file holds when it is put in place", loaded(new)
     yield "in one step", "what the old file holds until then", loaded(old)
-    yield "in one step", "the temporary file lies beside the checkpoint", beside
+    yield "in one step", "the temporary file lies beside the checkpoint", same_folder
     yield "in one step", "os.fsync is called", "sync" in kinds
-    yield "in one step", "os.fsync comes before os.replace", "sync" in before
+    yield "in one step", "os.fsync comes before os.replace", "sync" in before_rename
 
 
 def dropout_model(seed):
@@ -171,37 +178,61 @@ class ExactResume:
             yield "", f"trained {number}", EX1.weights(again)
 
     def read(returned, seed, stop, batches):
-        captured, *resumed = returned
-        on = "the run that goes on after capture, its losses"
-        yield "twice", on, goes_on(captured, batches[stop:])[0]
-        names = ("the resumed run", "the second run from the same checkpoint")
-        parts = (("state", "goes on exactly"), ("twice", "twice"))
-        for name, (part, later), run in zip(names, parts, (resumed[:2], resumed[2:]), strict=True):
-            (step, model, optimizer, chance), trained = run
-            losses, weights, buffers = goes_on((model, optimizer, chance), batches[stop:])
-            yield part, f"{name}, its weights at the start", weights
-            yield part, f"{name}, its buffers", buffers
-            yield part, f"{name}, the number of the next step", step
-            yield part, f"{name}, entries in the optimizer's state", len(optimizer["state"])
-            yield later, f"{name}, its losses", losses
-            yield later, f"{name}, its weights at the end", trained
+        captured, first_state, first_weights, second_state, second_weights = returned
+        rest = batches[stop:]
+        losses, *_ = continued(captured, rest)
+        yield "twice", "the run that goes on after capture, its losses", losses
+        yield from evidence_of_run(
+            run="the resumed run",
+            part_of_start="state",
+            part_of_end="goes on exactly",
+            state=first_state,
+            trained=first_weights,
+            batches=rest,
+        )
+        yield from evidence_of_run(
+            run="the second run from the same checkpoint",
+            part_of_start="twice",
+            part_of_end="twice",
+            state=second_state,
+            trained=second_weights,
+            batches=rest,
+        )
+
+
+def evidence_of_run(run, part_of_start, part_of_end, state, trained, batches):
+    """Evidence of a run that was resumed: the state in which it begins, its losses, and what its
+    weights are when it is `trained`.
+    """
+    step, *states = state
+    _, optimizer, _ = states
+    entries = len(optimizer["state"])
+    losses, weights, buffers = continued(states, batches)
+    yield part_of_start, f"{run}, its weights at the start", weights
+    yield part_of_start, f"{run}, its buffers", buffers
+    yield part_of_start, f"{run}, the number of the next step", step
+    yield part_of_start, f"{run}, entries in the optimizer's state", entries
+    yield part_of_end, f"{run}, its losses", losses
+    yield part_of_end, f"{run}, its weights at the end", trained
 
 
 def snapshot(model, optimizer):
     """All that the next steps depend on: states of the model, the optimizer and chance."""
-    states = [dict(thing.state_dict()) for thing in (model, optimizer)]
-    return (*copy.deepcopy(states), torch.get_rng_state())
+    of_model = copy.deepcopy(dict(model.state_dict()))
+    of_optimizer = copy.deepcopy(dict(optimizer.state_dict()))
+    return of_model, of_optimizer, torch.get_rng_state()
 
 
-def goes_on(states, batches):
+def continued(states, batches):
     """The losses of a run that begins with the states of a snapshot; its weights and its buffers at
-    the start.
+    the start. The states serve once: the optimizer goes on with their tensors themselves.
     """
+    of_model, of_optimizer, of_chance = states
     with torch.random.fork_rng(devices=[]):
         model, optimizer = dropout_model(0)
-        model.load_state_dict(states[0])
-        optimizer.load_state_dict(states[1])
-        torch.set_rng_state(states[2])
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        torch.set_rng_state(of_chance)
         weights = EX1.weights(model)
         buffers = torch.cat([buffer.double().reshape(-1) for buffer in model.buffers()])
         return train(model, optimizer, batches), weights, buffers
@@ -213,44 +244,48 @@ ROOTS = (
     "KeyError: 'labels'",
     "killed by SIGKILL",
 )
-AFTER = (
+CONSEQUENCES = (
     "RuntimeError: Connection closed by peer",
     "RuntimeError: Connection reset by peer",
     "DistBackendError: Broken pipe",
 )
-CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
-# A row is (culprit, ranks, 1 if its line is last).
-LATE = (
-    (2, 4, 1),
-    (1, 3, 0),
-    (5, 12, 1),
-    (11, 12, 0),
-    (1, 6, 1),
+# A row is (culprit, ranks, whether the culprit's line is the last one).
+CULPRITS = (
+    (2, 4, True),
+    (1, 3, False),
+    (5, 12, True),
+    (11, 12, False),
+    (1, 6, True),
 )
 
 
-def log_of(random, culprit, size, late, after=AFTER[0], start=None):
-    """Lines in the order in which they reached the log, which is not the order in time; `after` has
-    an earlier time.
+def log_of(random, culprit, ranks, is_last, earlier=CONSEQUENCES[0], start=None):
+    """Lines in the order in which they reached the log, which is not the order in time.
+
+    The consequence `earlier` has an earlier time than the culprit's failure; the others come later,
+    and last of all another rank fails for a reason of its own.
     """
     start = random.uniform(10, 90) if start is None else start
-    lines = [
-        f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done"
-        for rank in range(size)
-    ]
-    ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
+    steps = []
+    for rank in range(ranks):
+        seconds = start + random.uniform(0, 1)
+        steps.append(f"{seconds:.3f} rank {rank}: step {random.randrange(9)} done")
+    others = random.sample([rank for rank in range(ranks) if rank != culprit], ranks - 1)
     failed = start + 2 + random.uniform(0, 0.49)
-    early = f"{failed - 0.001:.3f} rank {ranks[0]}: {after}"
-    errors = [f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}", early]
-    errors += [
-        f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}"
-        for n, rank in enumerate(ranks[1:])
-    ]
-    errors.append(f"{failed + 0.5:.3f} rank {ranks[-1]}: {random.choice(ROOTS)}")
-    rest = errors[1:]
-    random.shuffle(rest)
-    rest.insert(len(rest) if late else 0, errors[0])
-    return random.sample(lines, size) + rest
+    line_of_culprit = f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}"
+    errors = [f"{failed - 0.001:.3f} rank {others[0]}: {earlier}"]
+    for number, rank in enumerate(others[1:], 1):
+        seconds = failed + 0.01 * number
+        errors.append(f"{seconds:.3f} rank {rank}: {random.choice(CONSEQUENCES)}")
+    errors.append(f"{failed + 0.5:.3f} rank {others[-1]}: {random.choice(ROOTS)}")
+    random.shuffle(errors)
+    errors.insert(len(errors) if is_last else 0, line_of_culprit)
+    return random.sample(steps, ranks) + errors
+
+
+def time_of(line):
+    """The seconds with which a line of a log begins."""
+    return float(line.split()[0])
 
 
 @task("11.3", "culprit", {"no consequence": 1, "by the time": 1})
@@ -258,22 +293,22 @@ class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
     def draw(random):
-        for number, settings in enumerate(CONSEQUENCES, 1):
-            log = sorted(log_of(random, *settings), key=lambda line: float(line.split()[0]))
-            yield (
-                "no consequence",
-                f"log {number} in the order of time, {len(log)} lines, the culprit",
-                (log,),
-            )
-        logs = [log_of(random, *settings) for settings in LATE]
-        logs.append(log_of(random, 3, 5, 1, start=97.505))
+        closed, reset, broken = CONSEQUENCES
+        logs = [
+            log_of(random, culprit=3, ranks=5, is_last=True, earlier=closed),
+            log_of(random, culprit=10, ranks=12, is_last=False, earlier=reset),
+            log_of(random, culprit=4, ranks=7, is_last=False, earlier=broken),
+        ]
         for number, log in enumerate(logs, 1):
-            log = [line for line in log if not line.endswith(AFTER)]
-            yield (
-                "by the time",
-                f"log {number} without broken connections, {len(log)} lines, the culprit",
-                (log,),
-            )
+            case = f"log {number} in the order of time, {len(log)} lines, the culprit"
+            yield "no consequence", case, (sorted(log, key=time_of),)
+        logs = [log_of(random, *row) for row in CULPRITS]
+        # From this start the times pass 100: as texts, they are in another order.
+        logs.append(log_of(random, culprit=3, ranks=5, is_last=True, start=97.505))
+        for number, log in enumerate(logs, 1):
+            lines = [line for line in log if not line.endswith(CONSEQUENCES)]
+            case = f"log {number} without broken connections, {len(lines)} lines, the culprit"
+            yield "by the time", case, (lines,)
 
 
 def small_net(seed):
@@ -299,7 +334,7 @@ class FindTheBugInTheRun:
         stops = [random.randrange(4, 6), 7, 10]
         return {
             "seed": random.randrange(10**6),
-            "batches": EX1.batches_of(random, 10, 6),
+            "batches": EX1.batches_of(random, count=10, size=6),
             "peak": 0.5,
             "stops": stops,
         }
@@ -314,11 +349,11 @@ class FindTheBugInTheRun:
             model, optimizer = small_net(seed + number)
             losses, state = mended_run(model, optimizer, list(batches), peak, state, stop)
             parts.append(list(losses))
-            kept = [parameter.detach().clone() for parameter in model.parameters()]
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
             if stop < len(batches):
-                train(model, optimizer, batches[:1])  # What was left must not change by this.
+                train(model, optimizer, batches[:1])  # `state` must not change by this.
         yield "", "parts", parts
-        yield "", "end", kept
+        yield "", "end", weights
 
     def read(returned, seed, batches, peak, stops):
         line, whole, parts, end = returned
@@ -382,32 +417,45 @@ class Clinic:
                 continue
             three = f"{patient}: a row of three was expected: (rank, line, kind)"
             rank, line, kind = several(diagnosis, 3, three)
-            lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
-            text = (
-                lines[line - 1].strip()
-                if type(line) is int and 0 < line <= len(lines)
-                else "no line"
-            )
-            at_fault = any(piece in text for piece in pieces)
-            wrong_kind = (
-                f'not "{kind}"'
-                if kind in KINDS
-                else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
-            )
-            wrong_rank = "not all of them" if rank is None else f"not rank {rank}"
-            if rank is not None and type(rank) is not int:
-                wrong_rank = f"a rank is a number, or None for all ranks, not {rank!r:.30}"
-            elif rank is not None and rank > 3:
-                wrong_rank += ": there are at most four; the order is (rank, line, kind)"
-            of_rank = "" if rank == culprit else wrong_rank
-            of_line = "" if at_fault else f"not line {line}: {text}"
-            of_kind = "" if kind == KINDS[number - 1] else wrong_kind
-            yield patient, f"{patient}, the rank", of_rank
-            yield patient, f"{patient}, the line", of_line
-            yield patient, f"{patient}, the kind", of_kind
+            yield patient, f"{patient}, the rank", fault_of_rank(rank, culprit)
+            yield patient, f"{patient}, the line", fault_of_line(line, number, pieces)
+            yield patient, f"{patient}, the kind", fault_of_kind(kind, number)
 
 
-JOINED = {
+def fault_of_rank(rank, culprit):
+    """In words, that a rank is not the culprit (None stands for all ranks); "" if it is."""
+    if rank == culprit:
+        return ""
+    if rank is None:
+        return "not all of them"
+    if type(rank) is not int:
+        return f"a rank is a number, or None for all ranks, not {rank!r:.30}"
+    if rank > 3:
+        return f"not rank {rank}: there are at most four; the order is (rank, line, kind)"
+    return f"not rank {rank}"
+
+
+def fault_of_line(line, number, pieces):
+    """In words, that a line of a patient has none of the `pieces` at fault; "" if it has one."""
+    lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
+    text = "no line"
+    if type(line) is int and 0 < line <= len(lines):
+        text = lines[line - 1].strip()
+    if any(piece in text for piece in pieces):
+        return ""
+    return f"not line {line}: {text}"
+
+
+def fault_of_kind(kind, number):
+    """In words, that a patient's fault is of another kind; "" if it is of this one."""
+    if kind == KINDS[number - 1]:
+        return ""
+    if kind in KINDS:
+        return f'not "{kind}"'
+    return f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
+
+
+JOIN_FAULTS = {
     "expected Tensor": "torch.cat joins tensors, and the number of the step is none: it stays as it is",
     "split_size": "`split` takes the length of a piece, and with fewer elements than ranks yours is 0:"
     " `tensor_split` takes the number of pieces",
@@ -429,12 +477,15 @@ class Reshard:
         for before, after in changes:
             saved = []
             for rank in range(before):
-                part = {name: w.tensor_split(before)[rank].clone() for name, w in wholes.items()}
-                saved.append({"step": step, **part})
+                state = {"step": step}
+                for name, whole in wholes.items():
+                    state[name] = whole.tensor_split(before)[rank].clone()
+                saved.append(state)
             about = f"saved on {before} ranks, loaded on {after}"
+            faults = {words: f"{about}: {cause}" for words, cause in JOIN_FAULTS.items()}
             for rank in range(after):
                 try:
-                    with in_words({words: f"{about}: {cause}" for words, cause in JOINED.items()}):
+                    with in_words(faults):
                         state = reshard(saved, rank, after)
                 except IndexError as error:
                     raise Wrong(
@@ -445,7 +496,7 @@ class Reshard:
                 yield "", f"{before} {after} {rank}", (state, memory_behind(state))
 
     def read(returned, wholes, step, changes):
-        states = iter(returned)
+        states = iter(returned)  # They come in the order in which the probe goes through `changes`.
         for before, after in changes:
             about = f"saved on {before} ranks, loaded on {after}"
             part = "fewer ranks" if after < before else "more ranks"
@@ -456,24 +507,30 @@ class Reshard:
                 require(is_dict, f"{about}: a dict was expected, not {kind_of(state)}")
                 case = f"{about}, rank {rank}"
                 yield part, f"{case}, the names", sorted(state)
-                for name in (name for name in wholes if name in state):
+                for name, whole in wholes.items():
+                    if name not in state:
+                        continue
+                    chunk = state[name]
                     require(
-                        isinstance(state[name], torch.Tensor),
-                        f"{case}, {name}: a tensor was expected, not {kind_of(state[name])}",
+                        isinstance(chunk, torch.Tensor),
+                        f"{case}, {name}: a tensor was expected, not {kind_of(chunk)}",
                     )
-                    old = wholes[name].tensor_split(before)
-                    new = len(wholes[name].tensor_split(after)[rank])
-                    was_there = any(same(state[name], piece) for piece in old)
+                    length = len(whole.tensor_split(after)[rank])
                     require(
-                        not was_there or new <= 2 or new == len(state[name]),
+                        not is_old_part(chunk, whole, before) or length in (0, 1, 2, len(chunk)),
                         f"{case}, {name}: that is a part that was saved; the chunks have other borders"
-                        f" now: put all parts end to end, then cut for {after} ranks, here {new}"
+                        f" now: put all parts end to end, then cut for {after} ranks, here {length}"
                         " elements",
                     )
-                    yield part, f"{case}, {name}", state[name]
-                    extra += 4 * (len(memory[name]) - len(state[name]))
+                    yield part, f"{case}, {name}", chunk
+                    extra += 4 * (len(memory[name]) - len(chunk))
                 yield part, f"{case}, the step", state.get("step")
             yield "memory", f"{about}, bytes kept beyond the parts themselves", extra
+
+
+def is_old_part(chunk, whole, before):
+    """Whether a tensor is one of the parts into which `before` ranks had cut the whole one."""
+    return any(same(chunk, part) for part in whole.tensor_split(before))
 
 
 def memory_behind(state):

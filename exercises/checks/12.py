@@ -22,57 +22,57 @@ class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
 
     def draw(random):
-        lengths = (12, 35, 64, 1)
-        return {
-            "values": {
-                f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths
-            }
-        }
+        values = {}
+        for length in (12, 35, 64, 1):
+            values[f"a tensor of {length} numbers"] = tensors(random, 4, length, whole=True)
+        return {"values": values}
 
     def probe(two_levels, values):
         rank = dist.get_rank()
-        hosts = ((0, 1), (2, 3))
-        columns = ((0, 2), (1, 3))
-        groups = {ranks: dist.new_group(list(ranks)) for ranks in (*hosts, *columns)}
+        # All ranks make all groups, also those that they are not in.
+        hosts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         inside = hosts[rank // 2]
         between = columns[rank % 2]
         for case, of_ranks in values.items():
             tensor = of_ranks[rank].clone()
             events = []
             with wire.observing(events.append):
-                two_levels(tensor, groups[inside], groups[between])
+                two_levels(tensor, inside, between)
             sent = [(event.peer, event.bytes) for event in events if event.kind == "send"]
             yield "", case, (tensor, sent)
 
     def read(returned, values):
         for number, case in enumerate(values):
-            tensors_of, sent_by = zip(*(of_rank[number] for of_rank in returned), strict=True)
-            across = [0, 0]
-            for rank, messages in enumerate(sent_by):
-                host = rank // 2
-                stranger = 3 - rank
-                require(
-                    stranger not in {peer for peer, _ in messages},
-                    f"{case}: rank {rank} sends to rank {stranger}, which is in neither of its"
-                    " groups: sum in `inside` and in `between`",
-                )
-                across[host] += sum(nbytes for peer, nbytes in messages if peer // 2 != host)
-            yield "sums", case, dict(enumerate(tensors_of))
+            sums = {}
+            across = [0, 0]  # bytes that each host sends to the other one
+            for rank, of_cases in enumerate(returned):
+                sums[rank], sent = of_cases[number]
+                stranger = 3 - rank  # It is on the other host and in the other column.
+                for peer, nbytes in sent:
+                    require(
+                        peer != stranger,
+                        f"{case}: rank {rank} sends to rank {stranger}, which is in neither of its"
+                        " groups: sum in `inside` and in `between`",
+                    )
+                    if peer // 2 != rank // 2:
+                        across[rank // 2] += nbytes
+            yield "sums", case, sums
             about = f"{case}, bytes across the cable from a host"
             yield "bytes on the cable", about, {rank: across[rank // 2] for rank in range(4)}
 
 
 def two_measured(latency, bandwidth):
-    """The seconds of two ranks for an empty message and for a mebibyte.
-
-    A cluster is kept as these, so whoever looks into `measure` finds no more than it tells.
+    """The seconds of two ranks for an empty message and for a mebibyte. Inputs have these, not the
+    latency and the bandwidth: whoever looks into `measure` finds no more than it tells.
     """
     return 2 * latency, 2 * latency + 2**20 / bandwidth
 
 
 def ring_seconds(size, nbytes, empty, mebibyte):
-    """The ring's closed form, from two measurements on two ranks."""
-    return (size - 1) * empty + 2 * (size - 1) / size * nbytes / 2**20 * (mebibyte - empty)
+    """The ring's seconds on any number of ranks, from `two_measured`."""
+    latencies = (size - 1) * empty
+    return latencies + 2 * (size - 1) / size * nbytes / 2**20 * (mebibyte - empty)
 
 
 @task("12.2", "foresee", {"seconds": 2, "cause": 1})
@@ -94,31 +94,25 @@ class Foresee:
 
     def probe(foresee, cases):
         for number, (empty, mebibyte, nbytes, size) in enumerate(cases):
-            asked = []
-
-            def measure(ranks, message, empty=empty, mebibyte=mebibyte, asked=asked):
-                asked.append(ranks)
-                return ring_seconds(ranks, message, empty, mebibyte)
-
+            measure, sizes_measured = cluster(empty, mebibyte)
             pair = f"{size} ranks, {nbytes:,} bytes: return a pair: (seconds, cause)"
             seconds, cause = several(foresee(measure, size, nbytes), 2, pair)
-            yield "", number, (seconds, cause, asked)
+            yield "", number, (seconds, cause, sizes_measured)
 
     def read(returned, cases):
-        for case, (seconds, cause, asked) in zip(cases, returned, strict=True):
+        for case, (seconds, cause, sizes_measured) in zip(cases, returned, strict=True):
             empty, mebibyte, nbytes, size = case
             about = f"{size} ranks, {nbytes:,} bytes"
+            times = len(sizes_measured)
             require(
-                len(asked) >= 2,
+                times >= 2,
                 f"{about}: one measurement cannot tell latency from bandwidth: two are needed",
             )
+            require(times <= 8, f"{about}: you measured {times} times; two to eight are enough")
+            most = max(sizes_measured)
             require(
-                len(asked) <= 8,
-                f"{about}: you measured {len(asked)} times; two to eight are enough",
-            )
-            require(
-                max(asked) <= 4,
-                f"{about}: you measured on {max(asked)}; you have four, so predict from these",
+                most <= 4,
+                f"{about}: you measured on {most}; you have four, so predict from these",
             )
             rounded = float(f"{seconds:.6g}") if type(seconds) is float else seconds
             yield "seconds", f"{about}, seconds", rounded
@@ -126,53 +120,73 @@ class Foresee:
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
-def log_of(random, cause, ranks, scale):
-    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in
-    real logs. Steps of a small model take a tenth of the time, those of a large one ten times as
-    long.
+def cluster(empty, mebibyte):
+    """`measure` on a cluster of which this was measured, and a list that gets the number of ranks
+    of each measurement.
     """
-    compute = random.uniform(0.15, 0.4)
-    data = random.uniform(0.002, 0.006)
-    wait = random.uniform(0.01, 0.02)
-    batch = random.choice((16, 32, 64))
+    sizes_measured = []
 
-    def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
-        culprit = random.randrange(ranks * nodes)
-        for rank in range(ranks * nodes):
-            computing = compute + random.uniform(0, 0.004)
-            idle = wait + random.uniform(0, 0.002)
-            if rank == culprit:
-                computing += slow
-            else:
-                idle += slow
-            # Two launches that do not know of each other both count from 0.
-            apart = world_size < ranks * nodes
-            shown = rank % ranks if apart else rank
-            yield (
-                f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                f"data={scale * data:.4f} compute={scale * computing:.4f} wait={scale * idle:.4f}"
-            )
+    # The defaults are there to be looked into: they are no more than `measure` tells.
+    def measure(ranks, nbytes, empty=empty, mebibyte=mebibyte, sizes_measured=sizes_measured):
+        sizes_measured.append(ranks)
+        return ring_seconds(ranks, nbytes, empty, mebibyte)
 
-    before = list(lines(1, ranks, batch, compute, data, wait))
+    return measure, sizes_measured
+
+
+def log_of(random, cause, ranks, scale):
+    """Lines of a log: one node first, then two, which are no faster for this `cause`. Steps of a
+    small model (`scale` 0.1) take a tenth of the time, those of a large one (10) ten times as long.
+    """
+    usual = {
+        "compute": random.uniform(0.15, 0.4),
+        "data": random.uniform(0.002, 0.006),
+        "wait": random.uniform(0.01, 0.02),
+        "batch": random.choice((16, 32, 64)),
+        "scale": scale,
+        "ranks": ranks,
+    }
+    before = lines_of_ranks(random, nodes=1, world_size=ranks, **usual)
+    compute = usual["compute"]
     changed = {
         "apart": {"world_size": ranks},
-        "cable": {"wait": wait + compute * random.uniform(0.8, 1.4)},
-        "input": {"data": data + compute * random.uniform(0.8, 1.4)},
-        "small batch": {"batch": batch // 2, "compute": compute * random.uniform(0.85, 0.95)},
+        "cable": {"wait": usual["wait"] + compute * random.uniform(0.8, 1.4)},
+        "input": {"data": usual["data"] + compute * random.uniform(0.8, 1.4)},
+        "small batch": {
+            "batch": usual["batch"] // 2,
+            "compute": compute * random.uniform(0.85, 0.95),
+        },
         "straggler": {"slow": compute * random.uniform(0.8, 1.4)},
-    }[cause]
-    usual = {
-        "world_size": 2 * ranks,
-        "batch": batch,
-        "compute": compute,
-        "data": data,
-        "wait": wait,
     }
-    after = list(lines(2, **{**usual, **changed}))
+    settings = usual | {"world_size": 2 * ranks} | changed[cause]
+    after = lines_of_ranks(random, nodes=2, **settings)
     return before + random.sample(after, len(after))
 
 
-LOOK = {
+def lines_of_ranks(random, nodes, ranks, world_size, batch, compute, data, wait, scale, slow=0.0):
+    """A line of each rank in a step of these seconds; one rank is `slow` by so many, and the others
+    wait for it. Numbers differ a little from rank to rank, as in real logs.
+    """
+    straggler = random.randrange(ranks * nodes)
+    lines = []
+    for rank in range(ranks * nodes):
+        computing = compute + random.uniform(0, 0.004)
+        waiting = wait + random.uniform(0, 0.002)
+        if rank == straggler:
+            computing += slow
+        else:
+            waiting += slow
+        # Two launches that do not know of each other both count from 0.
+        apart = world_size < ranks * nodes
+        shown = rank % ranks if apart else rank
+        lines.append(
+            f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
+            f"data={scale * data:.4f} compute={scale * computing:.4f} wait={scale * waiting:.4f}"
+        )
+    return lines
+
+
+WHERE_TO_LOOK = {
     "apart": "how many ranks does each one think there are?",
     "cable": "which number has grown on all ranks alike, and is no computing?",
     "input": "look at the seconds before the computing begins",
@@ -186,12 +200,11 @@ class WhyNoFaster:
     """The one cause for which two nodes are no faster than one, from a log of both."""
 
     def draw(random):
-        causes = random.sample([*product(LOOK, (0.1, 10.0))], 2 * len(LOOK))
-        sizes = (2, 4, 8, 16)
-        for number, (cause, scale) in enumerate(causes):
-            size = random.choice(sizes)
-            part = (
-                "what was started" if cause in ("apart", "small batch") else "where the seconds go"
-            )
-            about = f"log {number}, one node of {size} ranks, then two ({LOOK[cause]})"
-            yield part, about, (log_of(random, cause, size, scale),)
+        pairs = list(product(WHERE_TO_LOOK, (0.1, 10.0)))
+        for number, (cause, scale) in enumerate(random.sample(pairs, len(pairs))):
+            ranks = random.choice((2, 4, 8, 16))
+            part = "where the seconds go"
+            if cause in ("apart", "small batch"):
+                part = "what was started"
+            about = f"log {number}, one node of {ranks} ranks, then two ({WHERE_TO_LOOK[cause]})"
+            yield part, about, (log_of(random, cause, ranks, scale),)

@@ -7,7 +7,8 @@ from ddp_course.checking.tasks import task
 
 from .shared import require, several
 
-# These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
+# The Transformer's rows in Huang et al., NeurIPS 2019, Table 2, are (stages, micro-batches, how
+# many times as fast as the first row).
 GPIPE = [
     (2, 1, 1.0),
     (4, 1, 1.07),
@@ -32,16 +33,17 @@ class TooGood:
 
     def draw(random):
         tables = {"GPipe's Transformer": GPIPE}
-        for name, first in (
-            ("over one device", (1, 1)),
-            ("over 4 stages and 8 micro-batches", (4, 8)),
+        for name, stages, batches in (
+            ("over one device", 1, 1),
+            ("over 4 stages and 8 micro-batches", 4, 8),
         ):
-            rows = [(*first, 1.0)]
-            for stages, share in zip(
-                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.08, 1.25), 4), strict=True
-            ):
+            first = formula(stages, batches)
+            rows = [(stages, batches, 1.0)]
+            # Rows are below what is possible or beyond it, never near it.
+            shares = random.sample((0.7, 0.9, 1.08, 1.25), 4)
+            for stages, share in zip((2, 4, 8, 16), shares, strict=True):
                 batches = random.choice((2, 16, 32))
-                rows.append((stages, batches, share * formula(stages, batches) / formula(*first)))
+                rows.append((stages, batches, share * formula(stages, batches) / first))
             tables[name] = rows
         return {"tables": tables}
 
@@ -54,11 +56,11 @@ class TooGood:
             )
             named = []
             for pair in returned:
-                named.append(
-                    tuple(several(pair, 2, f"{name}: return pairs: (stages, micro-batches)"))
-                )
+                several(pair, 2, f"{name}: return pairs: (stages, micro-batches)")
+                named.append(tuple(pair))
+            first_stages, first_batches, _ = rows[0]
             for stages, batches, times in rows:
-                most = formula(stages, batches) / formula(*rows[0][:2])
+                most = formula(stages, batches) / formula(first_stages, first_batches)
                 case = (
                     f"{name}, {stages} stages, {batches} micro-batches, {times:.3g} times the"
                     " first row"
@@ -75,30 +77,28 @@ class ReadABenchmark:
     """
 
     def draw(random):
-        benches = [
-            (random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks)
-            for ranks in (2, 8, 32)
-        ]
+        benches = []
+        for ranks in (2, 8, 32):
+            benches.append((random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks))
         start = random.uniform(2e-5, 5e-5)
         rate = random.uniform(5e9, 9e9)
-        latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
-        usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
-        idle = {"LL": rate, "LL128": 1.1 * rate, "Simple": 11 * rate}
-        with_ll128 = {name: (latencies[name], usual[name]) for name in usual}
-        without = {name: (latencies[name], idle[name]) for name in idle}
-        backwards = {name: with_ll128[name] for name in ("Simple", "LL128", "LL")}
-        return {"benches": benches, "machines": [with_ll128, without, backwards]}
+        usual = {
+            "LL": (start, rate),
+            "LL128": (1.5 * start, 9 * rate),
+            "Simple": (4 * start, 11 * rate),
+        }
+        # Here LL128 is never the fastest.
+        slow_ll128 = usual | {"LL128": (1.5 * start, 1.1 * rate)}
+        backwards = {name: usual[name] for name in ("Simple", "LL128", "LL")}
+        return {"benches": benches, "machines": [usual, slow_ll128, backwards]}
 
     def probe(seconds, crossover, used, benches, machines):
         for bus, nbytes, ranks in benches:
-            yield (
-                "seconds",
-                f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks",
-                seconds(bus, nbytes, ranks),
-            )
+            case = f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks"
+            yield "seconds", case, seconds(bus, nbytes, ranks)
         for number, protocols in enumerate(machines):
-            pair = protocols["LL"], protocols["Simple"]
-            yield "crossover", f"machine {number}, LL and Simple, in bytes", crossover(*pair)
+            meeting = crossover(protocols["LL"], protocols["Simple"])
+            yield "crossover", f"machine {number}, LL and Simple, in bytes", meeting
             names = used(dict(protocols))
             require(
                 isinstance(names, list | tuple | set), f"machine {number}: return a list of names"
@@ -125,29 +125,33 @@ class Plans:
     """16 bytes per parameter, shared by some ways or all; five reasons why a plan cannot be."""
 
     def draw(random):
+        # A plan has degrees of tensor, pipeline and data parallelism, and is sharded or not. Behind
+        # it stands the first thing that is wrong with it.
         plans = [
-            (8, 12, 16, False),
-            (1, 1, 1536, True),
-            (8, 6, 32, False),
-            (1, 1, 1536, False),
-            (2, 24, 32, False),
-            (8, 12, 8, False),
-            (8, 12, 32, True),
-            (16, 12, 8, False),
-            (3, 4, 128, False),
-            (3, 32, 16, False),
-            (8, 64, 3, False),
-            (1, 128, 12, False),
-            (1, 3, 512, False),
-            (4, 2, 192, True),
-            (8, 1, 192, False),
+            (8, 12, 16, False),  # nothing
+            (1, 1, 1536, True),  # nothing
+            (8, 6, 32, False),  # nothing
+            (1, 1, 1536, False),  # memory
+            (2, 24, 32, False),  # nothing
+            (8, 12, 8, False),  # GPUs
+            (8, 12, 32, True),  # GPUs
+            (16, 12, 8, False),  # host
+            (3, 4, 128, False),  # host
+            (3, 32, 16, False),  # host
+            (8, 64, 3, False),  # layers
+            (1, 128, 12, False),  # layers
+            (1, 3, 512, False),  # memory
+            (4, 2, 192, True),  # nothing
+            (8, 1, 192, False),  # memory
         ]
         cases = [(plan, MEGATRON) for plan in random.sample(plans, len(plans))]
-        odd = MEGATRON | {"batch": random.choice((1500, 1544))}
-        cases += [((8, 12, 16, False), odd), ((8, 12, 16, False), MEGATRON | {"memory_gb": 32})]
-        cases.append(((8, 12, 16, False), MEGATRON | {"batch": 1552}))
+        usual = (8, 12, 16, False)
+        cases.append((usual, MEGATRON | {"batch": random.choice((1500, 1544))}))  # batch
+        cases.append((usual, MEGATRON | {"memory_gb": 32}))  # memory
+        cases.append((usual, MEGATRON | {"batch": 1552}))  # nothing: that is 97 times 16
         small = MEGATRON | {"parameters": 4e9, "layers": 24, "gpus": 8, "batch": 32}
-        return {"cases": [*cases, ((1, 1, 8, False), small), ((2, 1, 4, False), small)]}
+        cases += [((1, 1, 8, False), small), ((2, 1, 4, False), small)]  # nothing
+        return {"cases": cases}
 
     def probe(kept_gb, wrong_with, cases):
         for plan, job in cases:
@@ -169,22 +173,19 @@ class HeldOut:
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
             computing = random.uniform(1e4, 4e4)
             sending = random.uniform(5, 40)
-            rows = [
-                (k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise))
-                for k in (96, 384, 1536)
-            ]
-            tables[name] = random.sample(rows, 3)
+            rows = []
+            for gpus in (96, 384, 1536):
+                error = random.uniform(1 - noise, 1 + noise)
+                rows.append((gpus, (computing / gpus + sending) * error))
+            tables[name] = random.sample(rows, len(rows))
         return {"tables": tables}
 
     def probe(predicted, held_out, tables):
         for name, rows in tables.items():
-            first = sorted(rows)[:2]
+            fewest_gpus = sorted(rows)[:2]
             for gpus in (192, 3072):
-                yield (
-                    "prediction",
-                    f"{name} rows of 96 and 384, on {gpus} GPUs",
-                    predicted(list(first), gpus),
-                )
+                case = f"{name} rows of 96 and 384, on {gpus} GPUs"
+                yield "prediction", case, predicted(list(fewest_gpus), gpus)
             errors = held_out(list(rows))
             require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
             require(
@@ -192,7 +193,7 @@ class HeldOut:
                 f"the keys of the dictionary are the GPUs of all three rows, not {list(errors)}",
             )
             for gpus, _ in sorted(rows):
-                error = errors.get(gpus)
+                error = errors[gpus]
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"
                 ratio = 1 + error if isinstance(error, float) else error
                 yield "held out", case, ratio
@@ -200,55 +201,53 @@ class HeldOut:
 
 @task("13.5", ("passes", "fsdp_layer"), {"passes": 1, "layer": 2})
 class LayerUnderFsdp:
-    """What a layer computes, and what of its sending shows: bound by computing, by sending, by either."""
+    """What a layer computes, and what of its sending shows: bound by computing, by sending, by
+    either.
+    """
 
     def draw(random):
         layers = []
         for width in (1024, 4096, 8192):
             context = random.choice((512, 2048, 16384))
-            layers.append(
-                (
-                    random.randrange(8, 14) * width**2,
-                    width,
-                    random.randrange(1, 9) * context,
-                    context,
-                )
-            )
+            weights = random.randrange(8, 14) * width**2
+            tokens = random.randrange(1, 9) * context
+            layers.append((weights, width, tokens, context))
         cases = []
         # In the last case the forward pass is bound by sending and the backward pass by computing.
-        for forward, backward, gpus in (
+        for forward, backward, choices in (
             (0.02, 0.05, (2, 8, 64)),
             (0.001, 0.002, (2, 8, 64)),
             (0.004, 0.04, (8, 64)),
         ):
             weights = random.randrange(150, 250) * 1e6
-            cases.append(
-                (forward, backward, weights, random.choice(gpus), random.uniform(3e10, 6e10))
-            )
+            gpus = random.choice(choices)
+            cases.append((forward, backward, weights, gpus, random.uniform(3e10, 6e10)))
         return {"layers": layers, "cases": cases}
 
     def probe(passes, fsdp_layer, layers, cases):
-        for layer in layers:
-            both = several(passes(*layer), 2, "two were expected: the seconds of both passes")
-            weights, width, tokens, context = layer
-            tokens_in = f"{tokens} tokens in sequences of {context}, ms"
-            products = passes(weights, 0, tokens, context)
-            attention = passes(0, width, tokens, context)
+        for weights, width, tokens, context in layers:
+            answer = passes(weights, width, tokens, context)
+            both = several(answer, 2, "two were expected: the seconds of both passes")
+            text = f"{tokens} tokens in sequences of {context}, ms"
+            of_weights = passes(weights, 0, tokens, context)
+            of_attention = passes(0, width, tokens, context)
             for what, (forward, backward) in (
-                (f"{weights:,} weights alone, no attention (width 0)", products),
-                (f"attention alone (no weights), width {width}", attention),
+                (f"{weights:,} weights alone, no attention (width 0)", of_weights),
+                (f"attention alone (no weights), width {width}", of_attention),
                 (f"{weights:,} weights of width {width}", both),
             ):
-                yield "passes", f"forward, {what}, {tokens_in}", 1000 * forward
-                yield "passes", f"backward, {what}, {tokens_in}", 1000 * backward
-        weights = cases[0][2]
-        rate = cases[0][4]
-        sent = f"{weights:,.0f} weights"
-        alone = 1000 * fsdp_layer(0.02, 0.05, weights, 1, rate)
-        yield "layer", f"20 and 50 ms, {sent}, one GPU, so that nothing is sent, in ms", alone
-        at_once = 1000 * fsdp_layer(0.0, 0.0, weights, 4, rate)
-        case = f"no computing, {sent}, 4 GPUs, {rate / 1e9:.0f} GB/s, so that all is sending, in ms"
-        yield "layer", case, at_once
+                yield "passes", f"forward, {what}, {text}", 1000 * forward
+                yield "passes", f"backward, {what}, {text}", 1000 * backward
+        _, _, weights, _, rate = cases[0]
+        alone = fsdp_layer(0.02, 0.05, weights, 1, rate)
+        case = f"20 and 50 ms, {weights:,.0f} weights, one GPU, so that nothing is sent, in ms"
+        yield "layer", case, 1000 * alone
+        sending = fsdp_layer(0.0, 0.0, weights, 4, rate)
+        case = (
+            f"no computing, {weights:,.0f} weights, 4 GPUs, {rate / 1e9:.0f} GB/s, so that all is"
+            " sending, in ms"
+        )
+        yield "layer", case, 1000 * sending
         for forward, backward, weights, gpus, rate in cases:
             about = f"{1000 * forward:.0f} and {1000 * backward:.0f} ms, {weights:,.0f} weights"
             about += f", {gpus} GPUs, {rate / 1e9:.0f} GB/s, in ms"
@@ -256,14 +255,12 @@ class LayerUnderFsdp:
 
 
 def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes):
-    """A job whose limits lie half way between whole numbers: `replicas` and a half, `tensor` and a
-    half.
-    """
+    """A job whose limits lie half way between whole numbers: `replicas` + 0.5 and `tensor` + 0.5."""
     tokens = random.randrange(2**18, 2**23)
     rate = random.randrange(100, 1200) * 10**12
     inner = 1024 * random.randrange(8, 64)
     share = min(2 / weight_bytes, 4 / (weight_bytes + gradient_bytes))
-    # What the bandwidths bound is K - 1.
+    # The bandwidths bound K - 1: with these it is `replicas` - 0.5 and `tensor` - 0.5 at most.
     return {
         "tokens": tokens,
         "rate": rate,
@@ -286,16 +283,18 @@ class Limits:
 
     def draw(random):
         cases = []
-        for tensor, per_host, nbytes in (
-            (1, 8, (2, 2)),
-            (3, 8, (2, 4)),
-            (2, 8, (2, 2)),
-            (5, 6, (4, 2)),
-            (9, 8, (2, 4)),
-            (4, 4, (4, 2)),
+        for tensor, per_host, weight_bytes, gradient_bytes in (
+            (1, 8, 2, 2),
+            (3, 8, 2, 4),
+            (2, 8, 2, 2),
+            (5, 6, 4, 2),
+            (9, 8, 2, 4),
+            (4, 4, 4, 2),
         ):
             replicas = random.choice((7, 60, 800, 5000)) + random.randrange(6)
-            cases.append(job_with_limits(random, replicas, tensor, per_host, *nbytes))
+            cases.append(
+                job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes)
+            )
         return {"cases": cases}
 
     def probe(most_sharded, most_tensor, most_together, cases):

@@ -2,6 +2,8 @@
 winner, and send eight bits.
 """
 
+from itertools import count
+
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,53 +20,44 @@ class Compress:
     """
 
     def draw(random):
-        cases = [
-            (tensors(random, 5, 40), 0.1),
-            (tensors(random, 5, 25), 0.2),
-            (tensors(random, 5, 19), 0.14),
-        ]
-        return {"cases": [*cases, (tensors(random, 5, 9), 0.01)]}
+        cases = []
+        for size, share in ((40, 0.1), (25, 0.2), (19, 0.14), (9, 0.01)):
+            cases.append((tensors(random, 5, size), share))  # five steps
+        return {"cases": cases}
 
     def probe(compress, cases):
         for gradients, share in cases:
-            left = torch.zeros(len(gradients[0]))
             size = len(gradients[0])
+            left = torch.zeros(size)
             for step, gradient in enumerate(gradients, 1):
-                given = gradient.clone()
-                kept = left.clone()
-                before = left
                 about = f"{size} values, share {share:g}, step {step}"
+                given = gradient.clone()
+                left_before = left.clone()
                 answer = compress(given, left, share)
+                fault = overwritten(given, gradient, left, left_before)
                 values, places, left = several(answer, 3, f"{about}: return (values, places, left)")
+                places = torch.as_tensor(places)
                 require(
-                    not torch.as_tensor(places).is_floating_point(),
+                    not places.is_floating_point(),
                     f"{about}: `places` are whole numbers: return (values, places, left), in this order",
                 )
                 require(
-                    torch.as_tensor(places).dtype != torch.bool,
+                    places.dtype != torch.bool,
                     f"{about}: `places` are the numbers of the places, as topk gives them, not a mask",
                 )
                 part = "largest" if step == 1 else "feedback"
-                sent = torch.zeros(size)
-                yield (
-                    part,
-                    f"{about}, the inputs afterwards",
-                    overwritten(given, before, gradient, kept),
-                )
+                sent = torch.zeros(size).index_add(0, places.long(), values)
+                yield part, f"{about}, the inputs afterwards", fault
                 yield part, f"{about}, how many values; max(1, round(share * n)) are", len(values)
-                yield (
-                    part,
-                    f"{about}, what was sent",
-                    sent.index_add(0, torch.as_tensor(places).long(), values),
-                )
+                yield part, f"{about}, what was sent", sent
                 yield "feedback", f"{about}, what is left", left
 
 
-def overwritten(given, left, gradient, kept):
+def overwritten(gradient, gradient_before, left, left_before):
     """In words, which of its inputs an answer has changed; "" if none."""
-    if not torch.equal(given, gradient):
+    if not torch.equal(gradient, gradient_before):
         return "the gradient was changed (aliasing): make a new tensor"
-    if not torch.equal(left, kept):
+    if not torch.equal(left, left_before):
         return "`left` was changed (aliasing): make a new tensor"
     return ""
 
@@ -76,11 +69,11 @@ class Meet:
     """
 
     def draw(random):
-        settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
-        more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))]
+        settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]  # (rate, momentum): the first is local SGD.
+        settings.append((round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2)))
         shared, velocity = tensors(random, 2, 30)
         own = tensors(random, 4, 30)
-        return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
+        return {"shared": shared, "own": own, "velocity": velocity, "settings": settings}
 
     def probe(outer_step, shared, own, velocity, settings):
         for size, group in worlds(2, 3):
@@ -91,9 +84,8 @@ class Meet:
                 answer = outer_step(
                     shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum
                 )
-                weights, new_velocity = several(
-                    answer, 2, f"{about}: return a pair: (weights, velocity)"
-                )
+                pair = f"{about}: return a pair: (weights, velocity)"
+                weights, new_velocity = several(answer, 2, pair)
                 part = "outer step" if index else "local SGD"
                 yield part, f"{about}, all-reduces", len(calls)
                 yield part, f"{about}, the weights", weights
@@ -124,9 +116,10 @@ class FindTheLossyHook:
         line, *sent = returned
         yield "the line", "the faulty line", line
         for number, drift in enumerate(drifts):
-            gradients = [drift + 0.1 * each for each in noise[number]]
+            gradients = [drift + 0.1 * of_step for of_step in noise[number]]
             case = f"parameter {number}, step by step"
-            yield "mended", case, broken_promise(sent[number :: len(drifts)], gradients)
+            of_parameter = sent[number :: len(drifts)]  # The probe takes the parameters in turn.
+            yield "mended", case, broken_promise(of_parameter, gradients)
 
 
 NO_FEEDBACK = (
@@ -136,8 +129,9 @@ NO_FEEDBACK = (
 
 
 def broken_promise(steps, gradients):
-    """In words, what is wrong with the first wrong step of a hook: it sends a quarter of what is
-    owed, the largest magnitudes, as they are.
+    """In words, what is wrong with the first wrong step of a hook; "" if nothing is. Of what is
+    owed, this gradient and the rest of those before, a step sends the quarter of the largest
+    magnitudes, as they are.
     """
     owed = torch.zeros_like(gradients[0])
     for number, (sent, gradient) in enumerate(zip(steps, gradients, strict=True), 1):
@@ -147,11 +141,12 @@ def broken_promise(steps, gradients):
         )
         owed = owed + gradient
         places = sent != 0
-        count = int(places.sum())
-        if count != 6:
-            return f"step {number} sends {count} values; a quarter of 24 are 6"
+        values = int(places.sum())
+        if values != 6:
+            return f"step {number} sends {values} values; a quarter of 24 are 6"
         fault = wrong_values(sent[places], owed[places], gradient[places])
-        fault = fault or wrong_places(owed, places, gradient)
+        if not fault:
+            fault = wrong_places(owed, places, gradient)
         if fault:
             return f"step {number}: {fault}"
         owed = owed - sent
@@ -199,23 +194,22 @@ class Winner:
 
     def draw(random):
         ways = {}
-        for name, rate, nbytes in (
-            ("every step", 0.09, 4e6),
-            ("local SGD", 0.07, 5e5),
-            ("top 1 %", 0.05, 8e4),
+        for name, rate, steps, nbytes in (
+            ("every step", 0.09, 40, 4e6),
+            ("local SGD", 0.07, 60, 5e5),
+            ("top 1 %", 0.05, 60, 8e4),
         ):
             rate *= random.uniform(0.95, 1.05)
-            steps = 40 if name == "every step" else 60
             losses = []
             for step in range(1, steps + 1):
-                losses.append(2 + 3 * 2.718 ** (-rate * step) + 0.01 * (step % 3))
+                ripple = 0.01 * (step % 3)  # A loss does not fall in every step.
+                losses.append(2 + 3 * 2.718 ** (-rate * step) + ripple)
             if name == "top 1 %":
                 losses = [max(loss, TARGET) for loss in losses]  # It never falls below the target.
             ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
-        ways["far too coarse"] = {
-            "losses": [5 - 0.02 * step for step in range(1, 61)],
-            "bytes": 1000,
-        }
+        # This one never comes to the target.
+        losses = [5 - 0.02 * step for step in range(1, 61)]
+        ways["far too coarse"] = {"losses": losses, "bytes": 1000}
         links = [1e6, 2e7, 1e8, 1e9, 1e11, 5e6, 5e8]
         return {
             "ways": ways,
@@ -230,11 +224,8 @@ class Winner:
                 f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or"
                 " bytes alone"
             )
-            yield (
-                "winner",
-                about,
-                winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link),
-            )
+            copies = {name: dict(way) for name, way in ways.items()}
+            yield "winner", about, winner(copies, target, compute_s, link)
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
@@ -247,10 +238,10 @@ class Int8Mean:
     """Whole numbers of one byte and a scale per rank; what rounding loses is sent later."""
 
     def draw(random):
-        rounds = [tensors(random, 3, 30) for _ in range(4)]
-        for ranks in rounds:  # The ranks' gradients have other sizes.
-            ranks[1] *= 20
-            ranks[2] *= 0.01
+        rounds = []
+        for _ in range(4):
+            usual, large, small = tensors(random, 3, 30)
+            rounds.append([usual, 20 * large, 0.01 * small])
         return {"rounds": rounds, "zeros": [torch.zeros(8) for _ in range(3)]}
 
     def probe(int8_mean, rounds, zeros):
@@ -272,7 +263,7 @@ class Int8Mean:
 
 
 class Conversions(TorchDispatchMode):
-    """Notices what is no number before it becomes a byte: as a byte it may be 0, or anything."""
+    """Notices, in words in `fault`, that what is no number becomes a byte: that may be any byte."""
 
     fault = ""
 
@@ -294,43 +285,49 @@ def on_three(int8_mean, gradients, left, about):
 
     A rank's call is repeated until `gather` can give it what the others have at the same place.
     """
-    given = [[], [], []]  # what each rank has handed to gather, call by call
+    gathered = [[], [], []]  # what each rank has handed to gather, call by call
     answers = [None, None, None]
     changed = ""
-    while any(answer is None for answer in answers):
-        before = [len(calls) for calls in given]
+    while None in answers:
+        calls_before = [len(calls) for calls in gathered]
         for rank in range(3):
-            calls = []
-
-            def gather(tensor, calls=calls, rank=rank):
-                require(
-                    isinstance(tensor, torch.Tensor),
-                    f"{about}: gather takes a tensor, not {tensor!r:.40}: the scale is a tensor of one"
-                    " number",
-                )
-                calls.append(tensor.clone())
-                place = len(calls) - 1
-                if len(given[rank]) == place:
-                    given[rank].append(tensor.clone())
-                if any(len(other) <= place for other in given):
-                    raise Later
-                return [other[place].clone() for other in given]
-
-            arguments = gradients[rank].clone(), left[rank].clone()
+            arguments = (gradients[rank].clone(), left[rank].clone())
             try:
-                result = int8_mean(*arguments, gather)
+                result = int8_mean(*arguments, gather_of_rank(rank, gathered, about))
             except Later:
                 continue
-            for name, now, was in zip(
-                ("gradient", "left"), arguments, (gradients[rank], left[rank]), strict=True
-            ):
-                if not torch.equal(now, was):
+            originals = (gradients[rank], left[rank])
+            for name, now, before in zip(("gradient", "left"), arguments, originals, strict=True):
+                if not torch.equal(now, before):
                     changed = f"`{name}` was changed: somebody else needs it, so make a new tensor"
             answers[rank] = several(result, 2, f"{about}: return a pair: (mean, left)")
-        if before == [len(calls) for calls in given]:
-            break
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in given[0])
-    return [mean for mean, _ in answers], [rest for _, rest in answers], nbytes, changed
+        if calls_before == [len(calls) for calls in gathered]:
+            break  # No rank comes any further.
+    nbytes = sum(tensor.nbytes for tensor in gathered[0])
+    means = [mean for mean, _ in answers]
+    return means, [rest for _, rest in answers], nbytes, changed
+
+
+def gather_of_rank(rank, gathered, about):
+    """The `gather` of one call of a rank's answer; it raises Later where another rank has not
+    `gathered` as often.
+    """
+    calls = count()
+
+    def gather(tensor):
+        require(
+            isinstance(tensor, torch.Tensor),
+            f"{about}: gather takes a tensor, not {tensor!r:.40}: the scale is a tensor of one"
+            " number",
+        )
+        place = next(calls)
+        if len(gathered[rank]) == place:  # A repeated call hands over the same once more.
+            gathered[rank].append(tensor.clone())
+        if any(len(of_rank) <= place for of_rank in gathered):
+            raise Later
+        return [of_rank[place].clone() for of_rank in gathered]
+
+    return gather
 
 
 class Later(Exception):

@@ -10,7 +10,7 @@ from ddp_course.checking.tasks import task
 
 from .shared import require, several
 
-HOLDS = {
+TYPES = {  # what a run.json holds
     "wrap": str,
     "world_size": int,
     "resumed": int,
@@ -39,7 +39,7 @@ def read_runs(runs, *names):
     for name in names:
         run = runs.get(name) if isinstance(runs, dict) else None
         require(isinstance(run, dict), f'the run.json of "{name}" is missing: a dict was expected')
-        for key, kind in HOLDS.items():
+        for key, kind in TYPES.items():
             require(key in run, f'"{name}": "{key}" is missing: paste all that its run.json holds')
             require(
                 isinstance(run[key], kind),
@@ -58,10 +58,11 @@ def require_signed(names, runs):
 
 def unlike_a_run(run):
     """In words, what shows that no run of the script wrote this; "" if nothing does."""
-    says = {key: value for key, value in run.items() if key != "signature"}
-    text = json.dumps(says, sort_keys=True)
+    unsigned = {key: value for key, value in run.items() if key != "signature"}
+    text = json.dumps(unsigned, sort_keys=True)
     if hashlib.sha256(text.encode()).hexdigest()[:16] != run["signature"]:
         return "this is not what the script wrote: paste all of run.json, and change nothing"
+    # Steps differ, and clocks are coarse: only what is far from possible is refused.
     if run["step_s"] * (run["steps"] - run["resumed"]) > 3 * run["took_s"] + 1:
         return f"so many steps of {run['step_s']:.3g} s do not fit into {run['took_s']} s"
     return ""
@@ -82,23 +83,18 @@ class WhatTheRunsWrote:
         yield "evidence", "the runs", "as the script wrote them"
         ddp, sharded, killed = runs
         job_of = itemgetter("world_size", "steps", "parameters")
-        alike = "DDP and fully_shard"
-        after = "after a kill"
-        yield "the same training", "the wraps", [ddp["wrap"], sharded["wrap"]]
-        yield "the same training", "two ranks or more", ddp["world_size"] > 1
-        yield (
-            "the same training",
-            f"{alike} train the same model, as long, on as many ranks",
-            job_of(ddp) == job_of(sharded),
-        )
-        yield "the same training", f"{alike} end with the same loss", close(ddp, sharded)
-        yield after, "it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
-        yield (
-            after,
-            "it trains the same model, as long, on as many ranks",
-            job_of(ddp) == job_of(killed),
-        )
-        yield after, "it ends with the loss of the run that was not killed", close(ddp, killed)
+        part = "the same training"
+        both = "DDP and fully_shard"
+        same_job = job_of(ddp) == job_of(sharded)
+        yield part, "the wraps", [ddp["wrap"], sharded["wrap"]]
+        yield part, "two ranks or more", ddp["world_size"] > 1
+        yield part, f"{both} train the same model, as long, on as many ranks", same_job
+        yield part, f"{both} end with the same loss", close(ddp, sharded)
+        part = "after a kill"
+        same_job = job_of(ddp) == job_of(killed)
+        yield part, "it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
+        yield part, "it trains the same model, as long, on as many ranks", same_job
+        yield part, "it ends with the loss of the run that was not killed", close(ddp, killed)
 
 
 @task("15.2", ("three_runs", "explained"), {"evidence": 1, "predicted": 1, "explained": 2})
@@ -125,17 +121,25 @@ class Explained:
         yield "predicted", "a step takes less than a minute", predicted < 60
         measured = runs["ddp"]["step_s"]
         yield "predicted", "it is another number than the measurement", predicted != measured
+        # Ranks beside each other without messages, and messages: each explains a part of the gap.
         beside = runs["none"]["step_s"] - runs["alone"]["step_s"]
         messages = measured - runs["none"]["step_s"] - (predicted - runs["alone"]["step_s"])
-        sizes = {("alone", "none"): abs(beside), ("ddp", "none"): abs(messages)}
-        chosen = sizes.get(tuple(sorted((str(longer), str(shorter)))))
-        yield "explained", "the two runs differ in one thing only", chosen is not None
-        turned = chosen is not None and runs[longer]["step_s"] < runs[shorter]["step_s"]
-        words = f"a step of {longer} is shorter than one of {shorter}: the longer comes first"
-        words = words if turned else ""
-        yield "explained", "the longer run, then the shorter", words
-        smaller = chosen is not None and chosen < max(sizes.values()) - measured / 20
-        parts = f"ranks beside each other {beside:+.3f} s, messages {messages:+.3f} s"
-        other = f"the other pair of runs differs by more: {parts}" if smaller else ""
-        yield "explained", "the larger part of the gap", other
+        part_sizes = {("alone", "none"): abs(beside), ("ddp", "none"): abs(messages)}
+        size = part_sizes.get(tuple(sorted((str(longer), str(shorter)))))
+        fault_of_order = ""
+        fault_of_size = ""
+        if size is not None:
+            if runs[longer]["step_s"] < runs[shorter]["step_s"]:
+                fault_of_order = (
+                    f"a step of {longer} is shorter than one of {shorter}: the longer comes first"
+                )
+            # Two parts are equal if a twentieth of a step would decide between them.
+            if size < max(part_sizes.values()) - measured / 20:
+                fault_of_size = (
+                    "the other pair of runs differs by more: ranks beside each other"
+                    f" {beside:+.3f} s, messages {messages:+.3f} s"
+                )
+        yield "explained", "the two runs differ in one thing only", size is not None
+        yield "explained", "the longer run, then the shorter", fault_of_order
+        yield "explained", "the larger part of the gap", fault_of_size
         yield "explained", "four words or more say why", len(str(sentence).split()) >= 4

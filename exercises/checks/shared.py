@@ -1,4 +1,4 @@
-"""What several exercises draw, forbid and require, and a ring that notes what it is called with."""
+"""What several exercises draw, forbid and require, and a ring all-reduce that notes its calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,35 +14,35 @@ from ddp_course.checking.diagnosis import kind_of
 from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
 
-SERVER = tuple(
-    f"ddp_course.stage3_paramserver.{name}"
-    for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
+# Dotted names of functions that would be the answer; each names the module that defines it.
+SERVER = (
+    "ddp_course.stage3_paramserver.average_on_server",
+    "ddp_course.stage3_paramserver.collect_and_return",
+    "ddp_course.stage3_paramserver.broadcast_parameters",
 )
 OTHER_ALGORITHMS = tuple(
-    f"{vars(collectives)[name].__module__}.{name}" for name in collectives.__all__
+    f"{getattr(collectives, name).__module__}.{name}" for name in collectives.__all__
 )
-RING = OTHER_ALGORITHMS + tuple(
-    f"ddp_course.stage4_ring.{name}"
-    for name in (
-        "ring_all_reduce",
-        "whole_gradient_ring",
-        "reduce_scatter",
-        "allgather",
-        "average_on_ring",
-    )
+RING = (
+    *OTHER_ALGORITHMS,
+    "ddp_course.stage4_ring.ring_all_reduce",
+    "ddp_course.stage4_ring.whole_gradient_ring",
+    "ddp_course.stage4_ring.reduce_scatter",
+    "ddp_course.stage4_ring.allgather",
+    "ddp_course.stage4_ring.average_on_ring",
 )
 
 
 def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
-    """Yield (size, group) of the first 2, 3, … ranks to their members."""
+    """For each of the `sizes`, (size, group of the first ranks), if this rank is in that group."""
     for size in sizes:
         if dist.get_rank() < size:
             yield size, groups[size]
 
 
 def noted_ring(group: Any) -> tuple[Callable, list]:
-    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is
-    called with.
+    """The ring all-reduce in a group, and a list that gets (dtype, number of elements) of each
+    tensor that it is called with.
     """
     calls: list = []
 
@@ -59,7 +59,7 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
 
 @contextmanager
 def in_words(causes: dict[str, str]) -> Iterator[None]:
-    """Where an error's message has certain words in it, raise Wrong with its cause instead."""
+    """Where an error's message contains one of these pieces, raise Wrong with its cause instead."""
     try:
         yield
     except Exception as error:
@@ -70,20 +70,23 @@ def in_words(causes: dict[str, str]) -> Iterator[None]:
 
 
 def as_sum(tensor: torch.Tensor, of_ranks: list) -> str | None:
-    """In words, what a tensor is made of, such as "rank 0's + 1/3 of rank 2's", for the tensors
-    that the ranks began with. None if it is no simple sum of these: then its numbers say more.
+    """In words, which sum of the tensors that the ranks began with (`of_ranks`) a tensor is, such
+    as "rank 0's + 1/3 of rank 2's". None if it is no simple sum of these: then its numbers say
+    more.
     """
     columns = [part.detach().reshape(-1).double() for part in of_ranks]
     goal = tensor.detach().reshape(-1).double()
     if len(goal) < len(columns) or len(goal) != len(columns[0]) or not goal.isfinite().all():
         return None
-    parts = torch.stack(columns, 1)
-    factors = torch.linalg.lstsq(parts, goal[:, None]).solution[:, 0]
-    size = 1e-6 * parts.abs().max().item()
-    if not (parts @ factors).allclose(goal, 1e-5, size):
+    matrix = torch.stack(columns, dim=1)
+    factors = torch.linalg.lstsq(matrix, goal[:, None]).solution[:, 0]
+    rounding = 1e-6 * matrix.abs().max().item()
+    if not (matrix @ factors).allclose(goal, rtol=1e-5, atol=rounding):
         return None
     terms = []
     for rank, factor in enumerate(factors.tolist()):
+        # Answers divide by numbers of ranks, and by their products, so a simple factor has a small
+        # denominator.
         simple = Fraction(factor).limit_denominator(64)
         if abs(simple - factor) > 1e-5:
             return None
@@ -104,14 +107,14 @@ def tensors(
 ) -> list:
     """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
-    if whole:
-        return [
-            torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)
-        ]
-    return [
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-        for _ in range(count)
-    ]
+    made = []
+    for _ in range(count):
+        if whole:
+            tensor = torch.randint(-999, 999, shape, generator=generator)
+        else:
+            tensor = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        made.append(tensor.to(dtype))
+    return made
 
 
 def require(condition: Any, message: str) -> None:
@@ -121,12 +124,12 @@ def require(condition: Any, message: str) -> None:
 
 
 def several(answer: Any, count: int, message: str) -> Any:
-    """The answer, if it is a row of `count` things; else raise Wrong with `message` and what it
-    is.
+    """The answer, if it is a list or tuple of `count` things; else raise Wrong with `message` and
+    what the answer is.
     """
-    is_row = isinstance(answer, list | tuple)
+    is_list = isinstance(answer, list | tuple)
     kind = kind_of(answer)
-    if is_row:
+    if is_list:
         kind += f" of {len(answer)}"
-    require(is_row and len(answer) == count, f"{message} (yours is {kind})")
+    require(is_list and len(answer) == count, f"{message} (yours is {kind})")
     return answer

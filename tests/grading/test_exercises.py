@@ -251,6 +251,11 @@ PARTIAL = {
     },
     "8.1": {"in turn": ["complete"], "backward in reverse": ["forward first"], "no backward": []},
     "8.4": {"before the first backward": ["GPipe and 1F1B"], "peak minus one": []},
+    "9.2": {
+        "Enter sends nothing": ["Leave"],
+        "Enter adds up twice": ["Leave"],
+        "Leave sends nothing": ["Enter"],
+    },
     "11.3": {
         "first in the file": ["no consequence"],
         "consequences count": ["by the time"],

@@ -69,11 +69,12 @@ def right_program(draw: random.Random) -> Program:
         place_some_waits(draw, steps, pending, in_use)
         touch(draw, steps, in_use)
         source, target = draw.sample(range(ranks), 2)
-        free = [sorted(set(range(BUFFERS)) - in_use[rank]) for rank in (source, target)]
-        if not all(free):
+        free_at_source = sorted(set(range(BUFFERS)) - in_use[source])
+        free_at_target = sorted(set(range(BUFFERS)) - in_use[target])
+        if not free_at_source or not free_at_target:
             continue
-        out = draw.choice(free[0])
-        into = draw.choice(free[1])
+        out = draw.choice(free_at_source)
+        into = draw.choice(free_at_target)
         steps[source].append(("send", message, out, target))
         steps[target].append(("receive", message, into, source))
         pending.append((source, ("wait", "send", message), out))
@@ -111,13 +112,15 @@ def with_fault(draw: random.Random, program: Program) -> Program:
     block.
     """
     steps = [list(own) for own in program.steps]
-    own = steps[draw.choice([rank for rank in range(program.ranks) if steps[rank]])]
+    own = draw.choice([of_rank for of_rank in steps if of_rank])
     step = own.pop(draw.randrange(len(own)))
     if draw.random() < 0.4:
-        steps = [blocking(own) for own in program.steps]
+        steps = [blocking(of_rank) for of_rank in program.steps]
     elif step[0] != "wait" or draw.random() < 0.6:
         own.insert(draw.randint(0, len(own)), step)
-    return Program(tuple(map(tuple, steps))) if makes_sense(steps) else with_fault(draw, program)
+    if not makes_sense(steps):
+        return with_fault(draw, program)
+    return Program(tuple(map(tuple, steps)))
 
 
 def with_race(draw: random.Random, program: Program) -> Program | None:
@@ -186,44 +189,51 @@ class State(NamedTuple):
 
 def all_interleavings(program: Program) -> Outcome:
     """Try every interleaving, on each network."""
-    waits = {
-        (rank, *step[1:])
-        for rank, own in enumerate(program.steps)
-        for step in own
-        if step[0] == "wait"
-    }
-    posts = {
-        (rank, step[0], step[1])
-        for rank, own in enumerate(program.steps)
-        for step in own
-        if step[0] in ("send", "receive")
-    }
     ends: set = set()
     deadlock = False
     for network in (BUFFERED, UNBUFFERED, CHECKING):
-        start = State(
-            (0,) * program.ranks,
-            tuple(starting_buffers(rank) for rank in range(program.ranks)),
-            (0,) * program.ranks,
-            (),
-            frozenset(),
-        )
-        reached = {start}
-        todo = [start]
-        while todo:
-            state = todo.pop()
-            following = list(successors(program, state, network))
-            if not following:
-                over = all(
-                    place == len(own)
-                    for place, own in zip(state.places, program.steps, strict=True)
-                )
-                deadlock = deadlock or not over
-                if over:
-                    ends.add((state.buffers, state.sums, state.spoiled))
-            todo += [each for each in following if each not in reached]
-            reached.update(following)
-    return Outcome(frozenset(ends), deadlock, waits != posts)
+        for state in last_states(program, network):
+            lengths = tuple(map(len, program.steps))
+            if state.places == lengths:
+                ends.add((state.buffers, state.sums, state.spoiled))
+            else:
+                deadlock = True
+    return Outcome(frozenset(ends), deadlock, misses_a_wait(program))
+
+
+def last_states(program: Program, network: int) -> list[State]:
+    """All states that nothing can follow: the program has ended, or it has a deadlock."""
+    start = State(
+        places=(0,) * program.ranks,
+        buffers=tuple(map(starting_buffers, range(program.ranks))),
+        sums=(0,) * program.ranks,
+        taken=(),
+        delivered=frozenset(),
+    )
+    last = []
+    reached = {start}
+    todo = [start]
+    while todo:
+        state = todo.pop()
+        following = list(successors(program, state, network))
+        if not following:
+            last.append(state)
+        todo += [each for each in following if each not in reached]
+        reached.update(following)
+    return last
+
+
+def misses_a_wait(program: Program) -> bool:
+    """Whether some send or receive has no wait."""
+    posts = set()
+    waits = set()
+    for rank, own in enumerate(program.steps):
+        for step in own:
+            if step[0] in ("send", "receive"):
+                posts.add((rank, step[0], step[1]))
+            elif step[0] == "wait":
+                waits.add((rank, step[1], step[2]))
+    return waits != posts
 
 
 def successors(program: Program, state: State, network: int) -> Any:
@@ -298,15 +308,20 @@ def posted(program: Program, state: State) -> tuple[dict, dict]:
 
 def matched(program: Program) -> list[tuple]:
     """Which send meets which receive: between two ranks, the first the first, and so on."""
-    ways: dict = {}
+    sends: dict = {}  # {(source, target): messages in the order in which they are posted}
+    receives: dict = {}
     for rank, own in enumerate(program.steps):
         for step in own:
-            if step[0] in ("send", "receive"):
-                way = (rank, step[3]) if step[0] == "send" else (step[3], rank)
-                ways.setdefault(way, ([], []))[step[0] == "receive"].append(step[1])
-    return [
-        pair for sends, receives in ways.values() for pair in zip(sends, receives, strict=False)
-    ]
+            if step[0] == "send":
+                _, message, _, target = step
+                sends.setdefault((rank, target), []).append(message)
+            elif step[0] == "receive":
+                _, message, _, source = step
+                receives.setdefault((source, rank), []).append(message)
+    pairs: list = []
+    for way, messages in sends.items():
+        pairs += zip(messages, receives.get(way, []), strict=False)
+    return pairs
 
 
 def mark_of(message: int) -> int:

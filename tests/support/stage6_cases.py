@@ -21,9 +21,8 @@ CASES = {}
 TORCH_FAILS = {
     "models_of_different_shape_are_refused": "torch raises on one rank only, and the others wait"
 }
-KNOWN_TO_TORCH = inspect.signature(
-    DistributedDataParallel
-).parameters  # torch 2.10 lacks two of 2.13's arguments
+# Arguments of the torch that is here: 2.10 lacks two of 2.13's.
+KNOWN_TO_TORCH = inspect.signature(DistributedDataParallel).parameters
 
 
 def case(function):
@@ -51,7 +50,10 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.never, self.last = (nn.Linear(5, 5) for _ in range(4))
+        self.a = nn.Linear(5, 5)
+        self.b = nn.Linear(5, 5)
+        self.never = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
 
     def forward(self, x, which):
         if which in ("a", "both"):
@@ -80,10 +82,12 @@ def data(rank, step=0, samples=4):
 
 
 def me():
+    """The number of this rank."""
     return dist.get_rank()
 
 
 def ranks():
+    """The numbers of all ranks."""
     return range(dist.get_world_size())
 
 
@@ -116,11 +120,12 @@ def assert_mean(module, loss, slack=1.0):
             continue
         assert parameter.grad is not None, f"{name} got no gradient"
         for rank, part in enumerate(parts):
-            if part is None:
+            if part is None:  # A rank that did not use the parameter counts with zeros.
                 parts[rank] = torch.zeros_like(parameter)
-        parts = torch.stack(parts).double()
-        bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * parts.abs().mean(0) * slack
-        error = (parameter.grad.double() - parts.mean(0)).abs()
+        stacked = torch.stack(parts).double()
+        magnitude = stacked.abs().mean(0)
+        bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * magnitude * slack
+        error = (parameter.grad.double() - stacked.mean(0)).abs()
         assert (error <= bound).all(), (
             f"{name} is off by {error.max():.3g}, allowed {bound.max():.3g}"
         )
@@ -129,11 +134,8 @@ def assert_mean(module, loss, slack=1.0):
 
 def assert_replicas_agree(tensors):
     """All ranks hold the same bits."""
-    flat = (
-        torch.cat([t.detach().to_dense().reshape(-1).double() for t in tensors])
-        if tensors
-        else torch.zeros(0)
-    )
+    vectors = [tensor.detach().to_dense().reshape(-1).double() for tensor in tensors]
+    flat = torch.cat([torch.zeros(0), *vectors])  # There may be no tensors at all.
     for rank, other in enumerate(gathered(flat)):
         assert torch.equal(other, flat), f"rank {rank} has other values"
 
