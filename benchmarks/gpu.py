@@ -415,7 +415,7 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
     the others.
     """
 
-    def measured(args: argparse.Namespace) -> Part:
+    def measure_on_device(args: argparse.Namespace) -> Part:
         if args.device == "cuda" and not usable_gpus():
             raise ValueError(
                 "there is no GPU here that CUDA can use; --device cpu tries the command without one"
@@ -439,7 +439,7 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
             {**outcome.also, "device": device, "GPUs": count},
         )
 
-    return measured
+    return measure_on_device
 
 
 def lessons(args: argparse.Namespace) -> Part:

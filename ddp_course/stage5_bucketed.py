@@ -43,7 +43,7 @@ class Bucket:
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
         self.missing = set(parameters)
 
-    def take(self, parameter):
+    def put_gradient(self, parameter):
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
         check_gradient(parameter, self)
         parameter.grad = self.views[parameter].copy_(parameter.grad)
@@ -140,7 +140,7 @@ class BucketedDDP(torch.nn.Module):
             self.in_backward = True
             # This will be called when the pass ends.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        self.bucket_of[parameter].take(parameter)
+        self.bucket_of[parameter].put_gradient(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             flat = self.buckets[len(self.waits)].flat
             self.waits.append(self.communication.start(partial(self.reduce, flat), flat.device))

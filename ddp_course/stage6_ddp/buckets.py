@@ -112,14 +112,14 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self):
-        """Move existing gradients into this bucket, so that `take` divides them there, as torch
-        does. A copy would be multiplied by 1 / divisor, which rounds another way.
+        """Move existing gradients into this bucket, so that `put_gradient` divides them there, as
+        torch does. A copy would be multiplied by 1 / divisor, which rounds another way.
         """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
 
-    def take(self, slot, divisor):
+    def put_gradient(self, slot, divisor):
         """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket (zeros if
         it has none).
 
@@ -155,7 +155,7 @@ class Bucket:
         """The contribution of a rank that has no data."""
         return torch.zeros_like(self.flat)
 
-    def give(self, averages, untouched=()):
+    def hand_out(self, averages, untouched=()):
         """Make the flat tensor `averages` the parameters' gradients, except for the `untouched`,
         which no rank used.
         """
@@ -185,7 +185,7 @@ class SparseBucket:
         self.parameters = parameters
         self.flat = None
 
-    def take(self, slot, divisor):
+    def put_gradient(self, slot, divisor):
         """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor
         without entries.
         """
@@ -198,7 +198,7 @@ class SparseBucket:
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
 
-    def give(self, averages, untouched=()):
+    def hand_out(self, averages, untouched=()):
         """Replace the parameter's gradient by its average."""
         self.flat = None
         if self.parameters[0] not in untouched:

@@ -186,7 +186,7 @@ class Reducer:
             raise RuntimeError(ready_twice(self.names[index]))
         self.current.ready[index] = True
         bucket, slot = self.home[index]
-        bucket.take(slot, 1 if self.hooked else self.divisor)
+        bucket.put_gradient(slot, 1 if self.hooked else self.divisor)
         self.current.missing[bucket.index] -= 1
         if not self.current.missing[bucket.index]:
             self.send_off()
@@ -224,7 +224,7 @@ class Reducer:
         with wire.span("wait"):
             untouched = self.untouched()
             for bucket, wait in zip(self.buckets, ended.waits, strict=True):
-                bucket.give(wait(), untouched)
+                bucket.hand_out(wait(), untouched)
 
     def untouched(self):
         """The parameters that no rank has used since the last synchronised pass: their gradients

@@ -73,7 +73,7 @@ def prepare_network(setting: Setting) -> bool:
 def prepare_clocks(setting: Setting) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
     if setting.link is not None:
-        return getattr(setting.link.network, "table", None)  # virtual hosts have none
+        return setting.link.network.table
     if setting.emulated is None:
         return None
     from ..clocks import Table  # A launch in real time does not need it.

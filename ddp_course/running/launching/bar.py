@@ -5,6 +5,8 @@ import time
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
+from .protocol import Progress
+
 DRAWING_SECONDS = 1.0  # the bar is drawn this often
 
 
@@ -13,7 +15,7 @@ class Bar:
     seconds go on also where no step ends.
     """
 
-    def __init__(self, progress: Any):
+    def __init__(self, progress: Progress):
         """`progress`: how many steps are expected, or True if nobody knows, or a pair of a name and
         one of these; False if no bar is wanted.
         """

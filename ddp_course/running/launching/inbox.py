@@ -24,10 +24,10 @@ class Lines:
     def read(self, descriptor: int) -> bool:
         """Read what has arrived; return False at the end."""
         piece = os.read(descriptor, READ_AT_MOST)
-        self.take(piece)
+        self.show_lines(piece)
         return bool(piece)
 
-    def take(self, piece: bytes) -> None:
+    def show_lines(self, piece: bytes) -> None:
         """Show the lines that `piece` completes; an empty piece is the end, where the rest is
         shown. Of a progress bar show the text after its last carriage return.
         """
@@ -101,5 +101,5 @@ class Inbox:
         """Show the beginnings of lines that have no end, and close all files."""
         for descriptor, reader in list(self.readers.items()):
             if isinstance(reader, Lines):
-                reader.take(b"")
+                reader.show_lines(b"")
             self.remove(descriptor)

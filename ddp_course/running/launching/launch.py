@@ -9,13 +9,15 @@ import linecache
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
 from ...errors import CourseError, LaunchError
+from ..devices.device import Device
 from ..files import open_memory
 from . import pickling
+from .protocol import EmulatedLink, Progress
 from .setting import describe_launch
 from .watch import Launch
 
@@ -29,10 +31,10 @@ def launch(
     fn: Callable,
     *args: Any,
     world_size: int | None = None,
-    device: Any = "auto",
+    device: str | Device | Sequence[Device] = "auto",
     timeout: float = 300.0,
-    link: Any = None,
-    progress: Any = False,
+    link: EmulatedLink | None = None,
+    progress: Progress = False,
     **kwargs: Any,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the

@@ -12,9 +12,34 @@ good, while every launch reads the other modules anew.
 import os
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 LOOPBACK = "127.0.0.1"
+# How many steps a progress bar expects, or True; a pair says what it is called, too.
+Progress = bool | int | tuple[str, int]
+
+
+class Network(Protocol):
+    """What a link builds for a launch; ranks that are not forked get it pickled."""
+
+    master_address: str  # Ranks reach there what listens in the agent's network.
+    table: Any  # It holds the clocks of the ranks if time is virtual, and is None if not.
+
+    def enter(self, rank: int) -> None:
+        """Move this process, which is `rank` and has no socket yet, to its place."""
+
+
+class EmulatedLink(Protocol):
+    """What a launch needs of a link."""
+
+    mode: str  # "hosts" is a network apart from the machine's.
+    network: Network
+
+    def check(self, world_size: int, backend: str) -> None:
+        """Raise an error, in the caller, if a launch can never have this link."""
+
+    def prepare(self, world_size: int) -> None:
+        """Build `network`, in the agent, which has no thread and no socket yet."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +53,9 @@ class Setting:
     devices: list  # the device of each rank, such as "cpu" or "cuda:0"
     timeout: float  # in seconds
     threads: int  # of each rank
-    link: Any  # a `Link`, which the agent prepares, or None
+    link: EmulatedLink | None  # The agent prepares it.
     emulated: list | None  # the emulated device of each rank
-    progress: Any  # as in `launch`
+    progress: Progress
     computes: (
         bool  # ranks will surely compute, so what optimizers need is imported before they start
     )

@@ -79,9 +79,9 @@ class Rank:
         faulthandler.enable(file=self.files.stacks, all_threads=False)
         feeds_bar = self.setting.progress and self.number == 0
         self.steps = Steps(self.files.report if feeds_bar else None)
-        self.answer(self.join_and_call)
+        self.report_outcome(self.join_and_call)
         while isinstance(self.next_order(), Call):
-            self.answer(self.call_function)
+            self.report_outcome(self.call_function)
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
@@ -117,7 +117,7 @@ class Rank:
             result = function(*args, **kwargs)
         return result, self.steps.unconnected_model()
 
-    def answer(self, function: Callable[[], Any]) -> None:
+    def report_outcome(self, function: Callable[[], Any]) -> None:
         """Write what `function` returned or raised to a file, and report that. A child that it has
         forked, and that comes back from it, ends here.
         """

@@ -2,12 +2,13 @@
 
 import os
 import sys
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import IO
 
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
 from ..linux import free_memory, usable_cores
-from .protocol import Setting
+from .protocol import EmulatedLink, Progress, Setting
 
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
@@ -46,10 +47,10 @@ def choice_of(variable: str, usual: str, choices: list[str]) -> str:
 
 def describe_launch(
     world_size: int,
-    device: Any,
+    device: str | Device | Sequence[Device],
     timeout: float,
-    link: Any = None,
-    progress: Any = False,
+    link: EmulatedLink | None = None,
+    progress: Progress = False,
     call: IO[bytes] | None = None,
 ) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know.

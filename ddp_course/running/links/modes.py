@@ -25,6 +25,7 @@ class VirtualHosts:
 
     title = "virtual hosts"
     master_address = virtual_hosts.SWITCH_ADDRESS
+    table = None
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
         self.hosts = hosts

@@ -139,11 +139,11 @@ def test_libraries_keep_quiet(capfd):
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
     lines = inbox.Lines(shown.append)
-    lines.take(
+    lines.show_lines(
         b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is :"
         b" 1\nhel"
     )
-    lines.take(b"lo\n[Gloo] is what I say\n")
+    lines.show_lines(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
 
 
@@ -295,8 +295,8 @@ def test_output_without_line_ends_is_shown_in_pieces():
     piece = b"x" * (1 << 16)
     lines = inbox.Lines(shown.append)
     for _ in range(160):
-        lines.take(piece)
-    lines.take(b"end\n")
+        lines.show_lines(piece)
+    lines.show_lines(b"end\n")
     assert sum(map(len, shown)) == 160 * len(piece) + 3 and len(shown) == 10
 
 
