@@ -8,7 +8,8 @@ copied          C/K + K-1 copies, one after the other, of weights and gradients 
                 shards of the inputs, the outputs and the outputs' gradients
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
-                block and the sums of gradients share the link, one after the other
+                block and the sums of gradients share the link, one after the other; stage 7's
+                bitmap of used parameters, some microseconds, is left out
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
 pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
                 has arrived
