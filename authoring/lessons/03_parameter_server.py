@@ -180,9 +180,7 @@ for (same_seed, broadcast), (same_weights, masks) in equality.items():
 # %% claim-4
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    4,
-    "All ranks must start with the same random seed.",
-    "measured",
+    4, "All ranks must start with the same random seed.", "measured",
     {
         "rank 0 broadcasts": not equality[False, True][0],
         "nobody broadcasts": not equality[False, False][0],
@@ -437,9 +435,7 @@ for name, way in servers.items():
 # %% claim-5
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    5,
-    "A parameter server takes 2(K-1) p/b.",
-    "virtual time",
+    5, "A parameter server takes 2(K-1) p/b.", "virtual time",
     {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
     "A cable carries both directions at once: a server that works in pieces needs little more than (K-1) p/b.",
 )
