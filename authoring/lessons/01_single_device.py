@@ -220,13 +220,13 @@ with device.emulate(record=True, sleep=False) as product:
 
 
 def points(operations):
-    counted = [each for each in operations if each.flops and each.nbytes]
-    intensities = [each.flops / each.nbytes for each in counted]
-    return intensities, [each.flops / each.seconds / 1e12 for each in counted]
+    counted = [operation for operation in operations if operation.flops and operation.nbytes]
+    intensities = [operation.flops / operation.nbytes for operation in counted]
+    return intensities, [operation.flops / operation.seconds / 1e12 for operation in counted]
 
 
 intensities = [1, 10, device.rate / device.memory, 1000]
-roofline = [min(device.rate, x * device.memory) / 1e12 for x in intensities]
+roofline = [min(device.rate, intensity * device.memory) / 1e12 for intensity in intensities]
 show.curves(
     {
         "an operation of the step": points(emulation.operations),
@@ -238,13 +238,14 @@ show.curves(
 )
 
 # %% bounds
+operations = emulation.operations
 shares = []
 for bound in ("flops", "memory"):
-    seconds = sum(each.seconds for each in emulation.operations if each.bound == bound)
+    seconds = sum(operation.seconds for operation in operations if operation.bound == bound)
     percent = 100 * seconds / emulation.busy_s
     shares.append(f"bound by {bound}: {percent:.0f} % of the step's time")
 print(", ".join(shares))
-launches = len(emulation.operations)
+launches = len(operations)
 starting = f"to start {launches} operations at 5 µs each: {5 * launches:,} µs (derived)"
 print(f"the roofline's time: {1e6 * emulation.busy_s:.0f} µs; {starting}")
 

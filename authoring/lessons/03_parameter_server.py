@@ -47,11 +47,11 @@ def report():
         wire.send(torch.tensor([rank]), dst=0)
         return f"rank {rank} sent"
     box = torch.zeros(1, dtype=torch.int64)
-    got = []
+    received = []
     for peer in range(1, dist.get_world_size()):
         wire.recv(box, src=peer)
-        got.append(box.item())
-    return f"rank 0 received {got}"
+        received.append(box.item())
+    return f"rank 0 received {received}"
 
 
 launch(report, world_size=K)
@@ -349,16 +349,16 @@ waiting, moving = zip(*launch(taken_apart, world_size=K, link=link, device="cpu"
 
 # %% apart-figure
 total, incoming = torch.ones(2, p // 4)
-once = []
+tries = []
 for _ in range(9):  # The first addition also wakes torch's threads.
     with timing.stopwatch() as adding:
         total += incoming
-    once.append(adding.seconds)
+    tries.append(adding.seconds)
 show.bars(
     {
         "waiting for the slowest": 1000 * max(waiting),
         "moving data": 1000 * max(moving),
-        "adding up": 1000 * (K - 1) * min(once),
+        "adding up": 1000 * (K - 1) * min(tries),
     },
     "longest on any rank (ms)",
     "Moving data takes nearly all of the time; the waiting is what we put in",

@@ -324,8 +324,8 @@ for name, backward in cases.items():
     layers = [simulate.Layer(f"layer {n}", 0.05 / 50, backward / 50, 2 * 2**20) for n in range(50)]
     large = simulate.Profile(tuple(layers))
     steps[name] = [simulate.simulate(large, 16, fast, bucket_cap_mb=cap).step_s for cap in caps_mb]
-    taken = [f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(caps_mb, steps[name])]
-    print(f"{name}:", ", ".join(taken))
+    printed = [f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(caps_mb, steps[name])]
+    print(f"{name}:", ", ".join(printed))
 
 # %% claim-8
 # NBVAL_CHECK_OUTPUT

@@ -241,14 +241,10 @@ def costs(both, **options):
     return len(bitmaps), traffic.bytes_sent
 
 
-# %% costs-counted folded=true
 static = {"static_graph": True}
 cases = {
-    "all used": (True, {}),
-    "all used, search": (True, search),
-    "all used, static": (True, static),
-    "one branch, search": (False, search),
-    "one branch, static": (False, static),
+    "all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
+    "one branch, search": (False, search), "one branch, static": (False, static),
 }
 bitmaps = {}
 sent = {}
