@@ -247,10 +247,10 @@ cases = {
     "one branch, search": (False, search), "one branch, static": (False, static),
 }
 bitmaps = {}
-sent = {}
+volume = {}
 for name, (both, options) in cases.items():
-    bitmaps[name], sent[name] = launch(costs, both, world_size=2, **options)[0]
-    print(f"{name}: bitmaps: {bitmaps[name]}, {sent[name]} bytes")
+    bitmaps[name], volume[name] = launch(costs, both, world_size=2, **options)[0]
+    print(f"{name}: bitmaps: {bitmaps[name]}, {volume[name]} bytes")
 
 # %% claims-unused folded=true
 # NBVAL_CHECK_OUTPUT
@@ -268,8 +268,8 @@ claims.decide(
 )
 claims.decide(
     12, "Only the parameters that this forward pass uses are communicated.", "counted",
-    {"all parameters are used": sent["all used, search"] <= 3 * layer,
-     "a branch is unused": sent["one branch, search"] <= 2 * layer},
+    {"all parameters are used": volume["all used, search"] <= 3 * layer,
+     "a branch is unused": volume["one branch, search"] <= 2 * layer},
     "Buckets travel whole: a bucket with one used parameter in it is sent entirely, with zeros for the others.",
 )
 
