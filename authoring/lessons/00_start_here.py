@@ -101,8 +101,8 @@ cell, and what a rank prints arrives here with its number in front.
 
 # %% first-launch
 def hello():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    print(f"hello, I am rank {rank} of {world_size}")
+    rank = dist.get_rank()
+    print(f"hello, I am rank {rank} of {dist.get_world_size()}")
     return rank**2
 
 
@@ -137,7 +137,10 @@ than one device?
 """
 
 # %% predict
-guess = show.predict(f"{K} devices, the same batches: how many times as fast is the best strategy?", [1.2, 2, 3.5, 8])
+guess = show.predict(
+    f"{K} devices, the same batches: how many times as fast is the best strategy?",
+    [1.2, 2, 3.5, 8],
+)
 guess
 
 # %% [markdown]
@@ -182,10 +185,15 @@ best = max(speed_up.values())
 guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kind="virtual time")
 
 # %% what-you-will-build
-names = {stage.stage: stage.name for stage in results.stages}
-show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.items()}, "times as fast as one device",
-          f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
-          kind="virtual time", colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})
+labels = {stage.stage: stage.name.replace(" ", "\n", 1) for stage in results.stages}
+show.bars(
+    {labels[stage]: times for stage, times in speed_up.items()},
+    "times as fast as one device",
+    f"What you will build: from 1 to {best:.1f} times as fast on {K} devices",
+    colours={label: show.STAGE_COLOURS[stage] for stage, label in labels.items()},
+    form="{:.1f}",
+    kind="virtual time",
+)
 
 # %% [markdown]
 r"""
@@ -216,20 +224,25 @@ more in float64, which has nine more digits, and a bound to match:
 """
 
 # %% in-float64
-exact = compare.run("digits", world_size=K, steps=3, dtype="float64", device_speed="none", link=None, progress=True)
+exact = compare.run(
+    "digits", world_size=K, steps=3, dtype="float64", device_speed="none", link=None, progress=True
+)
 for name, comparison in (("float32, all steps", results), ("float64, three steps", exact)):
-    print(f"{name}: no weight is further than {comparison.max_abs_diff:.1e} from the single device's (measured)")
+    apart = comparison.max_abs_diff
+    print(f"{name}: no weight is further than {apart:.1e} from the single device's (measured)")
 
 # %% check-same-training
 # NBVAL_CHECK_OUTPUT
-assert exact.max_abs_diff < 1e-12, f"some strategy ended {exact.max_abs_diff} away from the single device"
+apart = exact.max_abs_diff
+assert apart < 1e-12, f"some strategy ended {apart} away from the single device"
 print("every strategy trained the same weights")
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
 sent = {stage.stage: stage.bytes_sent_max for stage in results.stages}
 p = results.gradient_bytes
-assert sent["3"] == (K - 1) * p and abs(sent["4"] - 2 * (K - 1) / K * p) <= 4 * 2 * (K - 1)
+assert sent["3"] == (K - 1) * p
+assert abs(sent["4"] - 2 * (K - 1) / K * p) <= 4 * 2 * (K - 1)
 print("the bytes counted are the bytes of the formulas")
 
 # %% [markdown]

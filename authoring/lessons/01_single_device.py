@@ -80,7 +80,8 @@ gradient of its weights, and the gradient of its inputs, which the layer before 
 
 # %% predict
 guess = show.predict(
-    "How many times longer than forward does backward take?", ["half", "the same", "about twice", "ten times"]
+    "How many times longer than forward does backward take?",
+    ["half", "the same", "about twice", "ten times"],
 )
 guess
 
@@ -97,7 +98,8 @@ that was disturbed least by whatever else this machine does.
 def calmest_step(problem, global_batch, steps=12):
     with timeline.recording() as spans:
         stage1_single.train(problem.model(), problem.batches(global_batch, steps), lr=0.1)
-    return min(zip(spans[::3], spans[1::3], spans[2::3]), key=lambda step: step[-1].end - step[0].start)
+    steps = [spans[start : start + 3] for start in range(0, len(spans), 3)]
+    return min(steps, key=lambda step: step[-1].end - step[0].start)
 
 
 steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (text, 32)])]
@@ -105,11 +107,17 @@ steps = [calmest_step(*setting) for setting in show.progress([(digits, 96), (tex
 # %% timeline
 forward, backward, update = (span.seconds for span in steps[1])
 ratio = backward / forward
-show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
-                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward", kind="measured")
+show.timeline_figure(
+    steps,
+    f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward",
+    labels=["digits", "bytes"],
+    align=True,
+    kind="measured",
+)
 
 # %% reveal
-print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")
+parts = {"forward": forward, "backward": backward, "update": update}
+print("bytes:", ", ".join(f"{name} {1000 * part:.1f} ms" for name, part in parts.items()))
 answers = dict(zip([0.5, 1, 2, 10], guess.answers))
 guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)])
 
@@ -129,17 +137,20 @@ nothing the model has seen.
 
 # %% train-both
 models = {"digits": digits.model(), "bytes": text.model()}
-losses = {
-    "digits": stage1_single.train(models["digits"], show.progress(digits.batches(96, 80), total=80), lr=digits.learning_rate),
-    "bytes": stage1_single.train(models["bytes"], show.progress(text.batches(32, 80), total=80), lr=text.learning_rate),
-}
+losses = {}
+for problem, global_batch in ((digits, 96), (text, 32)):
+    batches = show.progress(problem.batches(global_batch, 80), total=80)
+    model = models[problem.name]
+    losses[problem.name] = stage1_single.train(model, batches, lr=problem.learning_rate)
 
 # %% losses
 guessing = {"digits": 2.303, "bytes": 5.545}
 show.curves(
     {name: (range(1, 81), loss) for name, loss in losses.items()},
     "step", "loss (nats)", "Both problems learn in 80 steps",
-    theory={f"guessing, {name}": ([1, 80], [loss, loss], "#808080") for name, loss in guessing.items()},
+    theory={
+        f"guessing, {name}": ([1, 80], [loss, loss], "#808080") for name, loss in guessing.items()
+    },
     points=False,
 )
 
@@ -175,10 +186,18 @@ def step_seconds(batch):
 
 
 sizes = [2, 8, 32, 128, 512]
-per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in show.progress(sizes)]
+per_sample = []
+for batch in show.progress(sizes):
+    seconds = min(step_seconds(batch) for _ in range(3))
+    per_sample.append(1e6 * seconds / batch)
 cheapest = sizes[per_sample.index(min(per_sample))]
-show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sample (µs)",
-            f"A sample is cheapest in a batch of {cheapest}", log="xy")
+show.curves(
+    {"": (sizes, per_sample)},
+    "batch size B (samples)",
+    "time per sample (µs)",
+    f"A sample is cheapest in a batch of {cheapest}",
+    log="xy",
+)
 
 # %% [markdown]
 r"""
@@ -201,25 +220,34 @@ with device.emulate(record=True, sleep=False) as product:
 
 
 def points(operations):
-    counted = [each for each in operations if each.flops and each.nbytes]
-    return tuple(zip(*[(each.flops / each.nbytes, each.flops / each.seconds / 1e12) for each in counted]))
+    counted = [operation for operation in operations if operation.flops and operation.nbytes]
+    intensities = [operation.flops / operation.nbytes for operation in counted]
+    return intensities, [operation.flops / operation.seconds / 1e12 for operation in counted]
 
 
-line = [(x, min(device.rate, x * device.memory) / 1e12) for x in (1, 10, device.rate / device.memory, 1000)]
+intensities = [1, 10, device.rate / device.memory, 1000]
+roofline = [min(device.rate, intensity * device.memory) / 1e12 for intensity in intensities]
 show.curves(
-    {"an operation of the step": points(emulation.operations), "a product of 1024 x 1024": points(product.operations)},
-    "arithmetic intensity (flops per byte)", "highest speed (TFLOP/s)", "By the roofline this small model is bound by memory",
-    theory={"roofline": tuple(zip(*line))}, log="xy", kind="counted; derived",
+    {
+        "an operation of the step": points(emulation.operations),
+        "a product of 1024 x 1024": points(product.operations),
+    },
+    "arithmetic intensity (flops per byte)", "highest speed (TFLOP/s)",
+    "By the roofline this small model is bound by memory",
+    theory={"roofline": (intensities, roofline)}, log="xy", kind="counted; derived",
 )
 
 # %% bounds
-share = {bound: 100 * sum(each.seconds for each in emulation.operations if each.bound == bound) / emulation.busy_s
-         for bound in ("flops", "memory")}
-print(", ".join(f"bound by {bound}: {percent:.0f} % of the step's time" for bound, percent in share.items()))
-launches = len(emulation.operations)
-print(
-    f"the roofline's time: {1e6 * emulation.busy_s:.0f} µs; to start {launches} operations at 5 µs each: {5 * launches:,} µs (derived)"
-)
+operations = emulation.operations
+shares = []
+for bound in ("flops", "memory"):
+    seconds = sum(operation.seconds for operation in operations if operation.bound == bound)
+    percent = 100 * seconds / emulation.busy_s
+    shares.append(f"bound by {bound}: {percent:.0f} % of the step's time")
+print(", ".join(shares))
+launches = len(operations)
+starting = f"to start {launches} operations at 5 µs each: {5 * launches:,} µs (derived)"
+print(f"the roofline's time: {1e6 * emulation.busy_s:.0f} µs; {starting}")
 
 # %% [markdown]
 r"""
@@ -243,7 +271,8 @@ If samples are drawn at random, the error of a mean of B samples falls as $1/\sq
 # %% gradient-noise
 def gradient(model, inputs, targets):
     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))])
+    parts = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def noise(batch, draws=40):
@@ -256,11 +285,15 @@ def noise(batch, draws=40):
 measured = {batch: noise(batch) for batch in show.progress([1, 4, 16, 64, 256])}
 
 # %% noise-figure
-root = {batch: measured[1] / batch**0.5 for batch in measured}
+sizes = list(measured)
+root = [measured[1] / size**0.5 for size in sizes]
 show.curves(
-    {"measured": (list(measured), list(measured.values()))},
-    "batch size B (samples)", "relative noise of the gradient", "A batch 16 times as large has a quarter of the noise",
-    theory={"1/√B": (list(root), list(root.values()))}, log="xy",
+    {"measured": (sizes, list(measured.values()))},
+    "batch size B (samples)",
+    "relative noise of the gradient",
+    "A batch 16 times as large has a quarter of the noise",
+    theory={"1/√B": (sizes, root)},
+    log="xy",
 )
 
 # %% check-noise

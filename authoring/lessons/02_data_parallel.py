@@ -22,11 +22,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
-from ddp_course import (
-    DataParallel, claims, compare, launch, on_your_gpus, problems, show, stage1_single,
-    stage2_dataparallel, timeline, timing,
-)
+from ddp_course import DataParallel, claims, compare, launch, on_your_gpus, problems, show
+from ddp_course import stage1_single, stage2_dataparallel, timeline, timing
 from ddp_course.checking import task
 
 K = 4  # how many devices; 2 works as well
@@ -52,7 +52,8 @@ Now with shards of 1, 7 and 16 samples.
 
 # %% predict
 guess = show.predict(
-    "Unequal shards: does the plain mean of their gradients still equal the batch's gradient?", ["yes", "no"]
+    "Unequal shards: does the plain mean of their gradients still equal the batch's gradient?",
+    ["yes", "no"],
 )
 guess
 
@@ -71,13 +72,14 @@ inputs, targets = next(exact.batches(global_batch=24, steps=1))
 
 
 def gradient(inputs, targets):
-    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))])
+    loss = cross_entropy(model(inputs), targets)
+    return parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def error(sizes, weights):
     parts = [gradient(*pair) for pair in zip(inputs.split(sizes), targets.split(sizes))]
-    return float((sum(w * part for w, part in zip(weights, parts)) - gradient(inputs, targets)).abs().max())
+    mean = sum(weight * part for weight, part in zip(weights, parts))
+    return float((mean - gradient(inputs, targets)).abs().max())
 
 
 # %% compare-gradients
@@ -117,25 +119,29 @@ def weights(shards, rate, reduction):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for inputs, targets in exact.batches(global_batch=24, steps=8):
         pairs = zip(inputs.chunk(shards), targets.chunk(shards))
-        losses = [torch.nn.functional.cross_entropy(model(x), y, reduction=reduction) for x, y in pairs]
+        losses = [cross_entropy(model(x), y, reduction=reduction) for x, y in pairs]
         optimizer.zero_grad()
         (sum(losses) / shards).backward()
         optimizer.step()
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return parameters_to_vector(model.parameters()).detach()
 
 
-rates, off = {"mean": 0.02, "sum": 0.02 / 24}, {}
+rates = {"mean": 0.02, "sum": 0.02 / 24}
+apart = {}
 for reduction, rate in rates.items():
     for factor in (1, 4):
         difference = weights(4, factor * rate, reduction) - weights(1, rate, reduction)
-        off[reduction, factor] = float(difference.abs().max())
-        print(f"{reduction} of the losses, rate times {factor}: weights differ by {off[reduction, factor]:.0e}")
+        apart[reduction, factor] = float(difference.abs().max())
+for (reduction, factor), most in apart.items():
+    print(f"{reduction} of the losses, rate times {factor}: weights differ by {most:.0e}")
 
 # %% claim-2
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    2, "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.", "measured",
-    {f"the loss is a {name}": off[name, 4] < 1e-12 < off[name, 1] for name in rates},
+    2,
+    "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.",
+    "measured",
+    {f"the loss is a {name}": apart[name, 4] < 1e-12 < apart[name, 1] for name in rates},
     "The mean of the shards' means is the mean of the batch: the same rate makes the same step. Only a summed loss loses a factor of N.",
 )
 
@@ -179,15 +185,15 @@ show.diff(stage1_single.train, stage2_dataparallel.train)
 
 # %% same-training
 digits = problems.make("digits")
-single, many = digits.model(), digits.model()
+single = digits.model()
+many = digits.model()
 stage1_single.train(single, digits.batches(48, 30), lr=0.05)
 stage2_dataparallel.train(many, digits.batches(48, 30), lr=0.05, devices=["cpu"] * K)
-pairs = zip(single.parameters(), many.parameters())
-difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
+difference = parameters_to_vector(many.parameters()) - parameters_to_vector(single.parameters())
 
 # %% check-same-training
 # NBVAL_CHECK_OUTPUT
-assert difference < 1e-4, difference
+assert difference.abs().max() < 1e-4, difference.abs().max()
 print("one device and DataParallel: the same weights after 30 steps")
 
 # %% [markdown]
@@ -204,22 +210,25 @@ also receives K-1 gradients and adds them up, one after another.
 
 # %% count-memory
 def nbytes(*tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 text = problems.make("bytes", parameters=100_000)
 tokens, following = next(text.batches(global_batch=24, steps=1))
 parallel = DataParallel(text.model(), ["cpu"] * K)
 outputs = parallel(tokens)
-held = [nbytes(*replica.parameters(), out) for replica, out in zip(parallel.replicas, parallel.outputs)]
+pairs = zip(parallel.replicas, parallel.outputs)
+held = [nbytes(*replica.parameters(), output) for replica, output in pairs]
 held[0] += nbytes(tokens, following, outputs)
 
 # %% memory-figure
 labels = ["master"] + [f"device {k}" for k in range(1, K)]
 times = held[0] / held[-1]
 show.bars(
-    dict(zip(labels, [count / 2**20 for count in held])), "weights, inputs and outputs (MiB)",
-    f"Of weights, inputs and outputs the master holds {times:.1f} times as much as another device", colours={"master": show.STAGE_COLOURS["2"]},
+    dict(zip(labels, [count / 2**20 for count in held])),
+    "weights, inputs and outputs (MiB)",
+    f"Of weights, inputs and outputs the master holds {times:.1f} times as much as another device",
+    colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
 )
 
@@ -242,7 +251,8 @@ code at a time. But most of a training step is not Python code. The experiment m
 
 # %% turns
 def turns_of_another(work):
-    turns, over = [], threading.Event()
+    turns = []
+    over = threading.Event()
 
     def watch():
         while not over.wait(0.001):
@@ -255,7 +265,8 @@ def turns_of_another(work):
     quarter = (time.perf_counter() - start) / 4
     over.set()
     watching.join()
-    return sum(start + quarter < turn < start + 3 * quarter for turn in turns)  # in the middle half of the call
+    # Only what came in the middle half of the call.
+    return sum(start + quarter < turn < start + 3 * quarter for turn in turns)
 
 
 # %% turns-counted
@@ -297,18 +308,30 @@ def torch_work(size, until):
 
 def cores(*works):
     torch.set_num_threads(1)
-    busy, begin = time.process_time(), time.perf_counter()
+    busy = time.process_time()
+    begin = time.perf_counter()
     stage2_dataparallel.in_threads(lambda work: work(begin + 0.3), works)
     return (time.process_time() - busy) / (time.perf_counter() - begin)
 
 
-large, tiny = partial(torch_work, 500), partial(torch_work, 4)
-pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
-         "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}
-kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())}
-first, *_, tiny_kept, large_kept = kept.values()
-show.bars(kept, "processor time / wall time",
-          f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")
+# %% cores-kept-busy
+large = partial(torch_work, 500)
+tiny = partial(torch_work, 4)
+pairs = {
+    "both Python": (python_work, python_work),
+    "Python and\nlarge products": (python_work, large),
+    "both tiny\nproducts": (tiny, tiny),
+    "both large\nproducts": (large, large),
+}
+busy = {}
+for name, works in show.progress(pairs.items()):
+    busy[name] = max(launch(cores, *works, world_size=1)[0] for _ in range(3))
+of_python, _, of_tiny, of_large = busy.values()
+show.bars(
+    busy,
+    "processor time / wall time",
+    f"Large products: {of_large:.1f} cores busy; tiny ones: {of_tiny:.1f}; Python: {of_python:.1f}",
+)
 
 # %% [markdown]
 r"""
@@ -324,22 +347,30 @@ cores, and they push each other aside: **thrashing**. Here each of the K ranks c
 # %% thrashing
 def with_threads(count):
     torch.set_num_threads(count)
-    matrix, best = torch.ones(384, 384), 9.0
+    matrix = torch.ones(384, 384)
+    tries = []
     for _ in range(3):
         dist.barrier()  # all ranks at once
         with timing.stopwatch() as watch:
             for _ in range(20):
                 matrix = matrix @ matrix / 384
             dist.barrier()
-        best = min(best, watch.seconds)
-    return best
+        tries.append(watch.seconds)
+    return min(tries)
 
 
-threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in show.progress((1, 2, 4, 8))}
+# %% thrashing-figure
+threads = {}
+for count in show.progress((1, 2, 4, 8)):
+    threads[count] = 1000 * max(launch(with_threads, count, world_size=K))
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
-show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
-          title=f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1")
+show.bars(
+    {f"{count} per rank": ms for count, ms in threads.items()},
+    "time for the same work (ms)",
+    f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1",
+    form="{:.0f}",
+)
 
 # %% [markdown]
 r"""
@@ -357,14 +388,20 @@ now the threads do compute at the same time, on any number of cores.
 # %% on-devices
 results = compare.run("digits", world_size=K, steps=6, stages="1,2", device="cpu", progress=True)
 alone, many = results.stages
-lanes = [[timeline.Span(*span) for span in lane] for lane in many.timeline]
-show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies")
+lanes = []
+for lane in many.timeline:
+    lanes.append([timeline.Span(*span) for span in lane])
+title = f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies"
+show.timeline_figure(lanes, title, labels=labels)
 
 # %% check-on-devices
 # NBVAL_CHECK_OUTPUT
-forward = [[span for span in lane if span.name == "forward"] for lane in lanes]
-assert max(lane[0].start for lane in forward) < min(lane[-1].end for lane in forward), forward
-copying = [sum(span.seconds for span in lane if span.name == "communication") for lane in lanes]
+forward = []
+copying = []
+for lane in lanes:
+    forward.append([span for span in lane if span.name == "forward"])
+    copying.append(sum(span.seconds for span in lane if span.name == "communication"))
+assert max(spans[0].start for spans in forward) < min(spans[-1].end for spans in forward), forward
 assert copying[0] > 0 and max(copying[1:]) == 0, copying
 print("all devices compute at the same time, and only the master copies before and after")
 

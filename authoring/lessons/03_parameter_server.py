@@ -24,10 +24,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Link, average_on_server, broadcast_parameters, claims, launch, on_your_gpus, problems, show,
-    stage2_dataparallel, stage3_paramserver, timing, wire,
-)
+from ddp_course import Link, average_on_server, broadcast_parameters, claims, launch, on_your_gpus
+from ddp_course import problems, show, stage2_dataparallel, stage3_paramserver, timing, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -44,15 +42,16 @@ each rank sends its rank number to the server, rank 0.
 
 # %% first-messages
 def report():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     if rank > 0:
         wire.send(torch.tensor([rank]), dst=0)
         return f"rank {rank} sent"
-    box, got = torch.zeros(1, dtype=torch.int64), []
-    for peer in range(1, world_size):
+    box = torch.zeros(1, dtype=torch.int64)
+    received = []
+    for peer in range(1, dist.get_world_size()):
         wire.recv(box, src=peer)
-        got.append(box.item())
-    return f"rank 0 received {got}"
+        received.append(box.item())
+    return f"rank 0 received {received}"
 
 
 launch(report, world_size=K)
@@ -66,10 +65,10 @@ words:
 
 # %% torchs-own-words
 def report_in_torch():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     if rank > 0:
         return dist.send(torch.tensor([rank]), dst=0)
-    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(1, world_size)]
+    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(1, dist.get_world_size())]
     for peer, box in enumerate(boxes, 1):
         dist.recv(box, src=peer)
     return [box.item() for box in boxes]
@@ -92,7 +91,8 @@ def one_weight():
     model = problems.make("digits").model(seed=dist.get_rank())
     before = model[0].weight[0, 0, 0, 0].item()
     broadcast_parameters(model)
-    return round(before, 4), round(model[0].weight[0, 0, 0, 0].item(), 4)
+    after = model[0].weight[0, 0, 0, 0].item()
+    return round(before, 4), round(after, 4)
 
 
 weights = launch(one_weight, world_size=K)
@@ -116,8 +116,10 @@ line lies on the axis.)
 
 # %% drift
 def distances(average):
-    digits, model, seen = problems.make("digits"), problems.make("digits").model(), []
+    digits = problems.make("digits")
+    model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    largest = []
     for inputs, targets in digits.batches(96, 20, rank=dist.get_rank(), world_size=K):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
@@ -127,14 +129,22 @@ def distances(average):
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         everyone = [torch.empty_like(weights) for _ in range(K)]
         dist.all_gather(everyone, weights)
-        seen.append(max((weights - other).abs().max().item() for other in everyone))
-    return seen
+        largest.append(max((weights - other).abs().max().item() for other in everyone))
+    return largest
 
 
-apart = {name: launch(distances, average, world_size=K)[0] for name, average in
-         show.progress({"never averaged": False, "averaged in each step": True}.items())}
-show.curves({name: (range(1, 21), far) for name, far in apart.items()}, "step", "largest difference of a weight",
-            "Without averaging K ranks train K models", points=False)
+# %% drift-figure
+ways = {"never averaged": False, "averaged in each step": True}
+apart = {}
+for name, average in show.progress(ways.items()):
+    apart[name] = launch(distances, average, world_size=K)[0]
+show.curves(
+    {name: (range(1, 21), largest) for name, largest in apart.items()},
+    "step",
+    "largest difference of a weight",
+    "Without averaging K ranks train K models",
+    points=False,
+)
 
 # %% check-drift
 # NBVAL_CHECK_OUTPUT
@@ -164,13 +174,17 @@ def equal(same_seed, broadcast):
 
 equality = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
 for (same_seed, broadcast), (same_weights, masks) in equality.items():
-    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {same_weights!s:5}  equal masks: {masks}")
+    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}", end="  ")
+    print(f"equal weights: {same_weights!s:5}  equal masks: {masks}")
 
 # %% claim-4
 # NBVAL_CHECK_OUTPUT
 claims.decide(
     4, "All ranks must start with the same random seed.", "measured",
-    {"rank 0 broadcasts": not equality[False, True][0], "nobody broadcasts": not equality[False, False][0]},
+    {
+        "rank 0 broadcasts": not equality[False, True][0],
+        "nobody broadcasts": not equality[False, False][0],
+    },
     "The broadcast makes the weights equal. The same seed everywhere gives all ranks the same dropout mask, which is worse.",
 )
 
@@ -257,14 +271,21 @@ def server(tensor):
     average_on_server([tensor])
 
 
-seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in show.progress((2, 3, 4))}
+seconds = {}
+for ranks in show.progress((2, 3, 4)):
+    seconds[ranks] = timing.time_collective(server, p, ranks, link)
 
 # %% plot
-formula = {ranks: 2 * (ranks - 1) * p / (200e6 / 8) for ranks in (1, 2, 3, 4, 5)}
+colour = show.STAGE_COLOURS["3"]
+ranks = [1, 2, 3, 4, 5]
+formula = [1000 * 2 * (number - 1) * p / (200e6 / 8) for number in ranks]
 show.curves(
-    {"virtual time": (list(seconds), [1000 * s for s in seconds.values()], show.STAGE_COLOURS["3"])},
-    "ranks K", "time to average 1 MiB (ms)", "With a server the time grows with the number of ranks",
-    theory={"2(K-1) p/b": (list(formula), [1000 * s for s in formula.values()], show.STAGE_COLOURS["3"])}, kind="virtual time",
+    {"virtual time": (list(seconds), [1000 * s for s in seconds.values()], colour)},
+    "ranks K",
+    "time to average 1 MiB (ms)",
+    "With a server the time grows with the number of ranks",
+    theory={"2(K-1) p/b": (ranks, formula, colour)},
+    kind="virtual time",
 )
 
 # %% reveal
@@ -286,9 +307,12 @@ Now the bytes. The wire counts what each rank sends and receives in one call.
 # %% count
 traffic = timing.count_traffic(server, p, K)
 show.bars(
-    {f"rank {rank}": counts.bytes_sent / p for rank, counts in enumerate(traffic)}, "bytes sent (in units of p)",
-    "The server sends K-1 times as much as anyone else", theory={"rank 0": K - 1},
-    colours={"rank 0": show.STAGE_COLOURS["3"]}, kind="counted",
+    {f"rank {rank}": counts.bytes_sent / p for rank, counts in enumerate(traffic)},
+    "bytes sent (in units of p)",
+    "The server sends K-1 times as much as anyone else",
+    colours={"rank 0": colour},
+    theory={"rank 0": K - 1},
+    kind="counted",
 )
 
 # %% check-bytes
@@ -321,16 +345,26 @@ def taken_apart():
     return waiting.seconds, whole.seconds
 
 
-pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link, device="cpu"))]
+waiting, moving = zip(*launch(taken_apart, world_size=K, link=link, device="cpu"))
+
+# %% apart-figure
 total, incoming = torch.ones(2, p // 4)
-once = []
+tries = []
 for _ in range(9):  # The first addition also wakes torch's threads.
     with timing.stopwatch() as adding:
         total += incoming
-    once.append(adding.seconds)
-names = ["waiting for the slowest", "moving data", "adding up"]
-show.bars({name: 1000 * s for name, s in zip(names, [*pieces, (K - 1) * min(once)])}, "longest on any rank (ms)", form="{:.1f}",
-          title="Moving data takes nearly all of the time; the waiting is what we put in", kind="virtual time; adding measured")
+    tries.append(adding.seconds)
+show.bars(
+    {
+        "waiting for the slowest": 1000 * max(waiting),
+        "moving data": 1000 * max(moving),
+        "adding up": 1000 * (K - 1) * min(tries),
+    },
+    "longest on any rank (ms)",
+    "Moving data takes nearly all of the time; the waiting is what we put in",
+    form="{:.1f}",
+    kind="virtual time; adding measured",
+)
 
 # %% [markdown]
 r"""
@@ -364,8 +398,10 @@ pieces and do both at once. In virtual time both servers collect and send 1 MiB,
 # %% both-ways
 def both_ways(gradient, pieces=16):
     parts = gradient.tensor_split(pieces)
-    for n in range(pieces + 1):  # piece n goes to the server while the sum of the piece before it comes back
-        going, coming = parts[n : n + 1], parts[max(n - 1, 0) : n]
+    for n in range(pieces + 1):
+        # Piece n goes to the server while the sum of the piece before it comes back.
+        going = parts[n : n + 1]
+        coming = parts[max(n - 1, 0) : n]
         if dist.get_rank() != 0:
             wire.exchange_all([(part, 0) for part in going], [(part, 0) for part in coming])
             continue
@@ -384,17 +420,23 @@ def one_way(gradient):
     average_on_server([gradient])
 
 
-size, cable = 2**20, Link("100Mbit")
-servers = {"it collects everything before it sends": one_way, "it sends while it still collects": both_ways}
+size = 2**20
+cable = Link("100Mbit")
+servers = {
+    "it collects everything before it sends": one_way,
+    "it sends while it still collects": both_ways,
+}
+by_formula = 2 * (3 - 1) * size / (100e6 / 8)
 ratios = {}
 for name, way in servers.items():
-    ratios[name] = timing.time_collective(way, size, 3, cable, repeats=1) / (2 * (3 - 1) * size / (100e6 / 8))
+    ratios[name] = timing.time_collective(way, size, 3, cable, repeats=1) / by_formula
     print(f"{name}: {ratios[name]:.2f} of the formula")
 
 # %% claim-5
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    5, "A parameter server takes 2(K-1) p/b.", "virtual time", {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
+    5, "A parameter server takes 2(K-1) p/b.", "virtual time",
+    {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
     "A cable carries both directions at once: a server that works in pieces needs little more than (K-1) p/b.",
 )
 

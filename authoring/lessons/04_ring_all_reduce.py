@@ -23,10 +23,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Link, average_on_server, claims, collectives, every_order, launch, on_your_gpus, problems, ring_all_reduce, show,
-    stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring, wire,
-)
+from ddp_course import Link, average_on_server, claims, collectives, every_order, launch
+from ddp_course import on_your_gpus, problems, ring_all_reduce, show, stage3_paramserver
+from ddp_course import stage4_ring, timing, whole_gradient_ring, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -66,7 +65,8 @@ everything.
 
 # %% predict
 guess = show.predict(
-    "4 ranks, gradients of p bytes: how much does each rank send in all?", ["0.5 p", "1 p", "1.5 p", "3 p"]
+    "4 ranks, gradients of p bytes: how much does each rank send in all?",
+    ["0.5 p", "1 p", "1.5 p", "3 p"],
 )
 guess
 
@@ -165,7 +165,8 @@ def sums(ring):
     return ring(torch.arange(1001.0) * (dist.get_rank() + 1))
 
 
-print("the same sums here:", all(map(torch.equal, launch(sums, hasty_ring), launch(sums, ring_all_reduce))))
+hasty = launch(sums, hasty_ring)
+print("the same sums here:", all(map(torch.equal, hasty, launch(sums, ring_all_reduce))))
 every_order(sums, hasty_ring).show()
 print(every_order(sums, ring_all_reduce))
 
@@ -193,19 +194,30 @@ def server(tensor):
 p = 2**20
 ways = {"server": server, "whole-gradient ring": whole_gradient_ring, "ring": ring_all_reduce}
 colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4")]))
-sent = {name: max(counts.bytes_sent for counts in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
-show.bars(sent, "sent by the busiest rank (in units of p)", f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",
-          kind="counted",
-          theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)
+
+
+def most_sent(way, ranks):
+    return max(counts.bytes_sent for counts in timing.count_traffic(way, p, ranks)) / p
+
+
+sent = {name: most_sent(way, K) for name, way in ways.items()}
+expected = {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
+show.bars(
+    sent,
+    "sent by the busiest rank (in units of p)",
+    f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",
+    colours=colours,
+    theory=expected,
+    kind="counted",
+)
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
-expected = {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
 assert all(abs(sent[name] - expected[name]) < 1e-4 for name in sent), sent  # K may not divide p
 print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
 
 # %% reveal
-on_four = max(counts.bytes_sent for counts in timing.count_traffic(ring_all_reduce, p, 4)) / p
+on_four = most_sent(ring_all_reduce, 4)
 guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 
 # %% [markdown]
@@ -219,17 +231,27 @@ ranks. Do they take equally long?
 
 # %% measure
 link = Link("200Mbit")
-seconds = {name: {k: timing.time_collective(way, p, k, link) for k in (2, 3, 4)}
-           for name, way in show.progress(ways.items())}
+seconds = {}
+for name, way in show.progress(ways.items()):
+    seconds[name] = {k: timing.time_collective(way, p, k, link) for k in (2, 3, 4)}
 
 # %% time-by-ranks
-ks, unit = [2, 3, 4, 5, 6], 1000 * p / (200e6 / 8)
-formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 for k in ks],
-            "ring": [2 * (k - 1) / k for k in ks]}
+ks = [2, 3, 4, 5, 6]
+unit = 1000 * p / (200e6 / 8)  # milliseconds for p bytes
+formulas = {
+    "server": [unit * 2 * (k - 1) for k in ks],
+    "whole-gradient ring": [unit * (k - 1) for k in ks],
+    "ring": [unit * 2 * (k - 1) / k for k in ks],
+}
+points = {}
+for name, times in seconds.items():
+    points[name] = (list(times), [1000 * s for s in times.values()], colours[name])
 show.curves(
-    {name: (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
-    "ranks K", "time to average 1 MiB (ms)", "The ring's time levels off; the others' grow with every rank",
-    theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
+    points,
+    "ranks K",
+    "time to average 1 MiB (ms)",
+    "The ring's time levels off; the others' grow with every rank",
+    theory={f"{name}, formula": (ks, formulas[name], colours[name]) for name in formulas},
     kind="virtual time",
 )
 
@@ -263,10 +285,12 @@ algorithm is the fastest for which size. Compare 8 ranks with 6 and 12: one algo
 show.widgets.alpha_beta_explorer()
 
 # %% four-and-eight
-sizes, link = {"the message is large": 4 * 2**20, "the message is small": 2**10}, Link("100Mbit", "1ms")
+sizes = {"the message is large": 4 * 2**20, "the message is small": 2**10}
+link = Link("100Mbit", "1ms")
 growth = {}
 for name, size in sizes.items():
-    four, eight = (timing.time_collective(ring_all_reduce, size, ranks, link, repeats=1) for ranks in (4, 8))
+    four = timing.time_collective(ring_all_reduce, size, 4, link, repeats=1)
+    eight = timing.time_collective(ring_all_reduce, size, 8, link, repeats=1)
     growth[name] = eight / four
     print(f"{name}: {1000 * four:.0f} ms on 4 ranks, {1000 * eight:.0f} ms on 8")
 
@@ -293,21 +317,39 @@ share, and wait for each other. Here both run, with a cable for each rank and wi
 
 # %% contended
 rivals = {"ring": ring_all_reduce, "halving-\ndoubling": collectives.halving_doubling_all_reduce}
-cases = {"8 ranks": (8, None), "8 ranks,\n2 hosts": (8, 2), "8 ranks,\n3 hosts": (8, 3), "6 ranks": (6, None)}
+cases = {
+    "8 ranks": (8, None),
+    "8 ranks,\n2 hosts": (8, 2),
+    "8 ranks,\n3 hosts": (8, 3),
+    "6 ranks": (6, None),
+}
 taken = {name: {} for name in rivals}
 for name, way in rivals.items():
     for case, (ranks, hosts) in cases.items():
-        once_s = timing.time_collective(way, 4 * 2**20, ranks, Link("100Mbit", hosts=hosts), repeats=1)
-        taken[name][f"{name}\n{case}"] = 1000 * once_s
+        link = Link("100Mbit", hosts=hosts)
+        seconds_once = timing.time_collective(way, 4 * 2**20, ranks, link, repeats=1)
+        taken[name][f"{name}\n{case}"] = 1000 * seconds_once
 ring, other = taken.values()
-show.bars(ring | other, "time for 4 MiB (ms)", kind="virtual time", form="{:.0f}", width=9.4,
-          title=f"The ring takes at most {max(ring.values()):.0f} ms, halving-doubling {min(other.values()):.0f} to {max(other.values()):.0f} ms",
-          colours=dict.fromkeys(other, "#CC79A7"))
+
+# %% contended-figure
+longest = max(ring.values())
+shortest_other = min(other.values())
+longest_other = max(other.values())
+show.bars(
+    ring | other,
+    "time for 4 MiB (ms)",
+    f"The ring takes at most {longest:.0f} ms, halving-doubling {shortest_other:.0f} to {longest_other:.0f} ms",
+    colours=dict.fromkeys(other, "#CC79A7"),
+    form="{:.0f}",
+    kind="virtual time",
+    width=9.4,
+)
 
 # %% check-contended
 # NBVAL_CHECK_OUTPUT
-eight, on_two, on_three, six = [b / a for a, b in zip(ring.values(), other.values())]
-assert on_two < 0.6 and 0.95 < eight < 1.05 and on_three > 1.5 and six > 1.5, (eight, on_two, on_three, six)
+ratios = [other_ms / ring_ms for ring_ms, other_ms in zip(ring.values(), other.values())]
+eight, on_two, on_three, six = ratios
+assert 0.95 < eight < 1.05 and on_two < 0.6 and on_three > 1.5 and six > 1.5, ratios
 print("8 ranks: halving-doubling is as fast as the ring, and faster on 2 hosts of 4; slower on 3 hosts, and with 6 ranks")
 
 # %% [markdown]
@@ -323,13 +365,18 @@ each GPU will send gradients that it received from the previous GPU to the next 
 
 # %% claim-7
 # NBVAL_CHECK_OUTPUT
-on_each = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
-                for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}
-for ranks, (whole, chunked) in on_each.items():
-    print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
+alike = {}
+for ranks in (2, 4):
+    whole = most_sent(whole_gradient_ring, ranks)
+    chunked = most_sent(ring_all_reduce, ranks)
+    print(f"K = {ranks}: {whole:g} p if gradients are passed on,", end=" ")
+    print(f"{chunked:g} p on the ring of chunks (counted)")
+    alike[f"K = {ranks}"] = whole == chunked
 claims.decide(
-    7, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
-    {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in on_each.items()},
+    7,
+    "In ring all-reduce every device passes on the gradients that it received until all have all.",
+    "counted",
+    alike,
     "That is the whole-gradient ring, (K-1) p bytes; ring all-reduce passes chunks and sums, 2(K-1)/K p.",
 )
 
@@ -346,10 +393,12 @@ def bits(all_reduce):
     return all_reduce(values)
 
 
-whole, chunked = (launch(bits, way, world_size=4) for way in (whole_gradient_ring, ring_all_reduce))
+whole = launch(bits, whole_gradient_ring, world_size=4)
+chunked = launch(bits, ring_all_reduce, world_size=4)
 different = sum((whole[0] != other).any().item() for other in whole[1:])
-print(f"whole gradients: {different} of 3 ranks differ from rank 0; largest difference "
-      f"{max((whole[0] - other).abs().max() for other in whole):.0e}")
+largest = max((whole[0] - other).abs().max() for other in whole)
+print(f"whole gradients: {different} of 3 ranks differ from rank 0;", end=" ")
+print(f"largest difference {largest:.0e}")
 
 # %% check-bits
 # NBVAL_CHECK_OUTPUT
@@ -420,8 +469,11 @@ processor, either may come out ahead.
 # %% on-your-gpus
 yours = on_your_gpus("3,4")
 assert yours.max_abs_diff < 1e-4, "the ring's weights are not one device's"
-for name, all_reduce in {"our ring": ring_all_reduce, "the backend's all-reduce": dist.all_reduce}.items():
-    seconds_here = timing.time_collective(all_reduce, yours.gradient_bytes, yours.world_size, device="auto")
+both = {"our ring": ring_all_reduce, "the backend's all-reduce": dist.all_reduce}
+for name, all_reduce in both.items():
+    seconds_here = timing.time_collective(
+        all_reduce, yours.gradient_bytes, yours.world_size, device="auto"
+    )
     print(f"{name}: {1000 * seconds_here:.1f} ms (measured)")
 show.compare_figure(yours)
 

@@ -118,7 +118,8 @@ check("4.4", ring_all_reduce)
 def step_seconds(cables, parameters, latency, computing):
     """Return the seconds of the shortest step that some or all of the ranks can make together."""
     ### BEGIN SOLUTION
-    times, fastest = [], sorted(cables, reverse=True)
+    fastest = sorted(cables, reverse=True)
+    times = []
     for ranks in range(1, len(cables) + 1):
         message = latency + 4 * parameters / ranks * 8 / fastest[ranks - 1]
         times.append(computing / ranks + 2 * (ranks - 1) * message)
@@ -140,15 +141,19 @@ check("4.5", step_seconds)
 # %% faulty-4-6
 def faulty_ring(tensor, group=None):  # line 1
     rank, size, left, right = wire.neighbours(group)  # line 2
-    chunks = [tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)]  # line 3
+    chunks = [  # line 3
+        tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)
+    ]
     incoming = torch.empty_like(max(chunks, key=len))  # line 4
     for step in range(size - 1):  # line 5
-        out, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]  # line 6
-        wire.exchange(out, right, incoming[: len(own)], left, group)  # line 7
+        own = chunks[(rank - step - 1) % size]  # line 6
+        wire.exchange(  # line 7
+            chunks[(rank - step) % size], right, incoming[: len(own)], left, group
+        )
         own += incoming[: len(own)]  # line 8
     for step in range(size - 1):  # line 9
-        out, own = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]  # line 10
-        wire.exchange(out, right, own, left, group)  # line 11
+        own = chunks[(rank - step) % size]  # line 10
+        wire.exchange(chunks[(rank + 1 - step) % size], right, own, left, group)  # line 11
 
 
 # %% [markdown]
@@ -168,12 +173,12 @@ def mended_ring(tensor, group=None):
     chunks = list(tensor.tensor_split(size))
     incoming = torch.empty_like(max(chunks, key=len))
     for step in range(size - 1):
-        out, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        wire.exchange(out, right, incoming[: len(own)], left, group)
+        own = chunks[(rank - step - 1) % size]
+        wire.exchange(chunks[(rank - step) % size], right, incoming[: len(own)], left, group)
         own += incoming[: len(own)]
     for step in range(size - 1):
-        out, own = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
-        wire.exchange(out, right, own, left, group)
+        own = chunks[(rank - step) % size]
+        wire.exchange(chunks[(rank + 1 - step) % size], right, own, left, group)
     ### END SOLUTION
 
 

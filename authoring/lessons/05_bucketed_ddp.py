@@ -19,10 +19,9 @@ those of the first. Why not send them already, while backward still works on the
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems, show, simulate,
-    ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, traces,
-)
+from ddp_course import BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems
+from ddp_course import ring_all_reduce, show, simulate, stage1_single, stage4_ring
+from ddp_course import stage5_bucketed, theory, timeline, timing, traces
 from ddp_course.checking import task
 from ddp_course.running import presets
 
@@ -38,7 +37,8 @@ gradient is complete. We let each parameter write down its name.
 
 # %% hooks
 digits = problems.make("digits")
-model, order = digits.model(), []
+model = digits.model()
+order = []
 for name, parameter in model.named_parameters():
     parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
 inputs, targets = next(digits.batches(24, 1))
@@ -65,7 +65,8 @@ cap is 25 MiB; here is the digits' model with a cap of 0.03 MiB, which is 31 KiB
 names = {parameter: name for name, parameter in model.named_parameters()}
 for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), bucket_cap_mb=0.03)):
     nbytes = sum(parameter.nbytes for parameter in bucket)
-    print(f"bucket {number}, {nbytes / 1024:5.1f} KiB:", ", ".join(names[parameter] for parameter in bucket))
+    inside = [names[parameter] for parameter in bucket]
+    print(f"bucket {number}, {nbytes / 1024:5.1f} KiB:", ", ".join(inside))
 
 # %% [markdown]
 r"""
@@ -131,13 +132,15 @@ records when it did what, in virtual time. Work out the first number before you 
 
 
 # %% record
-device, link = Device("700MFLOP/s"), Link("40Mbit")
+device = Device("700MFLOP/s")
+link = Link("40Mbit")
 
 
 def last_step(train, **options):
     text = problems.make("bytes", parameters=100_000, context=32)
+    batches = text.batches(8 * K, 4, rank=dist.get_rank(), world_size=K)
     with timeline.recording() as spans:
-        train(text.model(), text.batches(8 * K, 4, rank=dist.get_rank(), world_size=K), 0.3, **options)
+        train(text.model(), batches, 0.3, **options)
     return timeline.by_step(spans)[-1]
 
 
@@ -152,7 +155,8 @@ def on_devices(train, link=link, **options):
 # %% run
 plain = on_devices(stage4_ring.train, progress=("stage 4", 4))
 overlapped = on_devices(stage5_bucketed.train, bucket_cap_mb=0.1, progress=("buckets", 4))
-print(f"stage 4: {1000 * step_s(plain):.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
+plain_ms = 1000 * step_s(plain)
+print(f"stage 4: {plain_ms:.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
 
 # %% [markdown]
 r"""
@@ -164,12 +168,17 @@ half of the row is the communication thread, idle until the next bucket is full.
 
 # %% timelines
 share = sum(map(timeline.hidden_share, overlapped)) / K
-show.timeline_figure([plain[0], overlapped[0]], labels=["stage 4", "buckets"], align=True,
-                     title=f"Buckets hide {100 * share:.0f} % of the communication under backward")
+show.timeline_figure(
+    [plain[0], overlapped[0]],
+    f"Buckets hide {100 * share:.0f} % of the communication under backward",
+    labels=["stage 4", "buckets"],
+    align=True,
+)
 
 # %% reveal
 answers = dict(zip([0.01, 0.33, 0.67, 1], guess.answers))
-guess.reveal(f"{100 * share:.0f} %", answers[show.widgets.nearest(max(share, 0.01), answers)], kind="virtual time")
+right = answers[show.widgets.nearest(max(share, 0.01), answers)]
+guess.reveal(f"{100 * share:.0f} %", right, kind="virtual time")
 
 # %% [markdown]
 r"""
@@ -186,12 +195,13 @@ def first(name, spans):
     return min(span.start for span in spans if span.name == name)
 
 
-def computed_until(spans):
-    return max(span.end for span in spans if span.name == "backward") - timeline.exposed(spans)
+def backward_until(spans):
+    return max(span.end for span in spans if span.name == "backward")
 
 
-assert all(first("communication", spans) < computed_until(spans) for spans in overlapped)
-assert all(first("communication", spans) >= max(s.end for s in spans if s.name == "backward") for spans in plain)
+for spans in overlapped:
+    assert first("communication", spans) < backward_until(spans) - timeline.exposed(spans)
+assert all(first("communication", spans) >= backward_until(spans) for spans in plain)
 assert step_s(overlapped) < 0.95 * step_s(plain)
 print("stage 4 communicates after backward; buckets begin inside it, on every rank, and the step is shorter")
 
@@ -207,16 +217,22 @@ latency of a message. The latency comes first: an all-reduce of 64 bytes is 2(K-
 # %% measure-caps
 caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
 latency = timing.time_collective(ring_all_reduce, 64, K, link) / (2 * (K - 1))
-measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap, progress=(f"{cap:g} MiB", 4)))
-            for cap in caps}
+measured = {}
+for cap in caps:
+    progress = (f"{cap:g} MiB", 4)
+    lanes = on_devices(stage5_bucketed.train, bucket_cap_mb=cap, progress=progress)
+    measured[cap] = 1000 * step_s(lanes)
 
 # %% simulate
 text = problems.make("bytes", parameters=100_000, context=32)
 with device.emulate(record=True, sleep=False) as emulation:
     stage1_single.train(text.model(), text.batches(8, 1), 0.3)
 sizes = [4.0 * p.numel() for p in text.model().parameters()]
-unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters: a third forward, the rest backward
-layers = [simulate.Layer(str(i), unit * size / 3, unit * size * 2 / 3, size) for i, size in enumerate(sizes)]
+unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters
+layers = []
+for number, size in enumerate(sizes):
+    # A third of the time is forward, the rest backward.
+    layers.append(simulate.Layer(str(number), unit * size / 3, unit * size * 2 / 3, size))
 profile = simulate.Profile(tuple(layers))
 network = simulate.Network(theory.Costs.of_link(40e6, latency=latency))
 
@@ -249,43 +265,67 @@ numbers alone; then we run it at several link speeds.
 
 # %% sweep
 megabits = [10, 20, 40, 80, 160]
-points = {
-    name: [1000 * step_s(on_devices(train, link=Link(f"{speed}Mbit"), **cap)) for speed in show.progress(megabits)]
-    for name, train, cap in (
-        ("ring", stage4_ring.train, {}),
-        ("buckets", stage5_bucketed.train, {"bucket_cap_mb": 0.1}),
-    )
-}
+trainings = (
+    ("ring", stage4_ring.train, {}),
+    ("buckets", stage5_bucketed.train, {"bucket_cap_mb": 0.1}),
+)
+points = {}
+for name, train, cap in trainings:
+    points[name] = []
+    for speed in show.progress(megabits):
+        lanes = on_devices(train, link=Link(f"{speed}Mbit"), **cap)
+        points[name].append(1000 * step_s(lanes))
 
-# %% regimes
-forward, backward = (1000 * emulation.busy_s * part for part in (1 / 3, 2 / 3))
+# %% derived
+forward = 1000 * emulation.busy_s / 3
+backward = 1000 * emulation.busy_s * 2 / 3
 crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
 speeds = sorted([*megabits, crossing])
-travel = [1000 * theory.seconds("ring", sum(sizes), K, theory.Costs.of_link(1e6 * speed, latency)) for speed in speeds]
+one_by_one = []
+hidden = []
+for speed in speeds:
+    costs = theory.Costs.of_link(1e6 * speed, latency)
+    ring = 1000 * theory.seconds("ring", sum(sizes), K, costs)
+    one_by_one.append(forward + backward + ring)
+    hidden.append(forward + max(backward, ring))
+
+# %% regimes
+colours = {"ring": show.STAGE_COLOURS["4"], "buckets": show.STAGE_COLOURS["5"]}
 show.curves(
-    {"ring": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
-     "buckets": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
-    "link (Mbit/s)", "time per step (ms)", f"Buckets save the largest share near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
-    theory={"no overlap": (speeds, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
-            "all hidden that can be": (speeds, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
+    {name: (megabits, points[name], colour) for name, colour in colours.items()},
+    "link (Mbit/s)",
+    "time per step (ms)",
+    f"Buckets save the largest share near {crossing:.0f} Mbit/s, where backward equals all-reduce",
+    log="x",
+    ticks=megabits,
+    theory={
+        "no overlap": (speeds, one_by_one, colours["ring"]),
+        "all hidden that can be": (speeds, hidden, colours["buckets"]),
+    },
     kind="virtual time; lines derived",
 )
 
 # %% check-regimes
 # NBVAL_CHECK_OUTPUT
-saved = {speed: 1 - fast / slow for speed, slow, fast in zip(megabits, points["ring"], points["buckets"])}
+saved = {}
+for speed, slow, fast in zip(megabits, points["ring"], points["buckets"]):
+    saved[speed] = 1 - fast / slow
 best = max(saved, key=saved.get)
-assert saved[best] > 0.08 and crossing / 4 < best < 4 * crossing and saved[best] > 1.2 * saved[160]
+assert saved[best] > 0.08 and saved[best] > 1.2 * saved[160]
+assert crossing / 4 < best < 4 * crossing
 print("buckets save the largest share of a step where the all-reduce takes about as long as backward")
 
 # %% bucket-sizes
-sizes_mb, fast = [0.5, 4, 25, 100, 1000], simulate.Network(theory.Costs.of_link(10e9, latency=50e-6))
+caps_mb = [0.5, 4, 25, 100, 1000]
+fast = simulate.Network(theory.Costs.of_link(10e9, latency=50e-6))
+cases = {"backward can hide communication": 0.1, "there is nothing to hide it behind": 0.0}
 steps = {}
-for name, backward in {"backward can hide communication": 0.1, "there is nothing to hide it behind": 0.0}.items():
+for name, backward in cases.items():
     layers = [simulate.Layer(f"layer {n}", 0.05 / 50, backward / 50, 2 * 2**20) for n in range(50)]
     large = simulate.Profile(tuple(layers))
-    steps[name] = [simulate.simulate(large, 16, fast, bucket_cap_mb=cap).step_s for cap in sizes_mb]
-    print(f"{name}:", ", ".join(f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(sizes_mb, steps[name])))
+    steps[name] = [simulate.simulate(large, 16, fast, bucket_cap_mb=cap).step_s for cap in caps_mb]
+    printed = [f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(caps_mb, steps[name])]
+    print(f"{name}:", ", ".join(printed))
 
 # %% claim-8
 # NBVAL_CHECK_OUTPUT
@@ -306,25 +346,26 @@ Buckets decide where a ring's chunks begin, and a chunk decides on which rank it
 # %% layouts
 def averaged(cap):
     problem = problems.make("synthetic", parameters=2**18)
-    model = problem.model()
-    inputs, targets = next(problem.batches(24, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))
-    torch.nn.functional.cross_entropy(BucketedDDP(model, bucket_cap_mb=cap)(inputs), targets).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    batches = problem.batches(24, 1, rank=dist.get_rank(), world_size=dist.get_world_size())
+    inputs, targets = next(batches)
+    parallel = BucketedDDP(problem.model(), bucket_cap_mb=cap)
+    torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in parallel.parameters()])
 
 
-different = {}
+alike = {}
 for ranks in (2, 4):
-    small, large = (launch(averaged, cap, world_size=ranks)[0] for cap in (0.01, 25))
-    different[f"K = {ranks}"] = int((small != large).sum())
-    print(
-        f"{ranks} ranks: {different[f'K = {ranks}']:,} of {len(small):,} gradients differ, by at most {(small - large).abs().max():.0e}"
-    )
+    small = launch(averaged, 0.01, world_size=ranks)[0]
+    large = launch(averaged, 25, world_size=ranks)[0]
+    different = int((small != large).sum())
+    most = (small - large).abs().max()
+    print(f"{ranks} ranks: {different:,} of {len(small):,} gradients differ, by at most {most:.0e}")
+    alike[f"K = {ranks}"] = different == 0
 
 # %% claim-9
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    9, "The bucket layout cannot change results.", "measured",
-    {ranks: count == 0 for ranks, count in different.items()},
+    9, "The bucket layout cannot change results.", "measured", alike,
     "Where a chunk begins decides in which order the ranks' values are added; sums of three or more depend on the order.",
 )
 
@@ -371,16 +412,31 @@ eight times as fast as a V100. Does the same batch feed more H100s, or fewer?
 
 # %% reach folded=true
 millions = [0.25, 0.5, 1, 2, 4, 8, 16]  # tokens in a batch
+sheets = presets.ACCELERATORS
+machines = (
+    ("V100", sheets["V100"].network, "#0072B2"),
+    ("A100", sheets["A100"].network, "#009E73"),
+    ("H100", sheets["H100"].network, "#D55E00"),
+    ("H100", 100e9, "#CC79A7"),
+)
 reach = {}
-machines = (("V100", None, "#0072B2"), ("A100", None, "#009E73"), ("H100", None, "#D55E00"), ("H100", 100e9, "#CC79A7"))
 for gpu, cards, colour in machines:
-    sheet = presets.ACCELERATORS[gpu]
-    per_gpu = (cards or sheet.network) / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
-    most = [int(1 + 1e6 * tokens * per_gpu / (0.4 * sheet.rate)) for tokens in millions]
-    reach[f"{gpu}s, {(cards or sheet.network) / 1e9:,.0f} Gbit/s per host"] = millions, most, colour
+    per_gpu = cards / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
+    most = [int(1 + 1e6 * tokens * per_gpu / (0.4 * sheets[gpu].rate)) for tokens in millions]
+    reach[f"{gpu}s, {cards / 1e9:,.0f} Gbit/s per host"] = millions, most, colour
+
+# %% reach-figure folded=true
 own, slow = (most[millions.index(4)] for _, most, _ in list(reach.values())[2:])
-picture = show.curves(reach, "tokens in the batch (millions)", "largest K", log="xy", points=False, ticks=millions, kind="derived",
-                      title=f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host")
+picture = show.curves(
+    reach,
+    "tokens in the batch (millions)",
+    "largest K",
+    f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host",
+    log="xy",
+    points=False,
+    ticks=millions,
+    kind="derived",
+)
 picture.axes[0].lines[0].set_linestyle(":")  # V100s: another line lies on theirs
 picture.axes[0].lines[0].set_zorder(3)
 picture.axes[0].legend(fontsize=8)
@@ -425,9 +481,12 @@ last layer has 2.05 million of them. Before you look: into how many buckets does
 """
 
 # %% a100s
-resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in simulate.resnets.layers("resnet50")]
+layers = simulate.resnets.layers("resnet50")
+resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in layers]
 buckets = stage5_bucketed.assign_buckets(resnet50)
-ours = [sum(part.numel() for part in bucket) for bucket in buckets]
+ours = []
+for bucket in buckets:
+    ours.append(sum(part.numel() for part in bucket))
 theirs = [numbers for _, numbers in traces.read()[1].reduced]
 print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
 assert ours == theirs

@@ -26,7 +26,8 @@ from ddp_course.checking import check, hint
 def assign_buckets(parameters, cap_bytes):
     """Return lists of parameters, last parameter first, each list of one dtype and closed on reaching `cap_bytes`."""
     ### BEGIN SOLUTION
-    filling, closed = {}, []
+    filling = {}
+    closed = []
     for p in reversed(parameters):
         bucket = filling.setdefault(p.dtype, [])
         bucket.append(p)
@@ -154,7 +155,10 @@ class Bucketed:
     def __init__(self, buckets, all_reduce, executor, world_size):
         """Get ready to notice each gradient; `buckets` are lists of parameters, first to finish first."""
         ### BEGIN SOLUTION
-        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+        self.buckets = buckets
+        self.all_reduce = all_reduce
+        self.executor = executor
+        self.world_size = world_size
         self.start_over()
         for bucket in buckets:
             for parameter in bucket:
@@ -173,7 +177,8 @@ class Bucketed:
         self.start_over()
 
     def start_over(self):
-        self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
+        self.missing = [set(bucket) for bucket in self.buckets]
+        self.leaving = []
 
     def ready(self, parameter):
         for waiting in self.missing:
@@ -251,15 +256,25 @@ check("5.6", setting_of)
 def when_it_hides(measure, ring):
     """Return (predicted samples, measured samples, "computing", "memory" or "both")."""
     ### BEGIN SOLUTION
-    near, far = measure(64), measure(128)
-    slope = (far - near) / 64
-    predicted = max(1, math.ceil(64 + (ring - near) / slope))
-    low, high = 0, 1024
+    with_64 = measure(64)
+    with_128 = measure(128)
+    slope = (with_128 - with_64) / 64
+    predicted = max(1, math.ceil(64 + (ring - with_64) / slope))
+    low = 0
+    high = 1024
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if measure(middle) >= ring else (middle, high)
+        if measure(middle) >= ring:
+            high = middle
+        else:
+            low = middle
     share = measure(max(1, high // 2)) / measure(high)
-    return predicted, high, "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
+    bound = "both"
+    if share < 0.6:
+        bound = "computing"
+    elif share > 0.75:
+        bound = "memory"
+    return predicted, high, bound
     ### END SOLUTION
 
 

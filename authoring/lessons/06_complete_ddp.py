@@ -21,13 +21,15 @@ all others; a click on the dots shows its code.
 
 # %% imports
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch, problems
-from ddp_course import on_your_gpus, ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire
+from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors
+from ddp_course import launch, on_your_gpus, problems, ring_all_reduce, script, show
+from ddp_course import stage5_bucketed, stage6_ddp, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -44,7 +46,8 @@ def train_with(wrap):
     model = problem.model()
     parallel = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs, targets in problem.batches(48, 10, rank=dist.get_rank(), world_size=dist.get_world_size()):
+    batches = problem.batches(48, 10, rank=dist.get_rank(), world_size=dist.get_world_size())
+    for inputs, targets in batches:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
         optimizer.step()
@@ -52,8 +55,9 @@ def train_with(wrap):
 
 
 vector = torch.nn.utils.parameters_to_vector  # all numbers of some tensors, one after the other
-classes = {"stage 5": BucketedDDP, "stage 6": DistributedDataParallel, "torch's": torch.nn.parallel.DistributedDataParallel}
-stage5, stage6, torchs = [launch(train_with, wrap, world_size=K, progress=(name, 10)) for name, wrap in classes.items()]
+stage5 = launch(train_with, BucketedDDP, world_size=K, progress=("stage 5", 10))
+stage6 = launch(train_with, DistributedDataParallel, world_size=K, progress=("stage 6", 10))
+torchs = launch(train_with, TorchDDP, world_size=K, progress=("torch's", 10))
 
 # %% what-changed
 show.diff(stage5_bucketed.train, stage6_ddp.train)
@@ -81,12 +85,16 @@ has left, wait for all of them, and copy the averages back.
 class Core(torch.nn.Module):
     def __init__(self, module, size=2):  # how many parameters a bucket holds
         super().__init__()
-        self.module, self.all = module, list(module.parameters())[::-1]
+        self.module = module
+        self.all = list(module.parameters())[::-1]
         self.buckets = [self.all[i : i + size] for i in range(0, len(self.all), size)]
-        self.hooks = [parameter.register_post_accumulate_grad_hook(self.ready) for parameter in self.all]
+        for parameter in self.all:
+            parameter.register_post_accumulate_grad_hook(self.ready)
 
     def forward(self, inputs):
-        self.there, self.waiting, self.sent = set(), list(self.buckets), []
+        self.there = set()
+        self.waiting = list(self.buckets)
+        self.sent = []
         return self.module(inputs)
 
     def ready(self, parameter):
@@ -137,7 +145,9 @@ class TwoBranches(torch.nn.Module):
 
     def forward(self, inputs):
         hidden = self.trunk(inputs)
-        return self.left(hidden) + (self.right(hidden) if self.both else 0)
+        if self.both:
+            return self.left(hidden) + self.right(hidden)
+        return self.left(hidden)
 
 
 # %% broken-unused folded=true
@@ -172,11 +182,12 @@ it. So the ranks add up a bitmap as well: who has a gradient.
 # %% core-unused
 class FindsUnused(Core):
     def forward(self, inputs):
-        outputs, reached, self.empty = super().forward(inputs), set(), set()
+        outputs = super().forward(inputs)
         nodes = [outputs.grad_fn]
         for node in nodes:  # the list grows while the loop walks down the graph
-            reached.add(getattr(node, "variable", None))  # the node that accumulates a gradient has one
             nodes += [below for below, _ in node.next_functions if below and below not in nodes]
+        reached = {getattr(node, "variable", None) for node in nodes}  # accumulators have one
+        self.empty = set()
         for parameter in set(self.all) - reached:
             if parameter.grad is None:
                 self.empty.add(parameter)
@@ -197,7 +208,7 @@ class FindsUnused(Core):
 search = {"find_unused_parameters": True}
 for both in (False, True):
     ours = launch(two_steps, FindsUnused, both, world_size=2)
-    theirs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
+    theirs = launch(two_steps, TorchDDP, both, **search, world_size=2)
     assert str(ours) == str(theirs) and (ours[0][-1] is not None) == both, (ours, theirs)
 print("the same gradients as torch's DDP; that of the right branch is None only if no rank uses it")
 
@@ -215,7 +226,8 @@ Count it, with and without an unused branch: all-reduces of the bitmap, and byte
 # %% costs folded=true
 def costs(both, **options):
     parallel = DistributedDataParallel(TwoBranches(both), all_reduce=ring_all_reduce, **options)
-    bitmaps, original = [], dist.all_reduce
+    bitmaps = []
+    original = dist.all_reduce
 
     def counting(*args, **more):
         bitmaps.append(1)
@@ -230,14 +242,18 @@ def costs(both, **options):
 
 
 static = {"static_graph": True}
-cases = {"all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
-         "one branch, search": (False, search), "one branch, static": (False, static)}
-counted = {name: launch(costs, both, world_size=2, **options)[0] for name, (both, options) in cases.items()}
-print(*(f"{name}: bitmaps: {bitmaps}, {sent} bytes" for name, (bitmaps, sent) in counted.items()), sep="\n")
+cases = {
+    "all used": (True, {}), "all used, search": (True, search), "all used, static": (True, static),
+    "one branch, search": (False, search), "one branch, static": (False, static),
+}
+bitmaps = {}
+volume = {}
+for name, (both, options) in cases.items():
+    bitmaps[name], volume[name] = launch(costs, both, world_size=2, **options)[0]
+    print(f"{name}: bitmaps: {bitmaps[name]}, {volume[name]} bytes")
 
 # %% claims-unused folded=true
 # NBVAL_CHECK_OUTPUT
-bitmaps, sent = ({name: pair[number] for name, pair in counted.items()} for number in (0, 1))
 layer = 4 * (16 * 16 + 16)  # bytes that each of two ranks sends for it around a ring
 claims.decide(
     10, "DDP makes dynamic graphs slower; static graphs are faster.", "counted",
@@ -247,11 +263,13 @@ claims.decide(
 )
 claims.decide(
     11, "find_unused_parameters=True costs nothing.", "counted",
-    {"it is set": bitmaps["all used, search"] == bitmaps["all used"]}, "It costs the search, also where nothing is unused.",
+    {"it is set": bitmaps["all used, search"] == bitmaps["all used"]},
+    "It costs the search, also where nothing is unused.",
 )
 claims.decide(
     12, "Only the parameters that this forward pass uses are communicated.", "counted",
-    {"all parameters are used": sent["all used, search"] <= 3 * layer, "a branch is unused": sent["one branch, search"] <= 2 * layer},
+    {"all parameters are used": volume["all used, search"] <= 3 * layer,
+     "a branch is unused": volume["one branch, search"] <= 2 * layer},
     "Buckets travel whole: a bucket with one used parameter in it is sent entirely, with zeros for the others.",
 )
 
@@ -292,8 +310,8 @@ def bytes_sent(use_no_sync, dtype):
     parallel = DistributedDataParallel(torch.nn.Linear(256, 256), **options)
     with wire.counting() as traffic:
         for part in range(4):
-            quiet = use_no_sync and part < 3
-            with parallel.no_sync() if quiet else torch.enable_grad():  # the latter changes nothing
+            around = parallel.no_sync() if use_no_sync and part < 3 else nullcontext()
+            with around:
                 parallel(torch.ones(8, 256)).sum().backward()
     return traffic.bytes_sent
 
@@ -302,9 +320,12 @@ settings = {"average every time": (False, torch.float32), "no_sync": (True, torc
             "no_sync, in bfloat16": (True, torch.bfloat16)}
 sent = {name: launch(bytes_sent, *setting, world_size=K)[0] for name, setting in settings.items()}
 often, once, short = sent.values()
-show.bars({name: count / 2**20 for name, count in sent.items()}, "sent by a rank (MiB)",
-          f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of the bytes, in bfloat16 {100 * short / often:.1f} %",
-          kind="counted")
+show.bars(
+    {name: count / 2**20 for name, count in sent.items()},
+    "sent by a rank (MiB)",
+    f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of the bytes, in bfloat16 {100 * short / often:.1f} %",
+    kind="counted",
+)
 
 # %% check-accumulate folded=true
 # NBVAL_CHECK_OUTPUT
@@ -344,22 +365,24 @@ class CanBeQuiet(FindsUnused):
 # %% claim-13 folded=true
 # NBVAL_CHECK_OUTPUT
 def gradient(wrap, forward_inside):
-    parallel, inputs = wrap(torch.nn.Linear(4, 4)), torch.full((8, 4), 1.0 + dist.get_rank())
-    with parallel.no_sync() if forward_inside else torch.enable_grad():  # the latter changes nothing
+    parallel = wrap(torch.nn.Linear(4, 4))
+    inputs = torch.full((8, 4), 1.0 + dist.get_rank())
+    around = parallel.no_sync() if forward_inside else nullcontext()
+    with around:
         loss = parallel(inputs).sum()
     with parallel.no_sync():
         loss.backward()
     return parallel.module.weight.grad
 
 
-wrappers = (CanBeQuiet, DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
-equal = {
-    inside: [torch.equal(*launch(gradient, wrap, inside, world_size=2)) for wrap in wrappers]
-    for inside in (True, False)
-}
+equal = {True: [], False: []}
+for inside, of_wrappers in equal.items():
+    for wrap in (CanBeQuiet, DistributedDataParallel, TorchDDP):
+        of_wrappers.append(torch.equal(*launch(gradient, wrap, inside, world_size=2)))
 claims.decide(
     13, "no_sync around the backward pass is enough.", "measured",
-    {"the forward pass is inside too": not any(equal[True]), "only the backward pass is inside": not all(equal[False])},
+    {"the forward pass is inside too": not any(equal[True]),
+     "only the backward pass is inside": not all(equal[False])},
     "The forward pass decides whether the next backward pass synchronises: it gets the buckets ready.",
 )
 
@@ -369,9 +392,15 @@ The core, ours and torch's do the same. Here is how the complete one does the th
 """
 
 # %% what-ours-adds
-reducer, graphs = stage6_ddp.reducer.Reducer, stage6_ddp.graphs.FindUnused
+reducer = stage6_ddp.reducer.Reducer
+graphs = stage6_ddp.graphs.FindUnused
 show.source(
-    reducer.gradient_ready, reducer.mark_ready, reducer.send_off, reducer.finish, graphs.expect, graphs.all_sent
+    reducer.gradient_ready,
+    reducer.mark_ready,
+    reducer.send_off,
+    reducer.finish,
+    graphs.expect,
+    graphs.all_sent,
 )
 
 # %% [markdown]
@@ -399,9 +428,11 @@ def normalise(convert):
     return norm(torch.arange(2.0).reshape(2, 1) + 10 * dist.get_rank()).detach()
 
 
-plain, synced = (torch.cat(launch(normalise, convert, world_size=2)) for convert in (False, True))
+plain = torch.cat(launch(normalise, False, world_size=2))
+synced = torch.cat(launch(normalise, True, world_size=2))
 whole = torch.nn.BatchNorm1d(1)(torch.tensor([[0.0], [1.0], [10.0], [11.0]])).detach()
-print(*([f"{number:.2f}" for number in outputs.flatten()] for outputs in (plain, synced, whole)), sep="\n")
+for outputs in (plain, synced, whole):
+    print([f"{number:.2f}" for number in outputs.flatten()])
 alike = {"it is the ordinary BatchNorm": plain, "it is SyncBatchNorm": synced}
 claims.decide(
     14, "BatchNorm sees the global batch.", "measured",
@@ -489,11 +520,14 @@ mistakes = {
 }
 
 # %% audited folded=true
-messages_of = {name: audit.audit(text.replace(*change)) for name, change in show.progress(mistakes.items())}
+messages_of = {}
+for name, change in show.progress(mistakes.items()):
+    messages_of[name] = audit.audit(text.replace(*change))
 for name, messages in messages_of.items():
     print(f"{name}:\n    {'; '.join(messages)}")
 
-assert audit.audit(text) == [] and all(len(messages) == 1 for messages in messages_of.values()), messages_of
+assert audit.audit(text) == []
+assert all(len(messages) == 1 for messages in messages_of.values()), messages_of
 
 # %% [markdown]
 r"""
@@ -508,7 +542,7 @@ One more option: a **communication hook** takes the place of a bucket's average,
 def operations(wrapped):
     os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
     model = torch.nn.Linear(64, 64)
-    model = torch.nn.parallel.DistributedDataParallel(model) if wrapped else model
+    model = TorchDDP(model) if wrapped else model
     for _ in range(2):  # the first step of DDP lays the buckets out
         with torch.profiler.profile(acc_events=True) as profile:
             model(torch.ones(8, 64)).sum().backward()
@@ -585,7 +619,7 @@ class Blocks(torch.nn.Sequential):
         return inputs
 
 
-def under_ddp(cap, cut=True, wrapper=torch.nn.parallel.DistributedDataParallel):
+def under_ddp(cap, cut=True, wrapper=TorchDDP):
     def wrap(model, note):
         torch._dynamo.config.optimize_ddp = cut
         return wrapper(torch.compile(model, backend=note), bucket_cap_mb=cap)
@@ -621,11 +655,20 @@ def graphs_and_loss(wrap):
 # NBVAL_CHECK_OUTPUT
 wrapped_in = {
     "nothing": lambda model, note: torch.compile(model, backend=note),
-    "DDP, buckets of 1 MiB": under_ddp(1), "DDP, buckets of 2 MiB": under_ddp(2), "DDP, buckets of 25 MiB": under_ddp(25),
-    "DDP, optimize_ddp = False": under_ddp(2, cut=False), "stage 6, buckets of 2 MiB": under_ddp(2, wrapper=DistributedDataParallel),
+    "DDP, buckets of 1 MiB": under_ddp(1),
+    "DDP, buckets of 2 MiB": under_ddp(2),
+    "DDP, buckets of 25 MiB": under_ddp(25),
+    "DDP, optimize_ddp = False": under_ddp(2, cut=False),
+    "stage 6, buckets of 2 MiB": under_ddp(2, wrapper=DistributedDataParallel),
     "fully_shard, each block compiled": fully_sharded,
 }
-counted_graphs = launch(lambda: [graphs_and_loss(wrap) for wrap in wrapped_in.values()], world_size=2)[0]
+
+
+def of_all_wrappers():
+    return [graphs_and_loss(wrap) for wrap in wrapped_in.values()]
+
+
+counted_graphs = launch(of_all_wrappers, world_size=2)[0]
 print("how many blocks are in each graph (counted)")
 for name, (blocks_in, _) in zip(wrapped_in, counted_graphs):
     print(f"{name + ':':34}{blocks_in}")

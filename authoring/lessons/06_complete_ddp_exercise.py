@@ -127,7 +127,8 @@ def faulty_main(folder, wrap, model, data, epochs):
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
-        torch.save({"epoch": epoch, "model": parallel.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+        path = os.path.join(folder, "checkpoint.pt")
+        torch.save({"epoch": epoch, "model": parallel.state_dict()}, path)
 
 
 # %% [markdown]
@@ -149,7 +150,8 @@ def main(folder, wrap, model, data, epochs):
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+            path = os.path.join(folder, "checkpoint.pt")
+            torch.save({"epoch": epoch, "model": model.state_dict()}, path)
     ### END SOLUTION
 
 
@@ -176,9 +178,9 @@ check("6.5", main)
 def mistakes(samples, weights, saved):
     """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""
     ### BEGIN SOLUTION
-    words, size = set(), len(samples)
+    words = set()
     first = [set(rank[0]) for rank in samples]
-    if any(len(first[0] & other) > size for other in first[1:]):
+    if any(len(first[0] & other) > len(samples) for other in first[1:]):
         words.add("sampler")
     if any(rank[0] == rank[1] for rank in samples):
         words.add("epoch")
@@ -213,8 +215,11 @@ class Reducer:
     """Average gradients over the ranks while backward runs: `buckets` are lists of parameters, and leave in order."""
 
     def __init__(self, buckets, start, world_size):
-        self.buckets, self.start, self.world_size = buckets, start, world_size
-        self.there, self.sent = set(), []  # parameters that are ready; buckets that have left
+        self.buckets = buckets
+        self.start = start
+        self.world_size = world_size
+        self.there = set()  # parameters that are ready
+        self.sent = []  # buckets that have left
         self.everyone = [parameter for bucket in buckets for parameter in bucket]
         for parameter in self.everyone:
             parameter.register_post_accumulate_grad_hook(self.ready)
@@ -223,9 +228,12 @@ class Reducer:
         """The gradient of `parameter` is there: let each bucket leave that is full, if it is its turn."""
         ### BEGIN SOLUTION
         self.there.add(parameter)
-        while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
-            bucket = self.buckets[len(self.sent)]
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        for bucket in self.buckets[len(self.sent) :]:
+            if not self.there.issuperset(bucket):
+                break
+            parts = []
+            for member in bucket:
+                parts.append(torch.zeros_like(member) if member.grad is None else member.grad)
             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
             self.sent.append((bucket, flat, self.start(flat)))
         ### END SOLUTION
@@ -240,9 +248,11 @@ class Reducer:
         used = {parameter for parameter, count in zip(self.everyone, users, strict=True) if count}
         for bucket, flat, wait in self.sent:
             wait()
-            for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter) if parameter in used else None
-        self.there, self.sent = set(), []
+        self.there = set()
+        self.sent = []
         ### END SOLUTION
 
 

@@ -33,7 +33,7 @@ from ddp_predictions.answers import predict
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 K = max(K, torch.cuda.device_count())  # a rank for each GPU
 FOLDER = Path("runs")  # where the runs write
-DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU for each rank, or the processor
+DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU per rank, or the processor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
 
 # %% [markdown]
@@ -83,8 +83,8 @@ so a run that goes on after a kill sees the same data.
 def torchrun(name, ranks=K, options="", resume=False):
     if not resume:
         shutil.rmtree(FOLDER / name, ignore_errors=True)
-    command = f"torchrun --standalone --nproc-per-node={ranks} {script} {FOLDER / name} --device {DEVICE} {options}"
-    print("exit code", show.command(command)[0])
+    command = f"torchrun --standalone --nproc-per-node={ranks} {script} {FOLDER / name}"
+    print("exit code", show.command(f"{command} --device {DEVICE} {options}")[0])
     written = FOLDER / name / "run.json"
     return json.loads(written.read_text()) if written.exists() else None
 
@@ -111,9 +111,8 @@ alone = torchrun("alone", 1, "--wrap none")
 nbytes = 4 * alone["parameters"]
 average_s = timing.time_collective(dist.all_reduce, nbytes, K, device=DEVICE)
 predicted = alone["step_s"] + average_s
-print(
-    f"computing {1000 * alone['step_s']:.0f} ms + all-reduce {1000 * average_s:.0f} ms = {1000 * predicted:.0f} ms predicted"
-)
+print(f"computing {1000 * alone['step_s']:.0f} ms + all-reduce {1000 * average_s:.0f} ms", end=" ")
+print(f"= {1000 * predicted:.0f} ms predicted")
 
 # %% [markdown]
 r"""
@@ -126,10 +125,17 @@ has a GPU that the course knows by name, the prediction is for K of those; else 
 SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "vocab": 256}  # of make_model
 inputs, _ = mine.make_batch(0, 0)
 here = torch.cuda.get_device_name() if DEVICE == "cuda" else "none for each rank"
-own = [name for name in ACCELERATORS if all(word in here for word in name.replace("-", " ").split())]
+own = []
+for name in ACCELERATORS:
+    words = name.replace("-", " ").split()
+    if all(word in here for word in words):
+        own.append(name)
 gpu = max(own, key=len, default="A100-40GB")
-foretold = predict(model="my model", **SHAPE, seq=inputs.shape[1], micro_batch=len(inputs), gpu=gpu, gpus=K, way="ddp")
-print(f"GPU of this machine: {here}; the prediction is for {K} of {gpu}, which {'are here' if own else 'are not here'} (derived)\n")
+batch = {"seq": inputs.shape[1], "micro_batch": len(inputs)}
+foretold = predict(model="my model", **SHAPE, **batch, gpu=gpu, gpus=K, way="ddp")
+where = "are here" if own else "are not here"
+print(f"GPU of this machine: {here};", end=" ")
+print(f"the prediction is for {K} of {gpu}, which {where} (derived)\n")
 print(foretold)
 
 # %% [markdown]
@@ -154,22 +160,36 @@ runs = {name: torchrun(name, K, f"--wrap {name}") for name in ("ddp", "fully_sha
 runs["sharded alone"] = torchrun("sharded_alone", 1, "--wrap fully_shard")
 
 # %% figure
-times = {"predicted": predicted, "no messages": runs["none"]["step_s"], "DDP": runs["ddp"]["step_s"],
-         "fully_shard": runs["fully_shard"]["step_s"],
-         "one rank,\nno wrapper": alone["step_s"], "one rank,\nfully_shard": runs["sharded alone"]["step_s"]}
+times = {
+    "predicted": predicted,
+    "no messages": runs["none"]["step_s"],
+    "DDP": runs["ddp"]["step_s"],
+    "fully_shard": runs["fully_shard"]["step_s"],
+    "one rank,\nno wrapper": alone["step_s"],
+    "one rank,\nfully_shard": runs["sharded alone"]["step_s"],
+}
 gap = times["DDP"] / predicted - 1
+longer = "longer" if gap > 0 else "shorter"
 print("measured on", runs["ddp"]["devices"])
-show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)",
-          f"DDP's step is {abs(gap):.0%} {'longer' if gap > 0 else 'shorter'} than predicted", form="{:.0f}",
-          kind="measured; predicted is derived")
+show.bars(
+    {name: 1000 * seconds for name, seconds in times.items()},
+    "step (ms)",
+    f"DDP's step is {abs(gap):.0%} {longer} than predicted",
+    form="{:.0f}",
+    kind="measured; predicted is derived",
+)
 
 # %% datasheet-measured
 print(f"{inputs.numel() / times['DDP']:,.0f} tokens per second and rank with DDP (measured)")
+datasheet_ms = 1000 * foretold.step_s
+ddp_ms = 1000 * times["DDP"]
 if own:
-    mfu = foretold.mfu * foretold.step_s / times["DDP"]
-    print(f"by the datasheet {1000 * foretold.step_s:.1f} ms, measured {1000 * times['DDP']:.1f} ms on {K} of {gpu}: MFU {mfu:.1%}")
+    mfu = foretold.mfu * datasheet_ms / ddp_ms
+    print(f"by the datasheet {datasheet_ms:.1f} ms,", end=" ")
+    print(f"measured {ddp_ms:.1f} ms on {K} of {gpu}: MFU {mfu:.1%}")
 else:
-    print(f"No GPU here to hold the datasheet against: {1000 * foretold.step_s:.0f} ms stay a prediction for {K} of {gpu}.")
+    print("No GPU here to hold the datasheet against:", end=" ")
+    print(f"{datasheet_ms:.0f} ms stay a prediction for {K} of {gpu}.")
 
 # %% [markdown]
 r"""
@@ -186,11 +206,14 @@ if gpus == 0:
 yours = torchrun("yours", 1, "--wrap ddp --device cuda") if gpus == 1 else runs["ddp"]
 same = alone if gpus == 1 else runs["fully_shard"]  # it trains on the same samples
 assert abs(yours["loss"] - same["loss"]) < 0.01 * same["loss"], "the GPUs train another model"
-rates = {f"one rank: {alone['devices']}": len(inputs) / alone["step_s"],
-         f"DDP: {yours['devices']}": yours["world_size"] * len(inputs) / yours["step_s"]}
-before, after = rates.values()
-show.bars(rates, "samples per second",
-          f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone", form="{:.0f}")
+before = len(inputs) / alone["step_s"]
+after = yours["world_size"] * len(inputs) / yours["step_s"]
+show.bars(
+    {f"one rank: {alone['devices']}": before, f"DDP: {yours['devices']}": after},
+    "samples per second",
+    f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone",
+    form="{:.0f}",
+)
 
 # %% [markdown]
 r"""
@@ -211,14 +234,20 @@ one has come, while they share the cores. All of this comes once per block and p
 """
 
 # %% explain
-contention = runs["none"]["step_s"] - alone["step_s"]
-messages = runs["ddp"]["step_s"] - runs["none"]["step_s"] - average_s
-own_work = runs["sharded alone"]["step_s"] - alone["step_s"]
-more = runs["fully_shard"]["step_s"] - runs["ddp"]["step_s"]
-print(f"gap {1000 * (times['DDP'] - predicted):+.1f} ms: ranks beside each other {1000 * contention:+.1f} ms, "
-      f"messages {1000 * messages:+.1f} ms beyond the all-reduce alone (measured)\n"
-      f"fully_shard takes {1000 * more:+.1f} ms beyond DDP; on one rank, without a message, {1000 * own_work:+.1f} ms "
-      f"beyond the bare model; half of the all-reduce is {500 * average_s:.1f} ms (measured)")
+gap_ms = 1000 * (times["DDP"] - predicted)
+contention_ms = 1000 * (runs["none"]["step_s"] - alone["step_s"])
+messages_ms = 1000 * (runs["ddp"]["step_s"] - runs["none"]["step_s"] - average_s)
+own_work_ms = 1000 * (runs["sharded alone"]["step_s"] - alone["step_s"])
+more_ms = 1000 * (runs["fully_shard"]["step_s"] - runs["ddp"]["step_s"])
+print(
+    f"gap {gap_ms:+.1f} ms: ranks beside each other {contention_ms:+.1f} ms, "
+    f"messages {messages_ms:+.1f} ms beyond the all-reduce alone (measured)"
+)
+print(
+    f"fully_shard takes {more_ms:+.1f} ms beyond DDP; on one rank, without a message, "
+    f"{own_work_ms:+.1f} ms beyond the bare model; "
+    f"half of the all-reduce is {500 * average_s:.1f} ms (measured)"
+)
 
 # %% elsewhere
 for gigabits, ranks in ((1, 8), (10, 8), (100, 64)):
@@ -242,16 +271,21 @@ command = f"--wrap ddp --kill-after {killed_after}"
 assert torchrun("killed", K, command) is None, "it was not killed before its end"
 again = torchrun("killed", K, command, resume=True)
 guess.reveal(f"step {again['resumed']}", again["resumed"])
-computed = killed_after + again["steps"] - again["resumed"]
-print(f"{again['steps']} of {computed} steps were kept: the goodput is at most {again['steps'] / computed:.0%} (counted)")
+steps = again["steps"]
+computed = killed_after + steps - again["resumed"]
+goodput = steps / computed
+print(f"{steps} of {computed} steps were kept: the goodput is at most {goodput:.0%} (counted)")
 
 # %% check
 # NBVAL_CHECK_OUTPUT
-written = {name: json.loads((FOLDER / name / "run.json").read_text()) for name in ("ddp", "fully_shard", "killed")}
+written = {}
+for name in ("ddp", "fully_shard", "killed"):
+    written[name] = json.loads((FOLDER / name / "run.json").read_text())
 assert all(run["world_size"] == K and run["step_s"] > 0 for run in written.values()), written
-assert abs(written["ddp"]["loss"] - written["fully_shard"]["loss"]) < 1e-3 * written["ddp"]["loss"], written
-assert written["killed"]["resumed"] > 0, "this run was not killed, or it did not go on from a checkpoint"
-assert abs(written["ddp"]["loss"] - written["killed"]["loss"]) < 1e-3 * written["ddp"]["loss"], written
+loss = written["ddp"]["loss"]
+assert abs(loss - written["fully_shard"]["loss"]) < 1e-3 * loss, written
+assert written["killed"]["resumed"] > 0, "it was not killed, or did not go on from a checkpoint"
+assert abs(loss - written["killed"]["loss"]) < 1e-3 * loss, written
 print("DDP, fully_shard and the run that was killed end with the same loss")
 
 # %% [markdown]

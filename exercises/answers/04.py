@@ -495,7 +495,7 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.6 wrong: unchanged | the last numbers are still the rank's own
 #- chunks = list(tensor.tensor_split(size))
 #+ chunks = [tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)]
-# %% 4.6 wrong: another line | the second half sends the right chunks
+# %% 4.6 wrong: another line | the second half receives the right chunks
 #- return 3
 #+ return 10
 # %% 4.6 wrong: the buffer is blamed | the buffer is as long as the longest chunk: right
@@ -505,24 +505,26 @@ def step_seconds(cables, parameters, latency, computing):
 #- return 3
 #+ return 2
 # %% 4.6 wrong: the second half changed | your replicas agree with each other but not with the sum: the second half sends finished chunks
-#- chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
-#+ chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+#-         own = chunks[(rank - step) % size]
+#-         wire.exchange(chunks[(rank + 1 - step) % size], right, own, left, group)
+#+         own = chunks[(rank - step - 1) % size]
+#+         wire.exchange(chunks[(rank - step) % size], right, own, left, group)
 # %% 4.6 wrong: works on a copy | the tensor has not changed
 #- list(tensor.tensor_split(size))
 #+ list(tensor.clone().tensor_split(size))
 # %% 4.6 told: a name | a plain int was expected
 #- return 3
 #+ return "chunks"
-# %% 4.6 wrong: line 6 | the first half sends the right chunks
+# %% 4.6 wrong: line 6 | the first half adds to the right chunks
 #- return 3
 #+ return 6
-# %% 4.6 wrong: line 7 | only as much of the buffer is used as the chunk needs: right
+# %% 4.6 wrong: line 7 | the right chunk is sent, and only as much of the buffer is used as the other one needs
 #- return 3
 #+ return 7
 # %% 4.6 wrong: line 8 | adding is right here
 #- return 3
 #+ return 8
-# %% 4.6 wrong: line 11 | a finished chunk is kept as it is: right
+# %% 4.6 wrong: line 11 | the right chunk is sent, and a finished one is kept as it is
 #- return 3
 #+ return 11
 # %% 4.6 wrong: line 1 | the def itself is right: which line does something with numbers that it should not?

@@ -77,8 +77,8 @@ def assign_buckets(parameters, cap_bytes):
 
 
 # %% 5.1 told: knows two dtypes | KeyError
-#- filling, closed = {}, []
-#+ filling, closed = {torch.float32: [], torch.float64: []}, []
+#- filling = {}
+#+ filling = {torch.float32: [], torch.float64: []}
 #- filling.setdefault(p.dtype, [])
 #+ filling[p.dtype]
 #-             closed.append(filling.pop(p.dtype))
@@ -386,8 +386,8 @@ class Bucketed:
 #+ self.all_reduce(flat)
 #+             self.leaving.append((bucket, flat, self.executor.submit(int)))
 # %% 5.5 wrong: one pass only | your replicas agree with each other but not with the mean: in the second pass nobody averages
-#- self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
-#+ self.missing, self.leaving = [set(bucket) for bucket in self.buckets], getattr(self, "leaving", [])
+#- self.leaving = []
+#+ self.leaving = getattr(self, "leaving", [])
 # %% 5.5 wrong: one ring for each gradient | pack a bucket into one tensor
 class Bucketed:
     """Every gradient on its own."""
@@ -407,9 +407,9 @@ class Bucketed:
 
 
 # %% 5.5 wrong: one bucket for all | one per bucket was expected, as soon as it is full
-#- self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+#- self.buckets = buckets
 #+ buckets = [[p for bucket in buckets for p in bucket]]
-#+         self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+#+         self.buckets = buckets
 # %% 5.5 told: what is missing is not counted anew | what pass 1 has counted must begin anew
 #-                 parameter.grad = piece.view_as(parameter)
 #-         self.start_over()
@@ -553,45 +553,44 @@ def when_it_hides(measure, ring):
 #- return predicted, high,
 #+ return predicted, predicted,
 # %% 5.7 wrong: in proportion | the line goes through both measurements: in proportion to one of them is another line
-#- max(1, math.ceil(64 + (ring - near) / slope))
-#+ max(1, math.ceil(64 * ring / near))
+#- max(1, math.ceil(64 + (ring - with_64) / slope))
+#+ max(1, math.ceil(64 * ring / with_64))
 # %% 5.7 wrong: below one | at least one sample: the line may meet the ring below
-#- max(1, math.ceil(64 + (ring - near) / slope))
-#+ math.ceil(64 + (ring - near) / slope)
+#- max(1, math.ceil(64 + (ring - with_64) / slope))
+#+ math.ceil(64 + (ring - with_64) / slope)
 # %% 5.7 wrong: one before | one more is the first number that is enough
 #- return predicted, high,
 #+ return predicted, low,
 # %% 5.7 told: always computing | is not it
-#- "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
-#+ "computing"
+#- if share < 0.6:
+#+ if share < 2:
 # %% 5.7 told: one by one | halve the range each time, and a dozen are enough
 #- while high - low > 1:
 #+ for samples in range(1, 200):
 #+         measure(samples)
 #+     while high - low > 1:
 # %% 5.7 told: a fraction | a plain int was expected
-#- max(1, math.ceil(64 + (ring - near) / slope))
-#+ 64 + (ring - near) / slope
+#- max(1, math.ceil(64 + (ring - with_64) / slope))
+#+ 64 + (ring - with_64) / slope
 # %% 5.7 told: only the measured number | return three things
-#- return predicted, high, "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
+#- return predicted, high, bound
 #+ return high
 # %% 5.7 wrong: in proportion to the other | the line goes through both measurements: in proportion to one of them is another line
-#- max(1, math.ceil(64 + (ring - near) / slope))
-#+ max(1, math.ceil(128 * ring / far))
+#- max(1, math.ceil(64 + (ring - with_64) / slope))
+#+ max(1, math.ceil(128 * ring / with_128))
 # %% 5.7 wrong: cut off | with so many samples the line is still below the ring: round up
-#- math.ceil(64 + (ring - near) / slope)
-#+ int(64 + (ring - near) / slope)
+#- math.ceil(64 + (ring - with_64) / slope)
+#+ int(64 + (ring - with_64) / slope)
 # %% 5.7 wrong: only doubled | that is a power of two: between it and half of it lies the first number that is enough
-#- return predicted, high,
+#- share = measure(max(1, high // 2)) / measure(high)
 #+ high = 2 ** math.ceil(math.log2(high))
 #+     share = measure(max(1, high // 2)) / measure(high)
-#+     return predicted, high,
 # %% 5.7 wrong: explained where it was predicted | what bounds it is asked at the number that was measured
 #- share = measure(max(1, high // 2)) / measure(high)
 #+ share = measure(max(1, predicted // 2)) / measure(predicted)
 # %% 5.7 wrong: from 64 on | the number may be less than 64: search from 1 on
-#- low, high = 0, 1024
-#+ low, high = 63, 1024
+#- low = 0
+#+ low = 63
 # %% 5.4 wrong: line 2 | what each bucket waits for is right
 #- return 7
 #+ return 2

@@ -489,7 +489,7 @@ def mistakes(samples, weights, saved):
 
 
 # %% 6.6 wrong: any sample twice | the ranks' samples differ, but for one or two that fill up the last round
-#- len(first[0] & other) > size
+#- len(first[0] & other) > len(samples)
 #+ first[0] & other
 # %% 6.6 wrong: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
 #- rank[0] == rank[1]
@@ -516,7 +516,7 @@ def mistakes(samples, weights, saved):
 #- any(name.startswith("module.") for names in saved for name in names):
 #+ saved[0] and saved[0][0].startswith("module."):
 # %% 6.6 wrong: the same order, too | ranks that see the same samples may see them in another order: compare sets
-#- if any(len(first[0] & other) > size for other in first[1:]):
+#- if any(len(first[0] & other) > len(samples) for other in first[1:]):
 #+ if any(rank[0] == samples[0][0] for rank in samples[1:]):
 # %% 6.6 told: the first and the last rank only | the weights differ from rank to rank
 #- any(other != weights[0] for other in weights):
@@ -563,8 +563,9 @@ class Reducer:
 #-         users = torch.tensor([parameter in self.there for parameter in self.everyone]).long()
 #+         users = torch.tensor([parameter.grad is not None for parameter in self.everyone]).int()
 # %% 6.7 wrong: as soon as full | all ranks must start the same bucket: one that is full waits for its turn
-#-         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
-#-             bucket = self.buckets[len(self.sent)]
+#-         for bucket in self.buckets[len(self.sent) :]:
+#-             if not self.there.issuperset(bucket):
+#-                 break
 #+         left = [id(bucket) for bucket, _, _ in self.sent]
 #+         for bucket in [one for one in self.buckets if id(one) not in left and self.there.issuperset(one)]:
 #-         for bucket, flat, wait in self.sent:
@@ -587,10 +588,9 @@ class Reducer:
 # %% 6.7 wrong: does not wait | wait for each sum before you hand it out
 #-             wait()
 # %% 6.7 wrong: not ready for the next pass | forget at the end of a pass what was ready and what has left
-#-             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
 #-                 parameter.grad = part.view_as(parameter) if parameter in used else None
-#-         self.there, self.sent = set(), []
-#+             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+#-         self.there = set()
+#-         self.sent = []
 #+                 parameter.grad = part.view_as(parameter) if parameter in used else None
 # %% 6.7 told: unused never leave | do all ranks start the same sums, also of buckets that were not used there
 #-         for parameter in self.everyone:
@@ -634,12 +634,14 @@ class Reducer:
 #+             wait()
 #+             flat /= self.world_size
 #-                 parameter.grad = part.view_as(parameter) if parameter in used else None
-#-         self.there, self.sent = set(), []
+#-         self.there = set()
+#-         self.sent = []
 #+                 if parameter in used:
 #+                     parameter.grad = part.view_as(parameter).clone()
 # %% 6.7 wrong: one bucket at a time | one gradient may let several buckets leave: those that were full before their turn, too
-#-         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
-#+         if len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+#-             self.sent.append((bucket, flat, self.start(flat)))
+#+             self.sent.append((bucket, flat, self.start(flat)))
+#+             break
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
 #+         while len(self.sent) < len(self.buckets):
