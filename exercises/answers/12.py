@@ -86,7 +86,7 @@ import inspect
 import torch.distributed as dist
 
 from ddp_course.collectives import hierarchical
-from ddp_course.collectives.hierarchical import copied_back, default_group, flattened, group_of, os, wire
+from ddp_course.collectives.hierarchical import copy_back, default_group, flat_memory, group_of, os, wire
 
 exec(inspect.getsource(hierarchical.hierarchical_all_reduce))
 
@@ -153,7 +153,7 @@ def foresee(measure, size, nbytes):
 
 
 # %% 12.2 told: seconds only | return a pair: (seconds, cause)
-#- return latencies + carried, "latency" if latencies > carried else "bandwidth"
+#- return latencies + carried, cause
 #+ return latencies + carried
 # %% 12.2 wrong: the causes swapped | the cause is the other one
 #- "latency" if latencies > carried else "bandwidth"
