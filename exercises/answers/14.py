@@ -191,7 +191,9 @@ def make_hook(share):
 #+ kept["all"] = owed - sent
 # %% 14.3 told: one store for all hooks | for each name of each hook on its own?
 #- def make_hook(share):
-#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by name."""
+#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by
+#-     name.
+#-     """
 #-     kept = {}
 #+ kept = {}
 #+
