@@ -29,7 +29,8 @@ from ddp_course.stage4_ring import allgather, reduce_scatter
 def assign_owners(sizes, world_size):
     """Return the owning rank of each parameter, for `sizes` in numbers (not bytes)."""
     ### BEGIN SOLUTION
-    held, owners = [0] * world_size, []
+    held = [0] * world_size
+    owners = []
     for size in sizes:
         owner = held.index(min(held))
         owners.append(owner)
@@ -56,7 +57,9 @@ check("7.1", assign_owners)
 # sum of chunk r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients.
 # %% answer-7-2
 def sharded_step(weights, gradients, update, group=None):
-    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other chunks, in place."""
+    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other
+    chunks, in place.
+    """
     ### BEGIN SOLUTION
     world_size = dist.get_world_size(group)
     for chunk in gradients:
@@ -83,7 +86,9 @@ check("7.2", sharded_step)
 # fit? Guess first: with level 1, is there a number of ranks for every model?
 # %% answer-7-3
 def fewest_ranks(parameters, memory, level):
-    """Return the smallest number of ranks on which each needs at most `memory` bytes; 0 if no number is enough."""
+    """Return the smallest number of ranks on which each needs at most `memory` bytes; 0 if no
+    number is enough.
+    """
     ### BEGIN SOLUTION
     whole = (16, 4, 2, 0)[level] * parameters
     shared = 16 * parameters - whole
@@ -168,7 +173,9 @@ check("7.4", network_order)
 # keeps no more than its chunk: the whole gradient goes, and the layer is freed. `finish` returns when all that is done.
 # %% answer-7-5
 def fetch(layer, thread):
-    """Begin to gather the whole parameter, unless that has begun; return the future that ends with it."""
+    """Begin to gather the whole parameter, unless that has begun; return the future that ends with
+    it.
+    """
     ### BEGIN SOLUTION
     if layer.coming is None:
         layer.storage.resize_(layer.nbytes)
@@ -187,7 +194,9 @@ def free(layer):
 
 
 def finish(layer, thread):
-    """Add the mean of this rank's chunk of the gradient to `own.grad`; keep nothing else, and free the layer."""
+    """Add the mean of this rank's chunk of the gradient to `own.grad`; keep nothing else, and free
+    the layer.
+    """
     ### BEGIN SOLUTION
     world_size = len(layer.chunks)
     whole = layer.parameter.grad.view(-1).float() / world_size
@@ -214,7 +223,9 @@ check("7.5", fetch, free, finish)
 # not sharded. `all_reduce(tensor)` sums over the ranks, in place; once is enough.
 # %% answer-7-6
 def global_norm(shards, replicated, all_reduce):
-    """Return the 2-norm of all gradients together, the same on all ranks, as a tensor; change no gradient."""
+    """Return the 2-norm of all gradients together, the same on all ranks, as a tensor; change no
+    gradient.
+    """
     ### BEGIN SOLUTION
     squares = torch.zeros((), dtype=torch.float64)
     for shard in shards:
@@ -247,10 +258,13 @@ check("7.6", global_norm)
 # Return GPUs and tokens, both as an `int`; where nothing is sent, 0 tokens are enough.
 # %% answer-7-7
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
-    """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for nothing."""
+    """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for
+    nothing.
+    """
     ### BEGIN SOLUTION
     gpus = -(-16 * parameters // memory)
-    # forward: 2 n tokens / K / flops_per_s >= (K-1)/K n weight_bytes / bytes_per_s, and backward in the same way
+    # forward: 2 n tokens / K / flops_per_s >= (K-1)/K n weight_bytes / bytes_per_s,
+    # and backward in the same way
     forward = weight_bytes / 2
     backward = (weight_bytes + gradient_bytes) / 4
     tokens = (gpus - 1) * max(forward, backward) * flops_per_s / bytes_per_s

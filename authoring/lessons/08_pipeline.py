@@ -21,8 +21,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, launch, on_your_gpus, problems, show, stage1_single, stage5_bucketed, stage8_pipeline
-from ddp_course import timing, wire
+from ddp_course import Device, launch, on_your_gpus, problems, show, stage1_single
+from ddp_course import stage5_bucketed, stage8_pipeline, timing, wire
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -61,10 +61,19 @@ by_flops = [int(K * (sum(flops[:n]) + flops[n] / 2) / sum(flops)) for n in range
 by_parameters = [rank for rank, part in enumerate(stage8_pipeline.split(layers, K)) for _ in part]
 work = {}
 for name, ranks in (("parameters", by_parameters), ("flops", by_flops)):
-    work |= {f"{name},\nrank {r}": sum(f for f, rank in zip(flops, ranks) if rank == r) for r in range(K)}
+    for r in range(K):
+        work[f"{name},\nrank {r}"] = sum(f for f, rank in zip(flops, ranks) if rank == r)
 title = "Cut by parameters, the slowest rank computes {:.0f} Mflop; cut by flops, {:.0f}"
-show.bars(work, "forward pass (Mflop)", title.format(max(work.values()), max([*work.values()][K:])), form="{:.0f}", width=9,
-          kind="counted", colours=dict(zip(work, ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K)))
+colours = ["#808080"] * K + [show.STAGE_COLOURS["8"]] * K
+show.bars(
+    work,
+    "forward pass (Mflop)",
+    title.format(max(work.values()), max([*work.values()][K:])),
+    form="{:.0f}",
+    width=9,
+    kind="counted",
+    colours=dict(zip(work, colours)),
+)
 
 # %% [markdown]
 r"""
@@ -86,12 +95,17 @@ both wait for ever. First the job: a stack of equal layers, and a batch in M par
 """
 
 # %% job
-SAMPLES, M, WIDTH, LAYERS = 48, 8, 32, 16
+SAMPLES = 48
+M = 8
+WIDTH = 32
+LAYERS = 16
 
 
 def stack(stages):
     torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(LAYERS)]
+    layers = []
+    for _ in range(LAYERS):
+        layers.append(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()))
     size = LAYERS // stages
     return [torch.nn.Sequential(*layers[n * size : (n + 1) * size]).double() for n in range(stages)]
 
@@ -107,16 +121,23 @@ targets = torch.randint(WIDTH, (SAMPLES,)).chunk(M)
 
 # %% messages
 class Mail:
-    def __init__(self, module, number, last):  # stage `number` of 0…last; it lives on rank number % K
-        self.module, self.number, self.last, self.kept, self.leaving = module, number, last, {}, []
+    # Stage `number` of 0…last; it lives on rank number % K.
+    def __init__(self, module, number, last):
+        self.module = module
+        self.number = number
+        self.last = last
+        self.kept = {}
+        self.leaving = []
 
     def send(self, tensor, m, to):
-        work = dist.isend(tensor, to % dist.get_world_size(), tag=10_000 * m + 100 * self.number + to)
+        tag = 10_000 * m + 100 * self.number + to
+        work = dist.isend(tensor, to % dist.get_world_size(), tag=tag)
         self.leaving.append((work, tensor))  # the tensor must stay until it has left
 
     def receive(self, m, source):
         tensor = torch.empty(SAMPLES // M, WIDTH, dtype=torch.float64)
-        dist.recv(tensor, source % dist.get_world_size(), tag=10_000 * m + 100 * source + self.number)
+        tag = 10_000 * m + 100 * source + self.number
+        dist.recv(tensor, source % dist.get_world_size(), tag=tag)
         return tensor
 
 
@@ -131,7 +152,10 @@ M, so that the gradients of M equal micro-batches add up to that of the whole ba
 # %% forward-and-backward
 class Stage(Mail):
     def forward(self, m):
-        start = samples[m] if self.number == 0 else self.receive(m, self.number - 1).requires_grad_()
+        if self.number == 0:
+            start = samples[m]
+        else:
+            start = self.receive(m, self.number - 1).requires_grad_()
         outputs = self.module(start)
         if self.number < self.last:
             self.send(outputs.detach(), m, self.number + 1)
@@ -157,11 +181,14 @@ forward, B a backward pass; white is idle.
 
 
 # %% naive folded=true
-def timetable(schedule, microbatches, chunks=1):  # a rank with two stages has half the layers in each
-    return stage8_pipeline.timetable(schedule(K, microbatches), forward=1 / chunks, backward=2 / chunks)
+# A rank with two stages has half the layers in each.
+def timetable(schedule, microbatches, chunks=1):
+    steps = schedule(K, microbatches)
+    return stage8_pipeline.timetable(steps, forward=1 / chunks, backward=2 / chunks)
 
 
-show.sketches.schedules({"One batch: one rank works, the others wait": timetable(stage8_pipeline.gpipe, 1)})
+one_batch = timetable(stage8_pipeline.gpipe, 1)
+show.sketches.schedules({"One batch: one rank works, the others wait": one_batch})
 
 # %% [markdown]
 r"""
@@ -172,7 +199,8 @@ So cut the batch into M **micro-batches**, and let them follow one another.
 
 # %% predict
 guess = show.predict(
-    "4 ranks, 12 micro-batches: for what share of the time does a rank idle?", ["3 %", "20 %", "33 %", "75 %"]
+    "4 ranks, 12 micro-batches: for what share of the time does a rank idle?",
+    ["3 %", "20 %", "33 %", "75 %"],
 )
 guess
 
@@ -187,7 +215,9 @@ first, **GPipe**: all forward passes, then all backward passes, each in the orde
 
 # %% task-8-1
 def gpipe(stage, stages, micro_batches):
-    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the micro-batch."""
+    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the
+    micro-batch.
+    """
     raise NotImplementedError("Exercise 8.1: GPipe")
 
 
@@ -203,7 +233,7 @@ one_forward_one_backward = stage8_pipeline.one_forward_one_backward
 for schedule in (stage8_pipeline.gpipe, one_forward_one_backward):
     print(schedule.__name__)
     for rank, row in enumerate(schedule(3, 4)):
-        print(f"   rank {rank}: ", " ".join(f"{each.letter}{each.microbatch}" for each in row))
+        print(f"   rank {rank}: ", " ".join(f"{step.letter}{step.microbatch}" for step in row))
 
 # %% [markdown]
 r"""
@@ -243,11 +273,15 @@ To run any such list takes a few lines, since a rank that receives waits by itse
 
 # %% run
 def run(schedule):
-    instructions = schedule(dist.get_world_size(), M)
-    count = 1 + max(each.stage for row in instructions for each in row)
-    mine = {n: SplitStage(stack(count)[n], n, count - 1) for n in range(dist.get_rank(), count, dist.get_world_size())}
-    for each in instructions[dist.get_rank()]:
-        getattr(mine[each.stage], each.name)(each.microbatch)
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    instructions = schedule(size, M)
+    count = 1 + max(step.stage for row in instructions for step in row)
+    mine = {}
+    for number in range(rank, count, size):
+        mine[number] = SplitStage(stack(count)[number], number, count - 1)
+    for step in instructions[rank]:
+        getattr(mine[step.stage], step.name)(step.microbatch)
     for stage in mine.values():
         for work, _ in stage.leaving:
             work.wait()
@@ -266,12 +300,17 @@ All four lists, on real messages, against the gradients of one device:
 
 # %% check-core folded=true
 # NBVAL_CHECK_OUTPUT
-schedules = {"GPipe": stage8_pipeline.gpipe, "1F1B": one_forward_one_backward, "interleaved": stage8_pipeline.interleaved,
-             "zero bubble": stage8_pipeline.zero_bubble}
+schedules = {
+    "GPipe": stage8_pipeline.gpipe,
+    "1F1B": one_forward_one_backward,
+    "interleaved": stage8_pipeline.interleaved,
+    "zero bubble": stage8_pipeline.zero_bubble,
+}
 whole = stack(1)[0]
 cross_entropy(whole(torch.cat(samples)), torch.cat(targets)).backward()
 for name, schedule in schedules.items():
-    stages = {number: gradient for rank in launch(run, schedule, world_size=K) for number, gradient in rank.items()}
+    ranks = launch(run, schedule, world_size=K)
+    stages = {number: gradient for rank in ranks for number, gradient in rank.items()}
     gradient = torch.cat([stages[number] for number in sorted(stages)])
     assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
     print(f"{name}: stages per rank: {len(stages) // K}; the gradients are those of one device")
@@ -283,7 +322,9 @@ on all of a rank's layers, B and W one each, a whole backward pass two:
 """
 
 # %% four folded=true
-rows = {name: timetable(schedule, M, 2 if name == "interleaved" else 1) for name, schedule in schedules.items()}
+rows = {}
+for name, schedule in schedules.items():
+    rows[name] = timetable(schedule, M, chunks=2 if name == "interleaved" else 1)
 show.sketches.schedules(rows)
 
 # %% [markdown]
@@ -317,10 +358,15 @@ its zero bubble, which is interleaved, too: two stages per rank, with B and W ap
 
 # %% with-torch folded=true
 def with_torch(name, per_rank):
-    pipelining, rank, size = import_module("torch.distributed.pipelining"), dist.get_rank(), dist.get_world_size()
-    modules = {n: stack(per_rank * size)[n] for n in range(rank, per_rank * size, size)}
-    stages = [pipelining.PipelineStage(module, n, per_rank * size, torch.device("cpu")) for n, module in modules.items()]
-    schedule = getattr(pipelining, name)(stages if per_rank > 1 else stages[0], n_microbatches=M, loss_fn=cross_entropy)
+    pipelining = import_module("torch.distributed.pipelining")
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    count = per_rank * size
+    device = torch.device("cpu")
+    modules = {n: stack(count)[n] for n in range(rank, count, size)}
+    stages = [pipelining.PipelineStage(module, n, count, device) for n, module in modules.items()]
+    mine = stages if per_rank > 1 else stages[0]
+    schedule = getattr(pipelining, name)(mine, n_microbatches=M, loss_fn=cross_entropy)
     inputs = [torch.cat(samples)] if rank == 0 else []
     schedule.step(*inputs, target=torch.cat(targets), losses=[])
     gradients = {n: gradients_of(module) for n, module in modules.items()}
@@ -333,28 +379,37 @@ def in_our_words(actions):
 
 
 kinds = {"FORWARD": stage8_pipeline.Forward, "FULL_BACKWARD": stage8_pipeline.Backward,
-         "BACKWARD_INPUT": stage8_pipeline.BackwardInput, "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}
+         "BACKWARD_INPUT": stage8_pipeline.BackwardInput,
+         "BACKWARD_WEIGHT": stage8_pipeline.BackwardWeight}
 
 # %% check-torchs folded=true
 # NBVAL_CHECK_OUTPUT
 lists = {}
-for name, each, per_rank in (("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
-                             ("interleaved", "ScheduleInterleaved1F1B", 2), ("zero bubble", "ScheduleInterleavedZeroBubble", 2)):
-    outcomes = launch(with_torch, each, per_rank, world_size=K)
+for name, kind, per_rank in (
+    ("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
+    ("interleaved", "ScheduleInterleaved1F1B", 2),
+    ("zero bubble", "ScheduleInterleavedZeroBubble", 2),
+):
+    outcomes = launch(with_torch, kind, per_rank, world_size=K)
     by_loop = {"torch's loop": [gradients for gradients, _ in outcomes]}
+    alike = ""
     if per_rank == 2:
         lists[name] = outcomes[0][1]
-        by_loop["ours"] = launch(run, lambda *_, order=outcomes[0][1]: order, world_size=K)
+        by_loop["ours"] = launch(run, lambda *_, order=lists[name]: order, world_size=K)
+        verdict = "is" if lists[name] == schedules[name](K, M) else "is not"
+        alike = f", by a list that {verdict} ours"
     for parts in by_loop.values():
         by_stage = {number: gradient for part in parts for number, gradient in part.items()}
         gradient = torch.cat([by_stage[number] for number in sorted(by_stage)])
         assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
-    alike = "" if per_rank == 1 else f", by a list that {'is' if lists[name] == schedules[name](K, M) else 'is not'} ours"
-    print(f"{each}: the gradients of one device by {' and by '.join(by_loop)}{alike}")
+    print(f"{kind}: the gradients of one device by {' and by '.join(by_loop)}{alike}")
 
 # %% torchs-figure folded=true
-torchs = {f"torch's {name}": stage8_pipeline.timetable(lists[name], forward=0.5, backward=1) for name in ("interleaved", "zero bubble")}
-show.sketches.schedules({"our interleaved": rows["interleaved"], "our zero bubble": rows["zero bubble"], **torchs})
+torchs = {}
+for name in ("interleaved", "zero bubble"):
+    torchs[f"torch's {name}"] = stage8_pipeline.timetable(lists[name], forward=0.5, backward=1)
+ours = {f"our {name}": rows[name] for name in ("interleaved", "zero bubble")}
+show.sketches.schedules(ours | torchs)
 
 # %% [markdown]
 r"""
@@ -380,7 +435,8 @@ def pipeline_losses(schedule):
 
 text = problems.make("bytes", parameters=100_000, dtype=torch.float64)
 single = stage1_single.train(text.model(), text.batches(16, 3), lr=0.3)
-piped = [launch(pipeline_losses, schedule, world_size=K)[0] for schedule in show.progress(schedules.values())]
+progress = show.progress(schedules.values())
+piped = [launch(pipeline_losses, schedule, world_size=K)[0] for schedule in progress]
 
 # %% check-same folded=true
 # NBVAL_CHECK_OUTPUT
@@ -399,11 +455,12 @@ GPipe's schedule for different numbers of micro-batches, 12 among them, and see 
 
 # %% bubble folded=true
 def seconds_of_a_step(microbatches, schedule=stage8_pipeline.gpipe, chunks=1, width=256, layers=4):
-    stages = [
-        torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers // chunks)]) for _ in range(chunks)
-    ]
+    stages = []
+    for _ in range(chunks):
+        linear = [torch.nn.Linear(width, width) for _ in range(layers // chunks)]
+        stages.append(torch.nn.Sequential(*linear))
     pipeline = stage8_pipeline.Pipeline(stages, microbatches, schedule)
-    inputs = torch.randn(48, width, requires_grad=True)  # else rank 0 would have less to do than the others
+    inputs = torch.randn(48, width, requires_grad=True)  # else rank 0 had less to do than others
     seconds = []
     for _ in range(2):  # the first step also opens connections
         with timing.stopwatch() as watch:
@@ -416,17 +473,21 @@ def idle(*settings):
     return 1 - work_s / max(launch(seconds_of_a_step, *settings, world_size=K, device=device))
 
 
-device, counts = Device("150MFLOP/s"), [1, 2, 4, 8, 12]
-work_s = 6 * 4 * 256**2 * 48 / device.rate  # of each rank: two flops per weight and sample forward, four backward
+device = Device("150MFLOP/s")
+counts = [1, 2, 4, 8, 12]
+# Of each rank: two flops per weight and sample forward, four backward.
+work_s = 6 * 4 * 256**2 * 48 / device.rate
 measured = {m: idle(m) for m in show.progress(counts)}
 
 # %% bubble-figure folded=true
 guess.reveal(f"{100 * measured[12]:.0f} % on {K} ranks; (4-1)/(12+4-1) = {100 * stage8_pipeline.bubble(4, 12):.0f} % derived for 4",
              "20 %", kind="virtual time")
-points, line = [100 * measured[m] for m in counts], [100 * stage8_pipeline.bubble(K, m) for m in counts]
-show.curves({"virtual time": (counts, points, show.STAGE_COLOURS["8"])}, "micro-batches M", "idle (%)",
-            "More micro-batches, a smaller bubble", log="x", ticks=counts,
-            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])}, kind="virtual time")
+points = [100 * measured[m] for m in counts]
+line = [100 * stage8_pipeline.bubble(K, m) for m in counts]
+show.curves({"virtual time": (counts, points, show.STAGE_COLOURS["8"])},
+            "micro-batches M", "idle (%)", "More micro-batches, a smaller bubble",
+            theory={"(K-1)/(M+K-1)": (counts, line, show.STAGE_COLOURS["8"])},
+            log="x", ticks=counts, kind="virtual time")
 
 # %% check-bubble folded=true
 # NBVAL_CHECK_OUTPUT
@@ -444,10 +505,11 @@ the next cell: all four schedules with M = 8. What will the bars be, by the time
 # %% four-measured folded=true
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
 percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
-         "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
-         "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}
-show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says", form="{:.0f}", theory=derived, kind="virtual time", dash="timetable",
-          colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))
+           "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
+           "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}
+title = "Ranks idle for as long as the schedule says"
+show.bars(percent, "idle (%)", title, form="{:.0f}", theory=derived, kind="virtual time",
+          dash="timetable", colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))
 
 # %% [markdown]
 r"""
@@ -471,7 +533,9 @@ def most_kept(schedule):
 
 # %% check-kept folded=true
 # NBVAL_CHECK_OUTPUT
-most = {name: launch(most_kept, schedules[name], world_size=K) for name in ("GPipe", "1F1B", "zero bubble")}
+most = {}
+for name in ("GPipe", "1F1B", "zero bubble"):
+    most[name] = launch(most_kept, schedules[name], world_size=K)
 assert most == {"GPipe": [12] * K, "1F1B": list(range(K, 0, -1)), "zero bubble": [K] * K}, most
 print("GPipe keeps all 12 micro-batches; 1F1B at most K, and fewer on each later rank; zero bubble K")
 
@@ -491,7 +555,8 @@ middle are the busiest: they send activations forward and gradients of activatio
 def sent():
     text = problems.make("bytes", parameters=100_000)
     model = text.model()
-    part = stage8_pipeline.split(stage8_pipeline.layers_of(model), dist.get_world_size())[dist.get_rank()]
+    layers = stage8_pipeline.layers_of(model)
+    part = stage8_pipeline.split(layers, dist.get_world_size())[dist.get_rank()]
     pipeline = stage8_pipeline.Pipeline(part)
     with wire.counting() as traffic:
         pipeline.step(*next(text.batches(16, 1)))
@@ -500,9 +565,12 @@ def sent():
 
 activations, gradients = map(max, zip(*launch(sent, world_size=K)))
 ring = 2 * (K - 1) / K * gradients
-show.bars({"pipeline: activations": activations, "ring: gradients": ring}, "sent by the busiest rank (MB)",
-          f"Here the pipeline's busiest rank sends {activations / ring:.0%} of what the ring sends", kind="counted; ring derived",
-          colours={"pipeline: activations": show.STAGE_COLOURS["8"], "ring: gradients": show.STAGE_COLOURS["4"]})
+heights = {"pipeline: activations": activations, "ring: gradients": ring}
+colours = dict(zip(heights, (show.STAGE_COLOURS["8"], show.STAGE_COLOURS["4"])))
+title = f"Here the pipeline's busiest rank sends {activations / ring:.0%} of what the ring sends"
+show.bars(
+    heights, "sent by the busiest rank (MB)", title, kind="counted; ring derived", colours=colours
+)
 
 # %% [markdown]
 r"""
@@ -518,7 +586,8 @@ gradients with the ring of lesson 04. With 4 ranks: 2 pipelines of 2 ranks. On e
 # NBVAL_CHECK_OUTPUT
 def on_a_grid():
     text = problems.make("bytes", parameters=100_000, dtype=torch.float64)
-    replica, replicas = dist.get_rank() // 2, dist.get_world_size() // 2
+    replica = dist.get_rank() // 2
+    replicas = dist.get_world_size() // 2
     share = text.batches(16, 3, rank=replica, world_size=replicas)
     model = text.model()
     stage8_pipeline.train(model, share, lr=0.3, stages=2)

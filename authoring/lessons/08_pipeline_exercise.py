@@ -21,7 +21,9 @@ from ddp_course.running import wire
 # All forward passes, then all backward passes, each in the order of the micro-batches.
 # %% answer-8-1
 def gpipe(stage, stages, micro_batches):
-    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the micro-batch."""
+    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the
+    micro-batch.
+    """
     ### BEGIN SOLUTION
     return [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
     ### END SOLUTION
@@ -65,7 +67,9 @@ check("8.2", one_forward_one_backward)
 # average over the stages? Guess first: do more micro-batches make it as small as you like?
 # %% answer-8-3
 def bubble(times, micro_batches):
-    """Return the share of the time, from 0 to 1, in which a stage is idle, on the average over all stages."""
+    """Return the share of the time, from 0 to 1, in which a stage is idle, on the average over all
+    stages.
+    """
     ### BEGIN SOLUTION
     total = sum(times) + (micro_batches - 1) * max(times)
     return 1 - micro_batches * sum(times) / (len(times) * total)
@@ -124,11 +128,14 @@ check("8.4", most_held)
 # Schedules of this kind are called **zero bubble** (Qi et al., ICLR 2024); yours is the paper's ZB-H1 if it reaches 27.
 # %% answer-8-5
 def schedule(stages, micro_batches):
-    """Return a list of steps for each stage: pairs of "F", "B" or "W" and the number of the micro-batch."""
+    """Return a list of steps for each stage: pairs of "F", "B" or "W" and the number of the
+    micro-batch.
+    """
     ### BEGIN SOLUTION
     orders = []
     for stage in range(stages):
-        warm_up, done = stages - 1 - stage, 0
+        warm_up = stages - 1 - stage
+        done = 0
         steps = [("F", m) for m in range(warm_up)]
         for m in range(micro_batches):
             if warm_up + m < micro_batches:
@@ -161,11 +168,13 @@ def read(timeline):
     for stage, _, _, start, end in timeline:
         took[stage] = took.get(stage, 0.0) + end - start
     slow = max(took, key=took.get)
-    first = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if stage == 0]
-    last = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if stage == max(took)]
+    ordered = sorted(timeline, key=lambda span: span[3])
+    first = [(kind, m) for stage, kind, m, _, _ in ordered if stage == 0]
+    last = [(kind, m) for stage, kind, m, _, _ in ordered if stage == max(took)]
     if first[1][0] == "B":
         return "one at a time", slow
-    return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
+    name = "1F1B" if last[1][0] == "B" else "GPipe"
+    return name, slow
     ### END SOLUTION
 
 
@@ -206,7 +215,9 @@ def forward(stage, number):
 
 
 def backward(stage, number):
-    """Take the gradient of the output from the stage after, go backward, and hand that of the input back."""
+    """Take the gradient of the output from the stage after, go backward, and hand that of the input
+    back.
+    """
     ### BEGIN SOLUTION
     x, y = stage.kept.pop(number)
     if stage.after is None:

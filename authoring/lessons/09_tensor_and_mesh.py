@@ -22,10 +22,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
-    stage9_tensor, timing, wire,
-)
+from ddp_course import Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show
+from ddp_course import stage4_ring, stage8_pipeline, stage9_tensor, timing, wire
 from ddp_course.checking import task
 from ddp_course.running import presets
 
@@ -85,7 +83,10 @@ def stored_mb(forward):
 def forward(recompute):
     x = model.bytes(tokens[:, :-1]) + model.positions.weight
     for block in model.blocks:
-        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        if recompute:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        else:
+            x = block(x)
     return cross_entropy(model.head(model.norm(x)).transpose(1, 2), tokens[:, 1:])
 
 
@@ -97,7 +98,8 @@ def stored(recompute=False, dtype=torch.float32):
     return megabytes, flops.get_total_flops()
 
 
-model, tokens = problems.ByteGPT(4, 128, 64), torch.randint(256, (16, 65))
+model = problems.ByteGPT(4, 128, 64)
+tokens = torch.randint(256, (16, 65))
 p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
 hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
 (plain, flops), (few, more), (half, _) = [stored(**how) for how in show.progress(hows)]
@@ -105,7 +107,8 @@ hows = ({}, {"recompute": True}, {"dtype": torch.bfloat16})
 # %% memory-figure folded=true
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
          "activations,\nbfloat16": half, "activations,\ncheckpointed": few}
-guess.reveal(f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB", "the activations", kind="counted")
+truth = f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB"
+guess.reveal(truth, "the activations", kind="counted")
 show.bars(parts, "memory (MB)", f"Activations: {plain / (4 * p):.1f} times all the rest; "
           f"checkpointing leaves {100 * few / plain:.0f} % of them", kind="counted",
           colours=dict.fromkeys([*parts][3:], show.STAGE_COLOURS["9"]))
@@ -135,7 +138,11 @@ the first. That takes two autograd functions, `Enter` and `Leave` (Megatron-LM's
 
 
 # %% enter-and-leave
-show.source(stage9_tensor.Enter, stage9_tensor.Leave, click="Write task 9.2 first, then open: Enter and Leave")
+show.source(
+    stage9_tensor.Enter,
+    stage9_tensor.Leave,
+    click="Write task 9.2 first, then open: Enter and Leave",
+)
 
 # %% [markdown]
 r"""
@@ -169,22 +176,29 @@ the result and the gradient of x are held against those of the whole MLP.
 # %% split-mlp
 def split_mlp(enter, leave):
     torch.manual_seed(0)
-    x, up, down = (torch.randn(*shape, dtype=torch.float64) for shape in ((8, 16), (64, 16), (16, 64)))
-    whole, split = x.clone().requires_grad_(), x.clone().requires_grad_()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    up = torch.randn(64, 16, dtype=torch.float64)
+    down = torch.randn(16, 64, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    split = x.clone().requires_grad_()
     y = torch.relu(whole @ up.T) @ down.T
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    hidden = torch.relu(enter(split, ring_all_reduce) @ up.chunk(ranks)[rank].T)  # column-split: some of the outputs
-    ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T, ring_all_reduce)  # row-split: one of the terms
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    # Column-split: a rank computes some of the outputs.
+    hidden = torch.relu(enter(split, ring_all_reduce) @ up.chunk(ranks)[rank].T)
+    # Row-split: it computes one of the terms of all outputs.
+    ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T, ring_all_reduce)
     for output in (y, ours):
         output.square().sum().backward()
-    return max(
-        (y - ours).abs().max().item(), (whole.grad - split.grad).abs().max().item() / whole.grad.abs().max().item()
-    )
+    outputs_apart = (y - ours).abs().max()
+    gradients_apart = (whole.grad - split.grad).abs().max() / whole.grad.abs().max()
+    return max(outputs_apart.item(), gradients_apart.item())
 
 
 # %% check-mlp
 # NBVAL_CHECK_OUTPUT
-enter, leave = stage9_tensor.Enter.apply, stage9_tensor.Leave.apply
+enter = stage9_tensor.Enter.apply
+leave = stage9_tensor.Leave.apply
 assert max(launch(split_mlp, enter, leave, world_size=K)) < 1e-12
 assert min(launch(split_mlp, lambda x, _: x, leave, world_size=K)) > 0.1
 print("split over all ranks, outputs and gradients are those of the whole; without the backward sum they are not")
@@ -231,8 +245,11 @@ show.diff(stage4_ring.train, stage9_tensor.train)
 # %% same-training
 def weights(tensor):
     problem = problems.make("synthetic", parameters=4 * 64**2, width=64, dtype=torch.float64)
-    model, row, rows = problem.model(), dist.get_rank() // tensor, dist.get_world_size() // tensor
-    stage9_tensor.train(model, problem.batches(48, 5, rank=row, world_size=rows), lr=0.1, tensor=tensor)
+    model = problem.model()
+    row = dist.get_rank() // tensor
+    rows = dist.get_world_size() // tensor
+    share = problem.batches(48, 5, rank=row, world_size=rows)
+    stage9_tensor.train(model, share, lr=0.1, tensor=tensor)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -240,7 +257,8 @@ def weights(tensor):
 # NBVAL_CHECK_OUTPUT
 alone = launch(weights, 1, world_size=1)[0]
 for tensor in (K, K // 2, 1):
-    assert all((ours - alone).abs().max() < 1e-12 for ours in launch(weights, tensor, world_size=K)), tensor
+    trained = launch(weights, tensor, world_size=K)
+    assert all((ours - alone).abs().max() < 1e-12 for ours in trained), tensor
 print("on every mesh the same weights as on one device")
 
 # %% [markdown]
@@ -258,18 +276,18 @@ same with a pipeline of two ranks in place of tensor parallelism. Devices are em
 
 
 # %% timed-steps
-def training(axes):
-    groups, model = stage9_tensor.mesh(**axes), problems.ByteGPT(2, 64, 64)
+def training(axes, gpt):
+    groups = stage9_tensor.mesh(**axes)
     if "tensor" in axes:
-        stage9_tensor.parallelize(model, groups["tensor"])
-        return model, groups, lambda inputs, targets: cross_entropy(model(inputs), targets).backward()
-    parts = stage8_pipeline.split(model.layers(), dist.get_world_size(groups["pipeline"]))
-    part = parts[dist.get_rank(groups["pipeline"])]
+        stage9_tensor.parallelize(gpt, groups["tensor"])
+        return gpt, groups, lambda x, y: cross_entropy(gpt(x), y).backward()
+    part = stage8_pipeline.split(gpt.layers(), axes["pipeline"])[dist.get_rank(groups["pipeline"])]
     return part, groups, stage8_pipeline.Pipeline(part, group=groups["pipeline"]).step
 
 
 def steps(axes):
-    (model, groups, step), seconds, tokens = training(axes), [], torch.randint(256, (16, 65))
+    model, groups, step = training(axes, problems.ByteGPT(2, 64, 64))
+    seconds = []
     with wire.observing(lambda event: crossing.append(event)):
         for _ in range(2):  # the first also opens connections
             crossing = []
@@ -277,27 +295,32 @@ def steps(axes):
                 step(tokens[:, :-1], tokens[:, 1:])
                 stage4_ring.average_on_ring(stage4_ring.gradients(model), group=groups["data"])
             seconds.append(watch.seconds)
-    elsewhere = [e.bytes for e in crossing if e.kind == "send" and e.peer * 2 // K != dist.get_rank() * 2 // K]
+    host = dist.get_rank() * 2 // K
+    elsewhere = [e.bytes for e in crossing if e.kind == "send" and e.peer * 2 // K != host]
     return 1000 * min(seconds), sum(elsewhere) / 1e6
 
 
 # %% timed-figure folded=true
-meshes = {
-    "tensor inside,\ndata between": dict(data=K // 2, tensor=2),
-    "data inside,\ntensor between": dict(tensor=2, data=K // 2),
-    "pipeline inside,\ndata between": dict(data=K // 2, pipeline=2),
-    "data inside,\npipeline between": dict(pipeline=2, data=K // 2),
-}
+meshes = {"tensor inside,\ndata between": dict(data=K // 2, tensor=2),
+          "data inside,\ntensor between": dict(tensor=2, data=K // 2),
+          "pipeline inside,\ndata between": dict(data=K // 2, pipeline=2),
+          "data inside,\npipeline between": dict(pipeline=2, data=K // 2)}
 setting = {"world_size": K, "device": Device("4GFLOP/s"), "link": Link("15Mbit", hosts=2)}
 ranks = {name: launch(steps, axes, **setting) for name, axes in show.progress(meshes.items())}
-step_ms, crossed_mb = ({name: max(rank[n] for rank in ranks[name]) for name in meshes} for n in (0, 1))
-(good, bad, *_), names = step_ms.values(), {name: f"{name}\n{crossed_mb[name]:.2f} MB" for name in meshes}
-show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
-          f"Tensor parallelism between hosts takes {bad / good:.1f} times as long as inside", form="{:.0f}",
-          dash="the cable alone",
-          theory={names[name]: 1000 * K / 2 * mb / 1.875 for name, mb in crossed_mb.items()},  # 15 Mbit/s are 1.875 MB/s
-          colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
-          kind="virtual time; MB counted; dashes derived")
+step_ms = {}
+cable_ms = {}
+colours = {}
+for name, found in ranks.items():
+    crossed_mb = max(mb for _, mb in found)
+    label = f"{name}\n{crossed_mb:.2f} MB"
+    step_ms[label] = max(ms for ms, _ in found)
+    cable_ms[label] = 1000 * K / 2 * crossed_mb / 1.875  # 15 Mbit/s are 1.875 MB/s
+    stage = "9" if "tensor" in name else "8"
+    colours[label] = show.STAGE_COLOURS[stage]
+good, bad, *_ = step_ms.values()
+title = f"Tensor parallelism between hosts takes {bad / good:.1f} times as long as inside"
+show.bars(step_ms, "a step (ms)", title, form="{:.0f}", theory=cable_ms, colours=colours,
+          dash="the cable alone", kind="virtual time; MB counted; dashes derived")
 
 # %% check-timed folded=true
 # NBVAL_CHECK_OUTPUT
@@ -338,13 +361,18 @@ widths = [1024, 2048, 4096, 8192, 16384]
 reach = {}
 for gpu, colour in {"V100": "#0072B2", "A100": "#009E73", "H100": "#D55E00"}.items():
     sheet = presets.ACCELERATORS[gpu]
-    links = {"inside": presets.LINKS[sheet.link].bandwidth / 8, "between hosts": sheet.network / 8 / 8}  # 8 GPUs share the cards
+    links = {
+        "inside": presets.LINKS[sheet.link].bandwidth / 8,
+        "between hosts": sheet.network / 8 / 8,  # 8 GPUs share the cards
+    }
     for where, bandwidth in links.items():
-        reach[f"{gpu}s {where}"] = widths, [1 + 4 * h * bandwidth / (0.4 * sheet.rate) for h in widths], colour
+        largest = [1 + 4 * width * bandwidth / (0.4 * sheet.rate) for width in widths]
+        reach[f"{gpu}s {where}"] = widths, largest, colour
 inside, between = (reach[f"H100s {where}"][1][3] for where in links)
 reach["GPUs of a host"] = widths, [8] * 5, "#767676"
-picture = show.curves(reach, "width of the model", "largest T", log="xy", points=False, ticks=widths, kind="derived", height=4.4,
-                      title=f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts")
+title = f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts"
+picture = show.curves(reach, "width of the model", "largest T", title, log="xy", points=False,
+                      ticks=widths, kind="derived", height=4.4)
 for line in picture.axes[0].lines[1:6:2]:
     line.set_linestyle(":")  # between hosts
 picture.axes[0].legend(fontsize=8)
@@ -393,16 +421,20 @@ class PassOn(torch.autograd.Function):
 
 
 # %% ring-attention
-def ring_attention(queries, keys, values):  # each is (tokens, width), and belongs to this rank's tokens
+# Each is (tokens, width), and belongs to this rank's tokens.
+def ring_attention(queries, keys, values):
     rank, size, _, _ = wire.neighbours()
-    places, blocks = torch.arange(len(queries)), torch.stack([keys, values])
-    highest, total, output = torch.full((len(queries), 1), -torch.inf), 0.0, 0.0
+    places = torch.arange(len(queries))
+    blocks = torch.stack([keys, values])
+    highest = torch.full((len(queries), 1), -torch.inf)
+    total = output = 0.0
     for turn in range(size):
-        ahead = (rank - turn) % size - rank  # these keys are from the rank that is so many further on
+        ahead = (rank - turn) % size - rank  # these keys are of the rank so many further on
         scores = queries @ blocks[0].T / queries.shape[1] ** 0.5
         scores = scores.masked_fill(places + ahead * len(places) > places[:, None], -torch.inf)
         top = torch.maximum(highest, scores.amax(1, keepdim=True)).detach()
-        weights, shrink = (scores - top).exp(), (highest - top).exp()
+        weights = (scores - top).exp()
+        shrink = (highest - top).exp()
         total = total * shrink + weights.sum(1, keepdim=True)
         output = output * shrink + weights @ blocks[1]
         highest = top
@@ -421,7 +453,8 @@ does a rank send in both passes, if the keys and values of the whole sequence ar
 # %% attend folded=true
 def attend(size):
     torch.manual_seed(0)
-    whole, rank = torch.randn(3, 64, 16, dtype=torch.float64), dist.get_rank()
+    whole = torch.randn(3, 64, 16, dtype=torch.float64)
+    rank = dist.get_rank()
     own = whole.chunk(size, 1)[rank].clone().requires_grad_()
     with wire.counting() as traffic:
         result = ring_attention(*own)
@@ -473,7 +506,8 @@ axis of a `DeviceMesh`. In a cell, on the MLP of a block, next to ours; same wei
 # %% torchs-own folded=true
 def torchs_own():
     parallel = import_module("torch.distributed.tensor.parallel")
-    shape, names = (dist.get_world_size() // 2, 2), ("data", "tensor")
+    shape = (dist.get_world_size() // 2, 2)
+    names = ("data", "tensor")
     devices = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
     ours, theirs = (problems.TransformerBlock(64, 2, 0.0).mlp.double() for _ in range(2))
@@ -484,8 +518,11 @@ def torchs_own():
     x = torch.randn(8, 64, dtype=torch.float64)
     for mlp in (ours, theirs):
         mlp(x).square().sum().backward()
-    pairs = zip(ours.parameters(), theirs.parameters())
-    return max((a.grad.as_subclass(torch.Tensor) - b.grad.to_local()).abs().max().item() for a, b in pairs)
+    furthest = 0.0
+    for our, their in zip(ours.parameters(), theirs.parameters()):
+        apart = our.grad.as_subclass(torch.Tensor) - their.grad.to_local()
+        furthest = max(furthest, apart.abs().max().item())
+    return furthest
 
 
 # %% check-torch

@@ -247,7 +247,8 @@ class SplitLoss(torch.autograd.Function):
         weights = (logits - highest[:, None]).exp()
         total = all_sum(weights.sum(1))
         columns = targets - first
-        rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+        # These targets are among its columns.
+        rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()
         at_target = torch.zeros_like(highest)
         at_target[rows] = logits[rows, columns[rows]]
         losses = total.log() + highest - all_sum(at_target)

@@ -22,10 +22,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Device, Link, claims, facts, launch, problems, show, stage1_single, stage5_bucketed,
-    stage6_ddp,
-)
+from ddp_course import Device, Link, claims, facts, launch, problems, show, stage1_single
+from ddp_course import stage5_bucketed, stage6_ddp
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -40,7 +38,8 @@ differ?
 
 # %% predict
 guess = show.predict(
-    "Same global batch on K ranks: by what must the learning rate be multiplied?", ["1/K", "1", "√K", "K"]
+    "Same global batch on K ranks: by what must the learning rate be multiplied?",
+    ["1/K", "1", "√K", "K"],
 )
 guess
 
@@ -58,8 +57,15 @@ mean = [sum(step) / K for step in zip(*many)]
 
 # %% same-batch-figure folded=true
 show.curves(
-    {"one device": (range(25), single, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
-    "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False, nested=True,
+    {
+        "one device": (range(25), single, show.STAGE_COLOURS["1"]),
+        f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"]),
+    },
+    "step",
+    "loss (nats)",
+    "Same batch, same rate: the curves are one",
+    points=False,
+    nested=True,
 )
 
 # %% check-same-batch
@@ -116,28 +122,32 @@ def sweep(problem, samples, batch, lr):
         return {run: final_loss(problem, samples, *run) for run in different[dist.get_rank() :: 4]}
 
     steps = sum(samples // run[0] for run in different[::4])
-    loss_of = {run: loss for part in launch(every_fourth, world_size=4, progress=steps) for run, loss in part.items()}
-    return {name: [[loss_of[runs[name, k, seed]] for seed in range(3)] for k in factors] for name in rules}
-
-
-def drawn(losses_by_rule, batch, title):
-    bands = {name: (factors, [min(three) for three in row], [max(three) for three in row])
-             for name, row in losses_by_rule.items()}
-    series = {name: (factors, [sum(three) / 3 for three in row]) for name, row in losses_by_rule.items()}
-    return show.curves(series, f"batch, in units of {batch} samples", "held-out loss (nats)", title, log="x",
-                       points=False, bands=bands, ticks=factors)
+    parts = launch(every_fourth, world_size=4, progress=steps)
+    loss_of = {run: loss for part in parts for run, loss in part.items()}
+    losses = torch.tensor([loss_of[run] for run in runs.values()], dtype=torch.float64)
+    return dict(zip(rules, losses.view(len(factors), len(rules), 3).unbind(1)))
 
 
 # %% digits
+def drawn(losses, batch, title):
+    means = {name: (factors, three.mean(1)) for name, three in losses.items()}
+    bands = {name: (factors, three.amin(1), three.amax(1)) for name, three in losses.items()}
+    x = f"batch, in units of {batch} samples"
+    y = "held-out loss (nats)"
+    return show.curves(
+        means, x, y, title, log="x", points=False, bands=bands, ticks=factors
+    )
+
+
 digits = sweep(problems.make("digits"), samples=2880, batch=8, lr=0.01)
 drawn(digits, 8, "digits: with the linear rule a batch 4 times as large ends as low")
 
 # %% check-digits
 # NBVAL_CHECK_OUTPUT
-at = {name: [sum(three) / 3 for three in row] for name, row in digits.items()}
-small, four = at["linear"][0], factors.index(4)
+at = {name: three.mean(1).tolist() for name, three in digits.items()}
+four = factors.index(4)
 assert at["linear"][four] < at["square root"][four] < at["same rate"][four], at
-assert at["linear"][four] < 1.5 * small and at["linear"][-1] > 2 * small, at
+assert at["linear"][four] < 1.5 * at["linear"][0] and at["linear"][-1] > 2 * at["linear"][0], at
 print("batch times 4: linear is best and the same rate worst; batch times 32: linear has broken")
 
 # %% [markdown]
@@ -164,15 +174,19 @@ def critical_batch(model, digits, draws=256):
         return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, parameters)])
 
     truth = gradient(digits.inputs, digits.targets)
-    noise = sum(float((gradient(*pair) - truth).square().sum()) for pair in digits.batches(1, draws)) / draws
-    return noise / float(truth.square().sum())
+    noise = 0.0
+    for inputs, targets in digits.batches(1, draws):
+        noise += float((gradient(inputs, targets) - truth).square().sum())
+    return noise / draws / float(truth.square().sum())
 
 
-problem, model, critical = problems.make("digits"), problems.make("digits").model(), {}
+problem = problems.make("digits")
+model = problem.model()
+critical = {}
 for before, steps in show.progress([(0, 0), (0, 40), (40, 80), (80, 160)]):
     stage1_single.train(model, problem.batches(8, steps, start=before), 0.01)
     critical[f"after {steps} steps"] = critical_batch(model, problem)
-low, high = min(critical.values()), max(critical.values())
+low, *_, high = sorted(critical.values())
 title = f"Noise and gradient are equally long at {low:.0f} to {high:.0f} samples"
 show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 
@@ -189,21 +203,27 @@ low as a small one, a batch above it is behind.
 # %% two-axes
 def curve(k, samples=5760, every=640):
     problem = problems.make("digits")
-    model, batch, losses = problem.model(), 8 * k, []
+    model = problem.model()
+    batch = 8 * k
+    losses = []
     for epoch in show.progress(range(samples // every), f"batch {batch}"):
         steps = every // batch
-        stage1_single.train(model, problem.batches(batch, steps * (epoch + 1), start=steps * epoch), 0.01 * k)
+        share = problem.batches(batch, steps * (epoch + 1), start=steps * epoch)
+        stage1_single.train(model, share, 0.01 * k)
         losses.append(problem.loss(model))
     return losses
 
 
 lines = {k: curve(k) for k in (1, 4, 16)}
-show.curves({f"batch {8 * k}": ([640 * (e + 1) // (8 * k) for e in range(9)], row) for k, row in lines.items()},
-            "updates", "held-out loss (nats)", "Of these batches the largest first gets low in updates", log="x", points=False)
+samples = 640 * torch.arange(1, 10)
+against_updates = {f"batch {8 * k}": (samples // (8 * k), row) for k, row in lines.items()}
+title = "Of these batches the largest first gets low in updates"
+show.curves(against_updates, "updates", "held-out loss (nats)", title, log="x", points=False)
 
 # %% against-samples folded=true
-show.curves({f"batch {8 * k}": ([640 * (e + 1) for e in range(9)], row) for k, row in lines.items()},
-            "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)
+against_samples = {f"batch {8 * k}": (samples, row) for k, row in lines.items()}
+title = "Against samples the largest batch is behind, beyond the critical size"
+show.curves(against_samples, "samples", "held-out loss (nats)", title, points=False)
 
 # %% [markdown]
 r"""
@@ -216,10 +236,12 @@ count, on one device and from three seeds: after how many updates is the held-ou
 
 # %% updates
 def updates(devices, seed, goal=0.9, samples=8192):
-    problem, batch = problems.make("digits"), 8 * devices
+    problem = problems.make("digits")
+    batch = 8 * devices
     model = problem.model(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * devices)
-    for number, (inputs, targets) in enumerate(problem.batches(batch, samples // batch, seed=seed), 1):
+    batches = problem.batches(batch, samples // batch, seed=seed)
+    for number, (inputs, targets) in enumerate(batches, 1):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -231,7 +253,9 @@ def updates(devices, seed, goal=0.9, samples=8192):
 # %% updates-needed
 runs = show.progress([(devices, seed) for devices in factors for seed in range(3)])
 counts = {run: updates(*run) for run in runs}
-needed = {devices: [counts[devices, seed] for seed in range(3)] for devices in factors}
+needed = {}
+for devices in factors:
+    needed[devices] = [counts[devices, seed] for seed in range(3)]
 needed
 
 # %% [markdown]
@@ -245,7 +269,9 @@ samples; so the figure has no point at 32.
 
 # %% step-times folded=true
 def seconds_of_steps():
-    problem, ranks, begun = problems.make("digits"), dist.get_world_size(), []
+    problem = problems.make("digits")
+    ranks = dist.get_world_size()
+    begun = []
 
     def watched():
         for batch in problem.batches(8 * ranks, 5, rank=dist.get_rank(), world_size=ranks):
@@ -257,19 +283,33 @@ def seconds_of_steps():
 
 
 # %% step-times-measured
-device, link = Device("200MFLOP/s"), Link("100Mbit")
-step_s = {k: max(launch(seconds_of_steps, world_size=k, device=device, link=link)) for k in show.progress([1, 2, 4, 8])}
+device = Device("200MFLOP/s")
+link = Link("100Mbit")
+step_s = {}
+for k in show.progress([1, 2, 4, 8]):
+    step_s[k] = max(launch(seconds_of_steps, world_size=k, device=device, link=link))
 step_s |= dict.fromkeys((16, 32), step_s[8])
 
 # %% time-to-loss
-reached = {k: sorted(count * step_s[k] for count in three) for k, three in needed.items()}
+reached = {}
+for k, three in needed.items():
+    reached[k] = sorted(count * step_s[k] for count in three)
 shown = [k for k in factors if reached[k][1] < float("inf")]
 best = min(shown, key=lambda k: reached[k][1])
 
 # %% time-to-loss-figure folded=true
-show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, "devices", "time to a loss of 0.9 (s)",
-            f"More devices help up to {best}", theory={"K times as fast": (shown, [reached[1][1] / k for k in shown])},
-            log="xy", ticks=factors, kind="updates counted; virtual time; line derived")
+medians = [reached[k][1] for k in shown]
+ideal = [reached[1][1] / k for k in shown]
+show.curves(
+    {"median of three seeds": (shown, medians)},
+    "devices",
+    "time to a loss of 0.9 (s)",
+    f"More devices help up to {best}",
+    theory={"K times as fast": (shown, ideal)},
+    log="xy",
+    ticks=factors,
+    kind="updates counted; virtual time; line derived",
+)
 
 # %% check-time-to-loss
 # NBVAL_CHECK_OUTPUT
@@ -292,7 +332,7 @@ drawn(text, 4, "bytes: the linear rule holds longest, then it runs away")
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
-at = {name: [sum(three) / 3 for three in row] for name, row in text.items()}
+at = {name: three.mean(1).tolist() for name, three in text.items()}
 assert (
     at["linear"][factors.index(4)] < at["same rate"][factors.index(4)]
     and min(row[-1] for row in at.values()) > at["linear"][0]
@@ -315,11 +355,18 @@ Up to a batch of 8,192 the error stays the same. Beyond, it grows.
 
 # %% imagenet folded=true
 table = facts.rows("imagenet_large_batch")
-batches, errors = [row["global_batch"] for row in table], [row["top1_error_percent"] for row in table]
+batches = [row["global_batch"] for row in table]
+errors = [row["top1_error_percent"] for row in table]
 lowest = [min(errors)] * len(batches)
-show.curves({"linear scaling and warm-up": (batches, errors)}, "global batch", "top-1 error (%)",
-            "ImageNet: the same error up to a batch of 8,192 (Goyal et al. 2017)",
-            theory={"lowest of all": (batches, lowest, "#808080")}, log="x", kind="published; line derived")
+show.curves(
+    {"linear scaling and warm-up": (batches, errors)},
+    "global batch",
+    "top-1 error (%)",
+    "ImageNet: the same error up to a batch of 8,192 (Goyal et al. 2017)",
+    theory={"lowest of all": (batches, lowest, "#808080")},
+    log="x",
+    kind="published; line derived",
+)
 
 # %% [markdown]
 r"""
@@ -339,7 +386,9 @@ its own, the same on all ranks: `torch.randperm(dataset_size, generator=…)`, d
 
 # %% task-10-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
-    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all ranks."""
+    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all
+    ranks.
+    """
     raise NotImplementedError("Exercise 10.1: The share of an epoch")
 
 
@@ -353,18 +402,17 @@ And torch's sampler, which does this:
 
 # %% claim-17
 # NBVAL_CHECK_OUTPUT
-def orders(set_epoch):
+def repeats(set_epoch):
     sampler = torch.utils.data.DistributedSampler(range(100), num_replicas=2, rank=0)
-    for epoch in range(2):
-        if set_epoch:
-            sampler.set_epoch(epoch)
-        yield list(sampler)
+    first = list(sampler)
+    if set_epoch:
+        sampler.set_epoch(1)
+    return list(sampler) == first
 
 
-same = {name: first == second for name, (first, second) in {"called": orders(True), "forgotten": orders(False)}.items()}
 claims.decide(
     17, "DistributedSampler shuffles anew in each epoch by itself.", "counted",
-    {f"set_epoch is {name}": not repeated for name, repeated in same.items()},
+    {"set_epoch is called": not repeats(True), "set_epoch is forgotten": not repeats(False)},
     "The order is drawn from seed + epoch, and the sampler cannot know the epoch. It pads with duplicates besides.",
 )
 
@@ -372,8 +420,10 @@ claims.decide(
 # %% clipping folded=true
 def difference(limit):
     problem = problems.make("synthetic", parameters=3 * 64**2, width=64, dtype=torch.float64)
-    inputs, targets = next(problem.batches(24, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))
-    early, late = problem.model(), problem.model()
+    share = problem.batches(24, 1, rank=dist.get_rank(), world_size=dist.get_world_size())
+    inputs, targets = next(share)
+    early = problem.model()
+    late = problem.model()
     for model in (early, late):
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
         for parameter in model.parameters():
@@ -382,8 +432,11 @@ def difference(limit):
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
     torch.nn.utils.clip_grad_norm_(late.parameters(), limit)
-    pairs = zip(early.parameters(), late.parameters())
-    return max(float((mine.grad - other.grad).abs().max() / other.grad.abs().max()) for mine, other in pairs)
+    furthest = 0.0
+    for mine, other in zip(early.parameters(), late.parameters()):
+        apart = (mine.grad - other.grad).abs().max() / other.grad.abs().max()
+        furthest = max(furthest, float(apart))
+    return furthest
 
 
 # %% claim-18

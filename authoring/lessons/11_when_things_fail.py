@@ -31,8 +31,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems, ring_all_reduce, show
-from ddp_course import stage4_ring, stage5_bucketed, timeline, traces, train
+from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems
+from ddp_course import ring_all_reduce, show, stage4_ring, stage5_bucketed, timeline, traces, train
 from ddp_course.checking import task
 
 K = 4  # how many ranks; 2 works as well
@@ -46,7 +46,8 @@ Rank 1 divides by zero. All other ranks are waiting for its part of the sum.
 
 # %% predict
 guess = show.predict(
-    "What do the other ranks report?", ["nothing is wrong", "a division by zero too", "at most a lost connection"]
+    "What do the other ranks report?",
+    ["nothing is wrong", "a division by zero too", "at most a lost connection"],
 )
 guess
 
@@ -68,7 +69,10 @@ def divide():
 error = failing(divide)
 print(error)
 others = "; ".join({failure.type_name for failure in error.failures[1:]})
-guess.reveal(others or "at most a lost connection; here they were ended before they noticed it", "at most a lost connection")
+guess.reveal(
+    others or "at most a lost connection; here they were ended before they noticed it",
+    "at most a lost connection",
+)
 
 # %% check-culprit folded=true
 # NBVAL_CHECK_OUTPUT
@@ -116,7 +120,8 @@ def skips():
 
 
 hang = failing(skips, timeout=4)
-print("\n".join(f"rank {state.rank}: {state.status}; last collective: {state.collective}" for state in hang.states))
+for state in hang.states:
+    print(f"rank {state.rank}: {state.status}; last collective: {state.collective}")
 
 # %% check-hang folded=true
 # NBVAL_CHECK_OUTPUT
@@ -149,13 +154,15 @@ files of all ranks. Here rank 1 comes too late:
 
 # %% flight-recorder folded=true
 def recorded(folder):
-    tensor, late = torch.ones(1000), dist.get_rank() == 1
+    tensor = torch.ones(1000)
+    late = dist.get_rank() == 1
     dist.all_reduce(tensor)
     work = None if late else dist.all_reduce(tensor, async_op=True)
     time.sleep(1)  # here a run would hang
     dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False))
     group = {"name": "0", "desc": "default_pg", "ranks": str([*range(K)])}
-    dump["pg_config"] = {"0": group}  # gloo of torch 2.13 gives no name, and the analyzer stops at a KeyError
+    # gloo of torch 2.13 gives no name, and the analyzer stops at a KeyError.
+    dump["pg_config"] = {"0": group}
     Path(folder, f"trace_{dist.get_rank()}").write_bytes(pickle.dumps(dump))
     (work or dist.all_reduce(tensor, async_op=True)).wait()
     return len(dump["entries"])
@@ -166,7 +173,7 @@ folder = Path("runs", f"flight_recorder_{K}")
 folder.mkdir(parents=True, exist_ok=True)
 calls = launch(recorded, folder, world_size=K)
 show.command(f"python -m torch.distributed.flight_recorder.fr_trace -p trace_ {folder}")
-assert calls == [1 if rank == 1 else 2 for rank in range(K)], calls
+assert calls[1] == 1 and set(calls[:1] + calls[2:]) == {2}, calls
 
 # %% [markdown]
 r"""
@@ -205,27 +212,34 @@ so when you ask for it, and its monitored barrier names a rank that does not com
 
 
 # %% mismatch
+def uneven():
+    return torch.ones(1000 + dist.get_rank() // (dist.get_world_size() - 1))
+
+
 def shapes():
-    ring_all_reduce(torch.ones(1000 + dist.get_rank() // (dist.get_world_size() - 1)))
+    ring_all_reduce(uneven())
 
 
 def shapes_in_torch():
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # under torchrun: TORCH_DISTRIBUTED_DEBUG=DETAIL
-    dist.all_reduce(torch.ones(1000 + dist.get_rank() // (dist.get_world_size() - 1)), group=dist.new_group())
+    dist.all_reduce(uneven(), group=dist.new_group())
 
 
 def absent():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch logs the same words once more
-    gloo = dist.new_group(backend="gloo")  # with GPUs the group is NCCL's, too, which has no such barrier
+    # With GPUs the group is NCCL's, too, which has no such barrier.
+    gloo = dist.new_group(backend="gloo")
     if dist.get_rank() != 1:
         dist.monitored_barrier(gloo, timeout=timedelta(seconds=2))
     time.sleep(3)
 
 
 ours, theirs, absence = [failing(case) for case in show.progress((shapes, shapes_in_torch, absent))]
-missing = next(failure.message for failure in absence.failures if failure.rank == 0)  # the others know less
+# The others know less than rank 0.
+missing = next(failure.message for failure in absence.failures if failure.rank == 0)
 print(ours.message, theirs.message[:520], missing.splitlines()[0], sep="\n")
-assert "[1001]" in ours.message and "[1001]" in theirs.message and "Rank 1 failed to pass" in missing
+assert "[1001]" in ours.message and "[1001]" in theirs.message
+assert "Rank 1 failed to pass" in missing
 
 # %% [markdown]
 r"""
@@ -242,9 +256,8 @@ def poisoned():
     problem = problems.make("synthetic", parameters=2 * 64**2, width=64)
     model = problem.model()
     finite.watch(model)
-    batches = [
-        (inputs * (float("nan") if dist.get_rank() == 1 else 1), targets) for inputs, targets in problem.batches(48, 1)
-    ]
+    factor = float("nan") if dist.get_rank() == 1 else 1
+    batches = [(inputs * factor, targets) for inputs, targets in problem.batches(48, 1)]
     stage5_bucketed.train(model, batches, 0.1)
 
 
@@ -267,23 +280,31 @@ transfer is left to see.)
 # %% straggler folded=true
 def last_step():
     problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
+    share = problem.batches(24 * K, 8, rank=dist.get_rank(), world_size=K)
     with timeline.recording() as spans:
-        stage4_ring.train(problem.model(), problem.batches(24 * K, 8, rank=dist.get_rank(), world_size=K), 0.1)
+        stage4_ring.train(problem.model(), share, 0.1)
     return timeline.by_step(spans)[-1]
 
 
 rates = [Device("50MFLOP/s" if rank == 1 else "100MFLOP/s") for rank in range(K)]
 spans = launch(last_step, world_size=K, device=rates)
 transfer = min(span.seconds for lane in spans for span in lane if span.name == "communication")
-apart = [[part for span in lane if span.name == "communication"
-          for part in (["wait", span.start, span.end - transfer, "compute"],
-                       ["communication", span.end - transfer, span.end, "compute"])] for lane in spans]
-lanes = [[span for span in lane if span.name != "communication"] + parts for lane, parts in zip(spans, apart)]
+lanes = []
+for lane in spans:
+    rows = [span for span in lane if span.name != "communication"]
+    for span in lane:
+        if span.name == "communication":
+            begun = span.end - transfer
+            rows.append(["wait", span.start, begun, "compute"])
+            rows.append(["communication", begun, span.end, "compute"])
+    lanes.append(rows)
 show.timeline_figure(lanes, title="Rank 1 computes, all others wait for it")
 
 # %% check-straggler folded=true
 # NBVAL_CHECK_OUTPUT
-computing = torch.tensor([sum(span.seconds for span in lane if span.name != "communication") for lane in spans])
+computing = torch.zeros(K)
+for rank, lane in enumerate(spans):
+    computing[rank] = sum(span.seconds for span in lane if span.name != "communication")
 assert computing.argmax() == 1 and computing[1] > 1.5 * computing.median()
 print("the straggler is rank 1")
 
@@ -307,29 +328,37 @@ def slow_loader(problem, ahead):
     if not ahead:
         return read()
     waiting = queue.Queue(maxsize=2)
-    threading.Thread(target=lambda: [waiting.put(batch) for batch in [*read(), None]], daemon=True).start()
+
+    def fill():
+        for batch in [*read(), None]:
+            waiting.put(batch)
+
+    threading.Thread(target=fill, daemon=True).start()
     return iter(waiting.get, None)
 
 
+# %% input-stalls-figure folded=true
 def stalls(ahead):
-    problem, waited, last = problems.make("synthetic", parameters=2 * 128**2, width=128), [], [time.perf_counter()]
+    problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
+    waited = []
 
     def watched(batches):
+        last = time.perf_counter()
         for batch in batches:
-            waited.append(time.perf_counter() - last[0])
+            waited.append(time.perf_counter() - last)
             yield batch
-            last[0] = time.perf_counter()
+            last = time.perf_counter()
 
     stage4_ring.train(problem.model(), watched(slow_loader(problem, ahead)), 0.1)
     return sorted(waited)[len(waited) // 2]
 
 
-# %% input-stalls-figure folded=true
-waits = {name: 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
-         for name, ahead in {"reads when asked": False, "reads ahead": True}.items()}
-asked, ahead = waits.values()
-show.bars(waits, "waiting for a batch (ms, median)", form="{:.1f}",
-          title=f"Reading ahead hides {100 * (1 - ahead / asked):.0f} % of the time that a batch takes", kind="virtual time")
+waits = {}
+for name, ahead in {"reads when asked": False, "reads ahead": True}.items():
+    waits[name] = 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
+hidden = 1 - waits["reads ahead"] / waits["reads when asked"]
+title = f"Reading ahead hides {100 * hidden:.0f} % of the time that a batch takes"
+show.bars(waits, "waiting for a batch (ms, median)", title, form="{:.1f}", kind="virtual time")
 
 # %% [markdown]
 r"""
@@ -364,13 +393,19 @@ below each all-reduce stands how many numbers it adds up.)
 step = traces.read()[1]
 kernels = [span for span in step.gpu if span.lane == "compute"]
 gaps = [after.start - before.end for before, after in pairwise(kernels)]
-reduces, passes = [span for span, _ in step.reduced], step.processor
+reduces = [span for span, _ in step.reduced]
+passes = step.processor
 after_backward = reduces[-1].end - max(span.end for span in passes if span.name == "backward")
-print(f"{len(kernels)} kernels; half of them take less than {1e6 * median([kernel.seconds for kernel in kernels]):.0f} µs, "
-      f"half of the gaps between them more than {1e6 * median(gaps):.0f} µs\n"
-      f"all-reduces: {1000 * step.seconds_in('network'):.0f} ms, of which {1000 * after_backward:.0f} after backward\n"
-      f"forward begins {1000 * min(span.start for span in passes):.1f} ms after the step, "
-      f"its first long kernel {1000 * min(kernel.start for kernel in kernels if kernel.seconds > 1e-4):.0f} ms after it")
+kernel_s = median([kernel.seconds for kernel in kernels])
+first_long = min(kernel.start for kernel in kernels if kernel.seconds > 1e-4)
+print(
+    f"{len(kernels)} kernels; half of them take less than {1e6 * kernel_s:.0f} µs, "
+    f"half of the gaps between them more than {1e6 * median(gaps):.0f} µs\n"
+    f"all-reduces: {1000 * step.seconds_in('network'):.0f} ms, "
+    f"of which {1000 * after_backward:.0f} after backward\n"
+    f"forward begins {1000 * min(span.start for span in passes):.1f} ms after the step, "
+    f"its first long kernel {1000 * first_long:.0f} ms after it"
+)
 show.trace(step=1)
 
 # %% [markdown]
@@ -397,14 +432,18 @@ which is worth more before you look.
 
 # %% task-11-1
 def save_checkpoint(state, path):
-    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole and on the disk."""
+    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole
+    and on the disk.
+    """
     raise NotImplementedError("Exercise 11.1: An atomic checkpoint")
 
 
 show.source(task("11.1", save_checkpoint), click="Write it first, then open: one solution")
 
 # %% source
-show.source(checkpoint.files.write_whole, click="Open after task 11.1: a file that is whole at any moment")
+show.source(
+    checkpoint.files.write_whole, click="Open after task 11.1: a file that is whole at any moment"
+)
 
 # %% [markdown]
 r"""
@@ -417,7 +456,8 @@ go. Are the two curves the same, to the last bit?
 # %% resume
 def run(folder, steps, victim=None):
     words = (
-        f"--problem bytes --parameters 20000 --dropout 0.1 --stage 5 --every 4 --steps {steps} --checkpoint {folder}"
+        "--problem bytes --parameters 20000 --dropout 0.1"
+        f" --stage 5 --every 4 --steps {steps} --checkpoint {folder}"
     )
     losses = train.run(train.parse(words.split()))["losses"]
     if dist.get_rank() == victim:
@@ -462,10 +502,17 @@ sleeps for a tenth of a second, and every second step is saved. Here is one such
 saved = [row for row in facts.rows("elastic_job") if row["event"] == "saved"]
 lost, joined = (n for n in range(1, len(saved)) if saved[n]["hosts"] != saved[n - 1]["hosts"])
 pauses = [saved[n]["seconds"] - saved[n - 1]["seconds"] for n in (lost, joined)]
-phases = {"host 0 and host 1": saved[:lost], "host 0 alone": saved[lost:joined], "host 0 and host 2": saved[joined:]}
+phases = {
+    "host 0 and host 1": saved[:lost],
+    "host 0 alone": saved[lost:joined],
+    "host 0 and host 2": saved[joined:],
+}
 print(f"host 1 is lost: no step for {pauses[0]:.0f} s; host 2 joins: no step for {pauses[1]:.0f} s")
-show.curves({name: ([row["seconds"] for row in rows], [row["step"] for row in rows]) for name, rows in phases.items()},
-            "time (s)", "steps saved", f"A restart costs all ranks {min(pauses):.0f} to {max(pauses):.0f} s")
+series = {}
+for name, rows in phases.items():
+    series[name] = ([row["seconds"] for row in rows], [row["step"] for row in rows])
+title = f"A restart costs all ranks {min(pauses):.0f} to {max(pauses):.0f} s"
+show.curves(series, "time (s)", "steps saved", title)
 
 # %% [markdown]
 r"""
@@ -486,30 +533,43 @@ days for each interval, with failures at random moments; the line is what theory
 
 # %% how-often
 def lost_share(every, seed):
-    """Share of 54 days that goes into saving and repeating, with a checkpoint after `every` seconds."""
+    """Share of 54 days that goes into saving and repeating, with a checkpoint after `every`
+    seconds.
+    """
     random = torch.Generator().manual_seed(seed)
-    now, kept, failure = 0.0, 0.0, 0.0
+    now = 0.0
+    useful = 0.0
+    failure = 0.0
     while now < 54 * day:
         if now + every + saving > failure:  # what was done since the last checkpoint is lost
             now = max(now, failure)
             failure = now + torch.empty(()).exponential_(1 / mean, generator=random).item()
         else:
             now += every + saving
-            kept += every
-    return 100 * (1 - kept / now)
+            useful += every
+    return 100 * (1 - useful / now)
 
 
 # %% how-often-figure folded=true
-day, saving = 86400, 60
+day = 86400
+saving = 60
 mean = 54 * day / sum(row["interruptions"] for row in facts.rows("llama3_interruptions"))
 young = (2 * saving * mean) ** 0.5
-minutes, every = [factor * young / 60 for factor in (1 / 8, 1 / 3, 1, 3, 8)], young * torch.logspace(-1, 1, 41)
-shares = [sum(lost_share(60 * interval, seed) for seed in range(20)) / 20 for interval in minutes]
+minutes = [factor * young / 60 for factor in (1 / 8, 1 / 3, 1, 3, 8)]
+losses = [lost_share(60 * interval, seed) for interval in minutes for seed in range(20)]
+shares = [sum(losses[start : start + 20]) / 20 for start in range(0, 100, 20)]
+every = young * torch.logspace(-1, 1, 41)
 expected = 100 * (1 - every / mean / torch.expm1((every + saving) / mean))
 print(f"an interruption every {mean / 3600:.1f} hours (published): save every {young / 60:.0f} minutes (derived)")
-show.curves({"mean of 20 runs": (minutes, shares)}, "time between checkpoints (minutes)", "time lost (%)",
-            f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
-            theory={"expected": ((every / 60).tolist(), expected.tolist())}, log="x", kind="simulated; line derived")
+show.curves(
+    {"mean of 20 runs": (minutes, shares)},
+    "time between checkpoints (minutes)",
+    "time lost (%)",
+    f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
+    theory={"expected": ((every / 60).tolist(), expected.tolist())},
+    log="x",
+    kind="simulated; line derived",
+)
 
 # %% [markdown]
 r"""

@@ -46,8 +46,10 @@ cable. In two levels:
 """
 
 # %% predict
-guess = show.predict("Between 2 hosts, what crosses the cable in each direction, compared with the gradient p?",
-                     ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"])
+guess = show.predict(
+    "Between 2 hosts, what crosses the cable in each direction, compared with the gradient p?",
+    ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"],
+)
 guess
 
 # %% [markdown]
@@ -61,7 +63,9 @@ host. You have `reduce_scatter(chunks, group)`, after which rank r of the *group
 
 # %% task-12-1
 def two_levels(tensor, inside, between):
-    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in each direction."""
+    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in
+    each direction.
+    """
     raise NotImplementedError("Exercise 12.1: Two levels")
 
 
@@ -73,9 +77,10 @@ show.source(collectives.hierarchical_all_reduce, click="Open after task 12.1: tw
 
 # %% correct
 def same_sum():
+    size = torch.distributed.get_world_size()
     mine = torch.arange(1000.0) * (1 + torch.distributed.get_rank())
     theirs = mine.clone()
-    collectives.hierarchical_all_reduce(mine, ranks_per_host=max(1, torch.distributed.get_world_size() // 2))
+    collectives.hierarchical_all_reduce(mine, ranks_per_host=max(1, size // 2))
     return torch.equal(mine, ring_all_reduce(theirs))
 
 
@@ -90,7 +95,8 @@ def in_two_levels(tensor):
     collectives.hierarchical_all_reduce(tensor, ranks_per_host=K // 2)
 
 
-link, p = Link("200Mbit", hosts=2), 2**20
+link = Link("200Mbit", hosts=2)
+p = 2**20
 seconds = {
     "flat ring": timing.time_collective(ring_all_reduce, p, K, link),
     "two levels": timing.time_collective(in_two_levels, p, K, link),
@@ -169,17 +175,29 @@ each GPU. On A100s, which are joined by switches, this is so. On V100s it is the
 
 
 # %% one-host
-def at(gpu, mib=64):
-    rows = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu and row["message_mib"] == mib]
+def published(gpu):
+    rows = facts.rows("nccl_all_reduce_in_one_host")
+    rows = [row for row in rows if row["gpu"] == gpu and row["message_mib"] == 64]
     return [int(row["K"]) for row in rows], [row["microseconds"] / 1000 for row in rows]
 
 
-later = {gpu: [one_host.all_reduce_us({"gpu": gpu, "K": k, "message_mib": 64}, one_host.fitted(gpu)) / 1000 for k in (5, 6, 7, 8)]
-         for gpu in one_host.GPUS}
+def predicted(gpu):
+    sizes = [5, 6, 7, 8]
+    rows = [{"gpu": gpu, "K": k, "message_mib": 64} for k in sizes]
+    fitted = one_host.fitted(gpu)
+    return sizes, [one_host.all_reduce_us(row, fitted) / 1000 for row in rows]
+
+
 colours = {"A100": "#0072B2", "V100": "#D55E00"}
-show.curves({f"{gpu}, published": (*at(gpu), colours[gpu]) for gpu in colours}, "GPUs of one host", "all-reduce of 64 MiB (ms)",
-            "4 V100s are faster than 2 or 3: their wires allow more rings at once", ticks=range(2, 9), kind="published; derived",
-            theory={f"{gpu}, predicted": ([5, 6, 7, 8], times, colours[gpu]) for gpu, times in later.items()})
+show.curves(
+    {f"{gpu}, published": (*published(gpu), colours[gpu]) for gpu in colours},
+    "GPUs of one host",
+    "all-reduce of 64 MiB (ms)",
+    "4 V100s are faster than 2 or 3: their wires allow more rings at once",
+    ticks=range(2, 9),
+    kind="published; derived",
+    theory={f"{gpu}, predicted": (*predicted(gpu), colours[gpu]) for gpu in colours},
+)
 
 # %% check-rings
 # NBVAL_CHECK_OUTPUT
@@ -210,15 +228,22 @@ def bus(machine):
     return [row["KiB"] / 1024 for row in rows], [row["busbw_GBps"] for row in rows]
 
 
-hosts = {"1 host, no card": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 hosts"), "#D55E00")}
-sizes, card = hosts["4 hosts"][0], 50  # GB/s of 400 Gbit/s
+hosts = {
+    "1 host, no card": (*bus("B200 1 host"), "#0072B2"),
+    "4 hosts": (*bus("B200 4 hosts"), "#D55E00"),
+}
+sizes = hosts["4 hosts"][0]
+card = 50  # GB/s of 400 Gbit/s
 lines = {
     f"eight cards: {8 * card} GB/s": (sizes, [8 * card] * len(sizes), "#000000"),
     f"one card: {card} GB/s": (sizes, [card] * len(sizes), "#777777"),
 }
 most = hosts["4 hosts"][1][-1]
-show.curves(hosts, "message (MiB)", "bus bandwidth (GB/s)", f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards",
-            theory=lines, log="xy", kind="published; lines derived")
+title = f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards"
+kind = "published; lines derived"
+show.curves(
+    hosts, "message (MiB)", "bus bandwidth (GB/s)", title, theory=lines, log="xy", kind=kind
+)
 
 # %% check-nics folded=true
 # NBVAL_CHECK_OUTPUT

@@ -25,9 +25,12 @@ from ddp_course.stage4_ring import allgather, ring_all_reduce, reduce_scatter
 # `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
 # %% answer-12-1
 def two_levels(tensor, inside, between):
-    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in each direction."""
+    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in
+    each direction.
+    """
     ### BEGIN SOLUTION
-    world_size, rank = inside.size(), inside.rank()
+    world_size = inside.size()
+    rank = inside.rank()
     chunks = list(tensor.tensor_split(world_size))
     reduce_scatter(chunks, inside)
     ring_all_reduce(chunks[(rank + 1) % world_size], between)
@@ -51,14 +54,19 @@ check("12.1", two_levels)
 # Write your guess down before you run it: 4 KiB on 256 ranks, latency or bandwidth?
 # %% answer-12-2
 def foresee(measure, size, nbytes):
-    """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements on at most 4."""
+    """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements
+    on at most 4.
+    """
     ### BEGIN SOLUTION
-    short, long = measure(2, 2**10), measure(2, 2**20)  # two latencies and a message each
+    # Each takes two latencies, and a message of its size.
+    short = measure(2, 2**10)
+    long = measure(2, 2**20)
     seconds_per_byte = (long - short) / (2**20 - 2**10)
     latency = (short - 2**10 * seconds_per_byte) / 2
     latencies = 2 * (size - 1) * latency
     carried = 2 * (size - 1) / size * nbytes * seconds_per_byte
-    return latencies + carried, "latency" if latencies > carried else "bandwidth"
+    cause = "latency" if latencies > carried else "bandwidth"
+    return latencies + carried, cause
     ### END SOLUTION
 
 
@@ -99,9 +107,11 @@ def why_no_faster(log):
     ### BEGIN SOLUTION
     nodes = {1: [], 2: []}
     for line in log:
-        values = {key: float(value) for key, value in (word.split("=") for word in line.split())}
+        words = [word.split("=") for word in line.split()]
+        values = {key: float(value) for key, value in words}
         nodes[values["nodes"]].append(values)
-    alone, both = nodes[1][0], nodes[2]
+    alone = nodes[1][0]
+    both = nodes[2]
 
     def typical(name):
         return sorted(values[name] for values in both)[len(both) // 2]

@@ -39,8 +39,15 @@ the 8 GPUs of a host, the layers over 12 hosts, the batch over 16 copies of that
 """
 
 # %% predict
-guess = show.predict("Which is faster on 1,536 GPUs?",
-                     ["ZeRO-3, by far", "about the same", "three ways, about 1.5 times", "three ways, about 3 times"])
+guess = show.predict(
+    "Which is faster on 1,536 GPUs?",
+    [
+        "ZeRO-3, by far",
+        "about the same",
+        "three ways, about 1.5 times",
+        "three ways, about 3 times",
+    ],
+)
 guess
 
 # %% [markdown]
@@ -55,17 +62,23 @@ computing down. They are fitted to published steps of four networks on 1 and 2 G
 
 # %% calibrate
 bandwidth, interference = frozen.numbers("steps of V100s")
-print(f"fitted at 1 and 2 GPUs: {bandwidth / 1e9:.1f} GB/s per GPU, {interference:.0%} of a GPU while a bucket travels")
+print(
+    f"fitted at 1 and 2 GPUs: {bandwidth / 1e9:.1f} GB/s per GPU,"
+    f" {interference:.0%} of a GPU while a bucket travels"
+)
 
 # %% scaling folded=true
 wire = theory.Costs(1e-5, 1 / bandwidth)  # 10 µs per message are assumed
 resnet = simulate.resnets.profile("resnet50", 0.097)
 devices = [2**k for k in range(13)]
 steps = {}
-for name, streams in (("ring", 1), ("hierarchical_ring", 8)):  # that cross between two hosts at once
+# So many streams cross between two hosts at once.
+for name, streams in (("ring", 1), ("hierarchical_ring", 8)):
     between = theory.Costs(2 * wire.alpha, max(8 / 400e9, wire.beta / streams))
     hosts = simulate.Network(between, wire, per_host=8)
-    steps[name] = [simulate.simulate(resnet, k, hosts, name, interference=interference) for k in devices]
+    steps[name] = [
+        simulate.simulate(resnet, k, hosts, name, interference=interference) for k in devices
+    ]
 show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring falls")
 
 # %% [markdown]
@@ -95,17 +108,18 @@ lies 1.7 points below the curve above, which is simulated from one GPU on). Effi
 # %% published folded=true
 tables = {table.name: table for table in scoreboard.scoreboard()}
 rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
-measured, lines, errors = {}, {}, {"simulator": [], "as on 2 GPUs": []}
+measured = {}
+lines = {}
+errors = {"simulator": [abs(row["error"]) for row in rows], "as on 2 GPUs": []}
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
-    model, alone = row["model"], row["no_ddp"]
-    ours = [case for case in rows if case["model"] == model]
-    measured[model] = ([2, 4, 8, 16], [100 * alone / row[f"gpus_{k}"] for k in (2, 4, 8, 16)], colour)
-    lines[f"{model}, simulated"] = ([4, 8, 16], [100 * alone / case["predicted"] for case in ours], colour)
-    errors["simulator"] += [abs(case["error"]) for case in ours]
-    errors["as on 2 GPUs"] += [abs(row["gpus_2"] / case["measured"] - 1) for case in ours]
+    model, alone, _, *seconds = row.values()
+    measured[model] = ([2, 4, 8, 16], [100 * alone / step for step in seconds], colour)
+    simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]
+    lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
+    errors["as on 2 GPUs"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
 title = "Median error: " + ", ".join(f"{name} {median(all_):.1%}" for name, all_ in errors.items())
-picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x", ticks=[2, 4, 8, 16],
-                      kind="published; simulated")
+picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x",
+                      ticks=[2, 4, 8, 16], kind="published; simulated")
 for _, percents, colour in measured.values():
     picture.axes[0].plot([2, 16], [percents[0]] * 2, ":", color=colour, linewidth=1.2)
 picture.axes[0].plot([], [], ":", color="#777777", label="as on 2 GPUs")
@@ -131,16 +145,25 @@ is used. (Fitted, LL takes ten times as long per byte as Simple, not twice: flag
 known = {row["KiB"]: row["time_us"] for row in facts.rows("nccl_ring_a100x8_sizes")}
 numbers = frozen.numbers("protocols")
 sizes = [2**k for k in range(5, 24)]
-protocols = zip(("LL", "LL128", "Simple"), numbers[:3], numbers[3:], strict=True)
-lines = {name: (sizes, [latency + rate * kib for kib in sizes]) for name, latency, rate in protocols}
-picture = show.curves({"published": (list(known), list(known.values()), "#000000")}, "message (KiB)", "all-reduce (µs)",
-                      "Three protocols, each the fastest somewhere", theory=lines, log="xy", kind="measured (published); lines fitted")
+lines = {}
+for name, latency, rate in zip(("LL", "LL128", "Simple"), numbers[:3], numbers[3:], strict=True):
+    lines[name] = (sizes, [latency + rate * kib for kib in sizes])
+picture = show.curves(
+    {"published": (list(known), list(known.values()), "#000000")},
+    "message (KiB)",
+    "all-reduce (µs)",
+    "Three protocols, each the fastest somewhere",
+    theory=lines,
+    log="xy",
+    kind="measured (published); lines fitted",
+)
 picture.axes[0].set_ylim(30, 1e5)
 picture
 
 # %% check-protocols folded=true
 # NBVAL_CHECK_OUTPUT
-at_2_mib = {name: round(times[1][sizes.index(2048)] / known[2048], 1) for name, times in lines.items()}
+place = sizes.index(2048)
+at_2_mib = {name: round(times[place] / known[2048], 1) for name, (_, times) in lines.items()}
 print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
@@ -231,20 +254,33 @@ beside it stands one that no fit saw: Llama 3.1 8B on 128 H100s, by other people
 """
 
 # %% one-run
-run = next(run for run in facts.rows("transformer_throughput") if run["model"] == "MPT-7b" and run["gpus"] == 8 and run["seq"] == 2048)
-weights, tokens = 12 * 4096**2, run["micro_batch"] * run["seq"]
+chosen = {"model": "MPT-7b", "gpus": 8, "seq": 2048}
+run = next(row for row in facts.rows("transformer_throughput") if chosen.items() <= row.items())
+weights = 12 * 4096**2
+tokens = run["micro_batch"] * run["seq"]
 forward, backward = both_passes(weights, 4096, tokens, run["seq"])
-layer = whole_layer(forward, backward + forward * (run["recompute"] == "full"), weights, 8, 0.79 * 300e9)
-whole = predict(**run)
-print(f"two functions {tokens / 32 / layer:,.0f} tokens/s per GPU, the whole model {whole.tokens_per_s_per_gpu:,.0f} (derived)")
-unseen = predict(model="llama-3.1-8b", gpu="H100 HBM2e", gpus=128, micro_batch=2, recompute="selective")
+if run["recompute"] == "full":
+    backward += forward
+two_functions = tokens / 32 / whole_layer(forward, backward, weights, 8, 0.79 * 300e9)
+whole = predict(**run).tokens_per_s_per_gpu
+print(
+    f"two functions {two_functions:,.0f} tokens/s per GPU,"
+    f" the whole model {whole:,.0f} (derived)"
+)
+unseen = predict(
+    model="llama-3.1-8b", gpu="H100 HBM2e", gpus=128, micro_batch=2, recompute="selective"
+)
 print(f"Llama on 128 H100s: {unseen.tokens_per_s_per_gpu:,.0f} tokens/s per GPU (derived)")
 
 # %% one-run-published
-print(f"measured {run['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU (published): two functions "
-      f"{tokens / 32 / layer / run['tokens_per_s_per_gpu'] - 1:+.0%}, the whole model {whole.tokens_per_s_per_gpu / run['tokens_per_s_per_gpu'] - 1:+.0%}")
+reached = run["tokens_per_s_per_gpu"]
+print(
+    f"measured {reached:,.0f} tokens/s per GPU (published):"
+    f" two functions {two_functions / reached - 1:+.0%}, the whole model {whole / reached - 1:+.0%}"
+)
 tokens_per_s = facts.rows("fsdp_llama3_8b_h100")[-1]["tokens_per_gpu_per_s"]
-print(f"Llama: measured {tokens_per_s:,.0f} (published, torchtitan): {unseen.tokens_per_s_per_gpu / tokens_per_s - 1:+.0%}")
+error = unseen.tokens_per_s_per_gpu / tokens_per_s - 1
+print(f"Llama: measured {tokens_per_s:,.0f} (published, torchtitan): {error:+.0%}")
 
 # %% [markdown]
 r"""
@@ -288,23 +324,39 @@ has seen a run on 1,536 GPUs. Write down what you expect of both before you run 
 """
 
 # %% answer
-rows = {(row["plan"], row["gpus"]): row for row in tables["zero3_and_3d_parallel_a100"].rows if row["parameters"] == "174.6B"}
-gpus = (384, 768, 1536)
-zero, ptd = ([rows[plan, k]["predicted"] for k in gpus] for plan in ("ZeRO-3", "PTD"))
-for k, one_way, three_ways in zip(gpus, zero, ptd):
-    print(f"predicted on {k:,} GPUs: ZeRO-3 {one_way:.0f}, three ways {three_ways:.0f} Tflop/s per GPU (derived)")
+large = tables["zero3_and_3d_parallel_a100"].rows
+rows = {(row["plan"], row["gpus"]): row for row in large if row["parameters"] == "174.6B"}
+gpus = [384, 768, 1536]
+zero = [rows["ZeRO-3", count]["predicted"] for count in gpus]
+ptd = [rows["PTD", count]["predicted"] for count in gpus]
+ahead = ptd[2] / zero[2]
+for count, one_way, three_ways in zip(gpus, zero, ptd):
+    print(
+        f"predicted on {count:,} GPUs: ZeRO-3 {one_way:.0f},"
+        f" three ways {three_ways:.0f} Tflop/s per GPU (derived)"
+    )
 
 # %% answer-published folded=true
-zero_measured, ptd_measured = ([rows[plan, k]["measured"] for k in gpus] for plan in ("ZeRO-3", "PTD"))
-slow, fast, ahead = zero_measured[2], ptd_measured[2], ptd[2] / zero[2]
-guess.reveal(f"{fast:.0f} against {slow:.0f} Tflop/s per GPU: {fast / slow:.1f} times, {ahead:.1f} were predicted", guess.answers[3],
-             kind="published")
+*zero_fitted, slow = [rows["ZeRO-3", count]["measured"] for count in gpus]
+ptd_measured = [rows["PTD", count]["measured"] for count in gpus]
+fast = ptd_measured[2]
+truth = f"{fast:.0f} against {slow:.0f} Tflop/s per GPU: {fast / slow:.1f} times, {ahead:.1f} were predicted"
+guess.reveal(truth, guess.answers[3], kind="published")
 print(f"predicted over measured: ZeRO-3 {zero[2] / slow - 1:+.0%}, three ways {ptd[2] / fast - 1:+.0%}")
-points = {"ZeRO-3, fitted": (list(gpus[:2]), zero_measured[:2], "#C46A3C"), "ZeRO-3, unseen": ([1536], [slow], "#D55E00"),
-          "three ways, unseen": (list(gpus), ptd_measured, "#0072B2")}
-show.curves(points, "GPUs", "Tflop/s per GPU", f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast", log="x",
-            theory={"ZeRO-3, predicted": (list(gpus), zero, "#D55E00"), "three ways, predicted": (list(gpus), ptd, "#0072B2")},
-            ticks=list(gpus), kind="published; lines derived")
+points = {
+    "ZeRO-3, fitted": (gpus[:2], zero_fitted, "#C46A3C"),
+    "ZeRO-3, unseen": ([1536], [slow], "#D55E00"),
+    "three ways, unseen": (gpus, ptd_measured, "#0072B2"),
+}
+predicted = {
+    "ZeRO-3, predicted": (gpus, zero, "#D55E00"),
+    "three ways, predicted": (gpus, ptd, "#0072B2"),
+}
+title = f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast"
+kind = "published; lines derived"
+show.curves(
+    points, "GPUs", "Tflop/s per GPU", title, theory=predicted, log="x", ticks=gpus, kind=kind
+)
 
 # %% [markdown]
 r"""
@@ -318,8 +370,11 @@ links are fast, and little between hosts; what grows instead is the idling of th
 # %% miss
 for row in facts.rows("transformer_throughput"):
     if row["model"] == "MPT-70b":
-        print(f"{row['model']}, {row['gpus']:.0f} GPUs: measured {row['tokens_per_s_per_gpu']:.0f} tokens/s per GPU, "
-              f"predicted {predict(**row).tokens_per_s_per_gpu:.0f}")
+        speed = predict(**row).tokens_per_s_per_gpu
+        print(
+            f"{row['model']}, {row['gpus']:.0f} GPUs:"
+            f" measured {row['tokens_per_s_per_gpu']:.0f} tokens/s per GPU, predicted {speed:.0f}"
+        )
 
 # %% [markdown]
 r"""
@@ -341,12 +396,18 @@ figures.predictions_figure([row for table in tables.values() for row in table.ro
 # %% scoreboard-numbers folded=true
 for table in tables.values():
     errors = scoreboard.summary(table)
-    new, left_out = scoreboard.percents(errors["predicted"]), scoreboard.percents([table.left_out])
+    new = scoreboard.percents(errors["predicted"])
+    left_out = scoreboard.percents([table.left_out])
     print(f"{table.name:29} unseen {new:>16}   left out {left_out:>5}")
 
 # %% check-scoreboard
 # NBVAL_CHECK_OUTPUT
-most = {"pipeline_schedules_a100": 0.02, "nccl_ring_a100x8_sizes": 0.05, "gpt_step_ms_a100_3d": 0.04, "transformer_throughput": 0.045}
+most = {
+    "pipeline_schedules_a100": 0.02,
+    "nccl_ring_a100x8_sizes": 0.05,
+    "gpt_step_ms_a100_3d": 0.04,
+    "transformer_throughput": 0.045,
+}
 assert all(tables[name].left_out < bound for name, bound in most.items())
 print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, runs of today 4.5 % (medians)")
 
@@ -370,7 +431,9 @@ throughput over that of P = 2, M = 1. Does it fit? Write the test (task 13.1 of
 
 # %% task-13-1
 def too_good(rows):
-    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the formula allows."""
+    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the
+    formula allows.
+    """
 
     raise NotImplementedError("Exercise 13.1: Judge a table")
 
@@ -426,7 +489,9 @@ Before you run the cell: an H100 computes eight times as fast as a V100. Does th
 
 # %% limits
 def limits(gpu, tokens, inner=4 * 8192):
-    """The most GPUs that a batch feeds: fully sharded, and with T ranks of a host on each layer as well."""
+    """The most GPUs that a batch feeds: fully sharded, and with T ranks of a host on each layer
+    as well.
+    """
     sheet = ACCELERATORS[gpu]
     rate = 0.4 * sheet.rate  # what one reaches of the datasheet's flops
     between = sheet.network / 8 / 8  # bytes per second: 8 GPUs of a host share its cards
@@ -441,8 +506,13 @@ reach = {gpu: limits(gpu, 4e6) for gpu in ("V100", "A100", "H100")}
 bars = {f"{gpu}s,\nfully sharded": sharded for gpu, (sharded, _) in reach.items()}
 bars |= {f"{gpu}s,\n8 to a layer too": most for gpu, (_, most) in reach.items()}
 alone, both = reach["H100"]
-show.bars(bars, "most GPUs that 4 million tokens feed", f"A batch of 4 million tokens feeds {alone:.0f} H100s fully sharded, {both:,.0f} with 8 to a layer",
-          form="{:,.0f}", kind="derived", width=9)
+title = (
+    f"A batch of 4 million tokens feeds {alone:.0f} H100s fully sharded,"
+    f" {both:,.0f} with 8 to a layer"
+)
+show.bars(
+    bars, "most GPUs that 4 million tokens feed", title, form="{:,.0f}", kind="derived", width=9
+)
 
 # %% check-limits folded=true
 # NBVAL_CHECK_OUTPUT

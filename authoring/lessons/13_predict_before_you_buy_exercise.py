@@ -22,7 +22,9 @@ from ddp_course.checking import check, hint
 # The first rows of GPipe's table are `(2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3)`. Is one of them?
 # %% answer-13-1
 def too_good(rows):
-    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the formula allows."""
+    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the
+    formula allows.
+    """
 
     ### BEGIN SOLUTION
     def formula(stages, micro_batches):
@@ -50,7 +52,9 @@ check("13.1", too_good)
 # Three lines cross: guess first whether the middle one always has its turn.
 # %% answer-13-2
 def seconds(bus_gb_per_s, nbytes, ranks):
-    """Return the seconds of an all-reduce of `nbytes` whose bus bandwidth is so many 10^9 bytes per second."""
+    """Return the seconds of an all-reduce of `nbytes` whose bus bandwidth is so many 10^9 bytes per
+    second.
+    """
     ### BEGIN SOLUTION
     return 2 * (ranks - 1) / ranks * nbytes / (1e9 * bus_gb_per_s)
     ### END SOLUTION
@@ -64,12 +68,15 @@ def crossover(first, second):
 
 
 def used(protocols):
-    """Return the names of those protocols, of {name: (latency, rate)}, that are the fastest for some message."""
+    """Return the names of those protocols, of {name: (latency, rate)}, that are the fastest for
+    some message.
+    """
     ### BEGIN SOLUTION
     names = sorted(protocols, key=protocols.get)
     fastest = [names[0]]
     while later := [name for name in names if protocols[name][1] > protocols[fastest[-1]][1]]:
-        fastest.append(min(later, key=lambda name: crossover(protocols[fastest[-1]], protocols[name])))
+        last = protocols[fastest[-1]]
+        fastest.append(min(later, key=lambda name: crossover(last, protocols[name])))
     return fastest
     ### END SOLUTION
 
@@ -101,7 +108,8 @@ def kept_gb(plan, job):
     """Return the 10^9 bytes that each GPU keeps of weights, gradients and Adam's state."""
     ### BEGIN SOLUTION
     tensor, pipeline, data, sharded = plan
-    return 16 * job["parameters"] / 1e9 / (tensor * pipeline * (data if sharded else 1))
+    sharing = data if sharded else 1
+    return 16 * job["parameters"] / 1e9 / (tensor * pipeline * sharing)
     ### END SOLUTION
 
 
@@ -146,9 +154,15 @@ def predicted(two_rows, gpus):
 
 
 def held_out(rows):
-    """Return {GPUs: error} for each of three rows (GPUs, seconds), held out and predicted from the other two."""
+    """Return {GPUs: error} for each of three rows (GPUs, seconds), held out and predicted from the
+    other two.
+    """
     ### BEGIN SOLUTION
-    return {gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for gpus, measured in rows}
+    errors = {}
+    for gpus, measured in rows:
+        others = [row for row in rows if row[0] != gpus]
+        errors[gpus] = predicted(others, gpus) / measured - 1
+    return errors
     ### END SOLUTION
 
 
@@ -224,9 +238,12 @@ check("13.5", passes, fsdp_layer)
 # how many GPUs does neither pass wait for the sharding's messages? (The time of the all-reduces does not count.)
 # %% answer-13-6
 def most_sharded(job):
-    """Return the largest number of GPUs at which neither pass of fully sharded training waits for the network."""
+    """Return the largest number of GPUs at which neither pass of fully sharded training waits for
+    the network.
+    """
     ### BEGIN SOLUTION
-    # forward: 2 n tokens / K / rate >= (K-1)/K n weight_bytes / between, and backward in the same way
+    # forward: 2 n tokens / K / rate >= (K-1)/K n weight_bytes / between,
+    # and backward in the same way
     forward = 2 / job["weight_bytes"]
     backward = 4 / (job["weight_bytes"] + job["gradient_bytes"])
     return int(1 + min(forward, backward) * job["tokens"] * job["between"] / job["rate"])
@@ -234,7 +251,9 @@ def most_sharded(job):
 
 
 def most_tensor(job):
-    """Return the largest T that divides a host and whose all-reduce takes no longer than the pair's computing."""
+    """Return the largest T that divides a host and whose all-reduce takes no longer than the pair's
+    computing.
+    """
     ### BEGIN SOLUTION
     # 4 b width inner / T / rate >= 2 (T-1)/T 2 b width / inside
     limit = 1 + job["inner"] * job["inside"] / job["rate"]
@@ -243,9 +262,12 @@ def most_tensor(job):
 
 
 def most_together(job):
-    """Return the largest number of GPUs if T ranks of a host share each layer and the replicas are fully sharded."""
+    """Return the largest number of GPUs if T ranks of a host share each layer and the replicas are
+    fully sharded.
+    """
     ### BEGIN SOLUTION
-    # A rank has a T-th of the weights to send and a T-th of its replica's flops to compute: T cancels.
+    # A rank has a T-th of the weights to send and a T-th of its replica's flops to compute:
+    # T cancels.
     return most_tensor(job) * most_sharded(job)
     ### END SOLUTION
 

@@ -49,7 +49,11 @@ and adds to its next gradient. That is **error feedback**: small gradients are s
 # %% predict
 guess = show.predict(
     "Each rank sends only the largest 1 % of its gradient. How far does training get with and without error feedback?",
-    ["both as far as with all of it", "with feedback nearly as far, without clearly less", "neither learns"],
+    [
+        "both as far as with all of it",
+        "with feedback nearly as far, without clearly less",
+        "neither learns",
+    ],
 )
 guess
 
@@ -63,7 +67,9 @@ gradient before the largest are chosen. Change neither `gradient` nor `left`; bo
 
 # %% task-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and what is left now."""
+    """Return (values, places, left): what to send of gradient + left, where it belongs, and what
+    is left now.
+    """
     raise NotImplementedError("Exercise 14.1: Send the largest")
 
 
@@ -79,8 +85,11 @@ rank and half precision are in the same file. This is local SGD; one more argume
 """
 
 # %% source-local
-show.source(communicate_less.train_local, communicate_less.take_mean_change,
-            click="Write task 14.2 first, then open: local SGD and DiLoCo")
+show.source(
+    communicate_less.train_local,
+    communicate_less.take_mean_change,
+    click="Write task 14.2 first, then open: local SGD and DiLoCo",
+)
 
 # %% [markdown]
 r"""
@@ -104,7 +113,8 @@ worker instead of after K of them; to compensate, the learning rate is divided b
 # %% ways
 def hooked(hook):
     def way(model, batches, lr):
-        parallel, losses = DistributedDataParallel(model), []
+        parallel = DistributedDataParallel(model)
+        losses = []
         parallel.register_comm_hook(None, hook())
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         for inputs, targets in batches:
@@ -124,9 +134,13 @@ def local(every, outer=None):
 
 # %% all-ways
 def nesterov(parameters):
-    return torch.optim.SGD(
-        parameters, lr=0.7, momentum=0.6, nesterov=True
-    )  # the paper's 0.9 wants more than five meetings
+    # The paper's momentum of 0.9 wants more than five meetings.
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.6, nesterov=True)
+
+
+def asynchronous(model, batches, lr):
+    losses, _ = communicate_less.train_asynchronously(model, batches, lr / K)
+    return losses
 
 
 ways = {
@@ -137,13 +151,16 @@ ways = {
     "low rank": hooked(lambda: communicate_less.LowRank(2)),
     "local SGD": local(every=8),
     "DiLoCo": local(every=8, outer=nesterov),
-    "asynchronous": lambda model, batches, lr: communicate_less.train_asynchronously(model, batches, lr / K)[0],
+    "asynchronous": asynchronous,
 }
 
 
 # %% run
+text = problems.make("bytes", parameters=20_000, context=32)
+
+
 def trained(seed, steps=40):
-    text, outcomes = problems.make("bytes", parameters=20_000, context=32), {}
+    outcomes = {}
     for name, way in ways.items():
         model = text.model(seed)
         shares = steps * K // (K - 1) if name == "asynchronous" else steps
@@ -152,16 +169,20 @@ def trained(seed, steps=40):
             way(text.model(), [], 0.15)  # no steps: the broadcast at the start, and no more
         with wire.counting() as traffic:
             losses = way(model, share, 0.15)
-        outcomes[name] = losses, (traffic.bytes_sent - before.bytes_sent) / steps, text.loss(model)
+        sent_per_step = (traffic.bytes_sent - before.bytes_sent) / steps
+        outcomes[name] = losses, sent_per_step, text.loss(model)
         dist.barrier()
     return outcomes
 
 
-steps = 7 * 40 + 2 * 5  # rank 0 takes these: two of seven ways also meet five times, and the server takes none
+# Rank 0 takes these: two of seven ways also meet five times, and the server takes none.
+steps = 7 * 40 + 2 * 5
 runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", steps)) for seed in range(3)]
 
 # %% final-loss folded=true
-final = {name: [run[0][name][2] for run in runs] for name in ways}
+final = {}
+for name in ways:
+    final[name] = [run[0][name][2] for run in runs]
 mean = {name.replace(", ", ",\n"): sum(three) / 3 for name, three in final.items()}
 spread = max(max(three) - min(three) for three in final.values())
 show.bars(
@@ -172,7 +193,9 @@ show.bars(
 )
 
 # %% reveal
-gap = {name: sum(final[name]) / 3 - sum(final["every step"]) / 3 for name in ("top 1 %", "top 1 %, no feedback")}
+gap = {}
+for name in ("top 1 %", "top 1 %, no feedback"):
+    gap[name] = sum(final[name]) / 3 - sum(final["every step"]) / 3
 guess.reveal("with feedback {:+.2f} nats, without {:+.2f}".format(*gap.values()), guess.answers[1])
 
 # %% check-feedback
@@ -182,11 +205,22 @@ assert all(mean < 4 for mean in final["local SGD"])
 print("error feedback wins back most of what the largest 1 % alone would lose")
 
 # %% bytes folded=true
-sent = {name: max(rank[name][1] for rank in runs[0]) for name in ways}
+sent = {}
+for name in ways:
+    sent[name] = max(rank[name][1] for rank in runs[0])
 first = sent["every step"]
-show.bars({name.replace(", ", ",\n"): 100 * count / first for name, count in sent.items()},
-          "sent by the busiest rank (% of the ring)", kind="counted", width=9.4,
-          title=f"The largest 1 % is {100 * sent['top 1 %'] / first:.0f} % of the ring's bytes; the server sends {100 * sent['asynchronous'] / first:.0f} %")
+percent = {name: 100 * count / first for name, count in sent.items()}
+title = (
+    f"The largest 1 % is {percent['top 1 %']:.0f} % of the ring's bytes;"
+    f" the server sends {percent['asynchronous']:.0f} %"
+)
+show.bars(
+    {name.replace(", ", ",\n"): number for name, number in percent.items()},
+    "sent by the busiest rank (% of the ring)",
+    title,
+    kind="counted",
+    width=9.4,
+)
 
 # %% check-bytes folded=true
 # NBVAL_CHECK_OUTPUT
@@ -212,10 +246,12 @@ the eight ways are drawn: all but top 1 % without feedback. First a slow link of
 
 # %% clock folded=true
 def against_time(bits_per_second, compute_s=0.02, window=8):
-    series, bands = {}, {}
-    for name in ("every step", "half precision", "top 1 %", "low rank", "local SGD", "DiLoCo", "asynchronous"):
-        losses = torch.tensor([[rank[name][0] for rank in run if rank[name][0]] for run in runs]).mean(1)
-        smooth = losses.unfold(1, window, 1).mean(-1)
+    series = {}
+    bands = {}
+    for name in [name for name in ways if name != "top 1 %, no feedback"]:
+        losses = [rank[name][0] for run in runs for rank in run if rank[name][0]]
+        mean_losses = torch.tensor(losses).unflatten(0, (len(runs), -1)).mean(1)
+        smooth = mean_losses.unfold(1, window, 1).mean(-1)
         shares = K / (K - 1) if name == "asynchronous" else 1  # One of K ranks only serves.
         step_s = compute_s + sent[name] / shares * 8 / bits_per_second
         seconds = [step_s * (step + window) for step in range(smooth.shape[1])]
@@ -226,8 +262,11 @@ def against_time(bits_per_second, compute_s=0.02, window=8):
 
 def drawn(bits_per_second, title):
     series, bands = against_time(bits_per_second)
-    return show.curves(series, "time (s)", "training loss (nats, mean of 8 steps)", title, bands=bands, log="x",
-                       points=False, height=4.6, kind="loss measured, time derived")
+    axis = "training loss (nats, mean of 8 steps)"
+    kind = "loss measured, time derived"
+    return show.curves(
+        series, "time (s)", axis, title, bands=bands, log="x", points=False, height=4.6, kind=kind
+    )
 
 
 # %% slow-link
@@ -238,8 +277,13 @@ drawn(1e9, "1 Gbit/s: sending less gains little; the server has one worker less"
 
 # %% check-time folded=true
 # NBVAL_CHECK_OUTPUT
-ends = {speed: {name: seconds[-1] for name, (seconds, _) in against_time(speed)[0].items()} for speed in (5e6, 1e9)}
-assert ends[5e6]["every step"] > 3 * ends[5e6]["local SGD"] and ends[1e9]["every step"] < 1.2 * ends[1e9]["local SGD"]
+def last_second(name, bits_per_second):
+    seconds, _ = against_time(bits_per_second)[0][name]
+    return seconds[-1]
+
+
+assert last_second("every step", 5e6) > 3 * last_second("local SGD", 5e6)
+assert last_second("every step", 1e9) < 1.2 * last_second("local SGD", 1e9)
 print("slow link: local SGD takes less than a third of the time; fast link: it gains less than a fifth")
 
 # %% [markdown]
@@ -255,8 +299,8 @@ three of the ways (local SGD meets once), after two others. A device takes 60 ms
 
 
 # %% measured folded=true
-def step_seconds(name):
-    text, ranks, begun = problems.make("bytes", parameters=20_000, context=32), dist.get_world_size(), []
+def step_seconds(name, ranks):
+    begun = []
 
     def watched():
         for batch in text.batches(8 * ranks, 11, rank=dist.get_rank(), world_size=ranks):
@@ -267,22 +311,23 @@ def step_seconds(name):
     return (begun[10] - begun[2]) / 8 if begun else 0.0  # the server takes no batches
 
 
-text, some = problems.make("bytes", parameters=20_000, context=32), ("every step", "half precision", "local SGD")
+
 with Device("1GFLOP/s").emulate(record=True, sleep=False) as counted:
     stage1_single.train(text.model(), text.batches(8, 1), 0.15)
 device = Device(f"{counted.busy_s / 0.06}GFLOP/s")  # on which a step takes 60 ms
 wall = {
-    name: 1000 * max(launch(step_seconds, name, world_size=K, link=Link("5Mbit"), device=device))
-    for name in show.progress(some)
+    name: 1000 * max(launch(step_seconds, name, K, world_size=K, link=Link("5Mbit"), device=device))
+    for name in show.progress(("every step", "half precision", "local SGD"))
 }
-derived = {name: 60 + 1000 * sent[name] * 8 / 5e6 for name in some}
-furthest = max(abs(wall[name] / derived[name] - 1) for name in some)
+derived = {name: 60 + 1000 * sent[name] * 8 / 5e6 for name in wall}
+furthest = max(abs(wall[name] / derived[name] - 1) for name in wall)
 title = f"The programs take the derived times, to {100 * furthest:.1f} %"
-show.bars(wall, "time per step (ms)", title, theory=derived, form="{:.0f}", kind="virtual time", dash="derived")
+show.bars(wall, "time per step (ms)", title, theory=derived,
+          form="{:.0f}", kind="virtual time", dash="derived")
 
 # %% check-clock folded=true
 # NBVAL_CHECK_OUTPUT
-assert all(wall[name] > 0.9 * derived[name] for name in some), (wall, derived)
+assert all(wall[name] > 0.9 * derived[name] for name in wall), (wall, derived)
 print("no step is shorter than derived: device and link take their time")
 
 # %% [markdown]
@@ -299,18 +344,23 @@ question (above, with all devices alike, equally many samples gave the same loss
 # %% slow-rank folded=true
 def staleness():
     share = text.batches(32, 8, rank=dist.get_rank(), world_size=4)
-    return sorted(communicate_less.train_asynchronously(text.model(), share, 0.15)[1])
+    _, updates_late = communicate_less.train_asynchronously(text.model(), share, 0.15)
+    return sorted(updates_late)
 
 
 slow = Device(f"{device.rate / 2}FLOP/s")
 mixed = [device, device, device, slow]
 both = ("every step", "asynchronous")
-seconds = {name: launch(step_seconds, name, world_size=4, device=mixed) for name in both}
-pace = {name: [1000 * each for each in ranks if each] for name, ranks in seconds.items()}  # the server takes no batches
+seconds = {name: launch(step_seconds, name, 4, world_size=4, device=mixed) for name in both}
 updates = launch(staleness, world_size=4, device=mixed)[0]
-print(f"staleness of a gradient, in updates: median {updates[len(updates) // 2]}, at most {updates[-1]} (counted)")
-together = {name: 1000 * sum(8 / ms for ms in paces) for name, paces in pace.items()}
-title = f"One slow rank: the server gets {together['asynchronous'] / together['every step']:.2f} times as many samples through"
+median = updates[len(updates) // 2]
+print(f"staleness of a gradient, in updates: median {median}, at most {updates[-1]} (counted)")
+together = {}
+for name, ranks in seconds.items():
+    paces = [1000 * step for step in ranks if step]  # the server takes no batches
+    together[name] = 1000 * sum(8 / ms for ms in paces)
+gain = together["asynchronous"] / together["every step"]
+title = f"One slow rank: the server gets {gain:.2f} times as many samples through"
 show.bars(together, "samples per second, all workers", title, form="{:.0f}", kind="virtual time")
 
 # %% [markdown]

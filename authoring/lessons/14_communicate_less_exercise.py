@@ -21,7 +21,9 @@ from ddp_course.checking import check, hint
 # nor `left`; both are in one row.
 # %% answer-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and what is left now."""
+    """Return (values, places, left): what to send of gradient + left, where it belongs, and what
+    is left now.
+    """
     ### BEGIN SOLUTION
     owed = gradient + left
     places = owed.abs().topk(max(1, round(share * len(owed)))).indices
@@ -93,7 +95,9 @@ def the_bug():
 
 
 def make_hook(share):
-    """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by name."""
+    """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by
+    name.
+    """
     ### BEGIN SOLUTION
     kept = {}
 
@@ -129,7 +133,8 @@ def winner(ways, target, compute_s, bits):
 
     ### BEGIN SOLUTION
     def seconds(way):
-        steps = next((step for step, loss in enumerate(way["losses"], 1) if loss <= target), float("inf"))
+        reached = (step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+        steps = next(reached, float("inf"))
         return steps * (compute_s + 8 * way["bytes"] / bits)
 
     return min(ways, key=lambda name: seconds(ways[name]))
@@ -137,9 +142,16 @@ def winner(ways, target, compute_s, bits):
 
 
 def break_even(plain, frugal, target, compute_s):
-    """Return the bits per second at which both ways reach `target` at the same time; `frugal` needs more steps."""
+    """Return the bits per second at which both ways reach `target` at the same time; `frugal`
+    needs more steps.
+    """
+
     ### BEGIN SOLUTION
-    n, m = (next(step for step, loss in enumerate(way["losses"], 1) if loss <= target) for way in (plain, frugal))
+    def steps_of(way):
+        return next(step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+
+    n = steps_of(plain)
+    m = steps_of(frugal)
     return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
     ### END SOLUTION
 
@@ -161,7 +173,9 @@ check("14.4", winner, break_even)
 # int8 values and a scale of one number, and nothing else. Change neither `gradient` nor `left`.
 # %% answer-14-5
 def int8_mean(gradient, left, gather):
-    """Return (the mean over the ranks of what was sent, what is left on this rank now), both in float32."""
+    """Return (the mean over the ranks of what was sent, what is left on this rank now), both in
+    float32.
+    """
     ### BEGIN SOLUTION
     owed = gradient + left
     scale = owed.abs().max() / 127

@@ -296,8 +296,8 @@ def schedule(stages, micro_batches):
 #- return orders
 #+ return orders[0]
 # %% 8.5 told: no warm-up | it has BFW for micro-batch 0
-#- warm_up, done = stages - 1 - stage, 0
-#+ warm_up, done = -1, 0
+#- warm_up = stages - 1 - stage
+#+ warm_up = -1
 #- steps = [("F", m) for m in range(warm_up)]
 #+ steps = []
 #- if warm_up + m < micro_batches:
@@ -342,15 +342,15 @@ def read(timeline):
 #- "1F1B" if last[1][0] == "B" else "GPipe"
 #+ "1F1B" if first[1][0] == "B" else "GPipe"
 # %% 8.6 told: only the schedule | return a pair: (schedule, slow stage)
-#- return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
-#+ return "1F1B" if last[1][0] == "B" else "GPipe"
+#- return name, slow
+#+ return name
 # %% 8.6 told: words of one's own | the result is 'sequential'; 'one at a time' was expected
 #- return "one at a time", slow
 #+ return "sequential", slow
 # %% 8.6 wrong: not sorted | the timeline is in any order: sort each stage's steps by when they start
-#- first = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if
+#- first = [(kind, m) for stage, kind, m, _, _ in ordered if
 #+ first = [(kind, m) for stage, kind, m, _, _ in timeline if
-#- last = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if
+#- last = [(kind, m) for stage, kind, m, _, _ in ordered if
 #+ last = [(kind, m) for stage, kind, m, _, _ in timeline if
 # %% 8.7 right: with autograd.grad
 def forward(stage, number):

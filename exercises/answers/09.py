@@ -506,14 +506,14 @@ class SplitLoss(torch.autograd.Function):
 #-         losses = total.log() + highest - all_sum(at_target)
 #+         losses = total.log() + highest - at_target
 # %% 9.6 wrong: the target outside its columns | targets of other ranks count too, at this rank's first or last column: only the rank that has the word adds its logit
-#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()
 #+         rows = torch.arange(len(logits))
 #+         columns = columns.clamp(0, logits.shape[1] - 1)
 # %% 9.6 wrong: the one-hot on every rank | the gradient is 1 less in a column of each rank: only the rank that has the target subtracts it
 #-         gradient[rows, columns[rows]] -= 1
 #+         gradient[torch.arange(len(logits)), columns.clamp(0, logits.shape[1] - 1)] -= 1
 # %% 9.6 wrong: a negative index | a target of another rank counts at one of this rank's columns: an index below 0 counts from the end
-#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()
 #+         rows = ((columns >= -logits.shape[1]) & (columns < logits.shape[1])).nonzero().flatten()
 # %% 9.6 wrong: m is not added again | m is missing in the loss: what is subtracted from all logits is subtracted from the target's, too
 #-         losses = total.log() + highest - all_sum(at_target)
@@ -569,7 +569,7 @@ class SplitLoss(torch.autograd.Function):
 #-         losses = total.log() + highest - all_sum(at_target)
 #+         losses = total.log() - all_sum(at_target)
 # %% 9.6 told: a plain index | a target may be in another rank's columns
-#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()  # these targets are among its columns
+#-         rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().flatten()
 #+         rows = torch.arange(len(logits))
 # %% 9.6 told: only ranks with a target call | also a rank whose columns have no target
 #-         losses = total.log() + highest - all_sum(at_target)

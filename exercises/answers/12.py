@@ -153,7 +153,7 @@ def foresee(measure, size, nbytes):
 
 
 # %% 12.2 told: seconds only | return a pair: (seconds, cause)
-#- return latencies + carried, "latency" if latencies > carried else "bandwidth"
+#- return latencies + carried, cause
 #+ return latencies + carried
 # %% 12.2 wrong: the causes swapped | the cause is the other one
 #- "latency" if latencies > carried else "bandwidth"

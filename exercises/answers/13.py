@@ -166,10 +166,10 @@ def wrong_with(plan, job):
 
 
 # %% 13.3 wrong: copies always share | copies share their state only if the plan is sharded; else each keeps all of its part
-#- (data if sharded else 1)
+#- data if sharded else 1
 #+ data
 # %% 13.3 wrong: nobody shares | sharded copies have a part each: divide by their number, too
-#- (data if sharded else 1)
+#- data if sharded else 1
 #+ 1
 # %% 13.3 wrong: weights alone | that is 2 bytes per parameter, the weights; gradients, Adam's state and the float32 copy are 14 more
 #- return 16 *
@@ -218,8 +218,8 @@ def wrong_with(plan, job):
 #- if job["batch"] % data:
 #+ if job["batch"] % job["gpus"]:
 # %% 13.3 wrong: shared by all GPUs | sharded copies have a part each: divide by their number, too; the other ways have divided the rest already
-#- (data if sharded else 1)
-#+ (job["gpus"] if sharded else 1)
+#- data if sharded else 1
+#+ job["gpus"] if sharded else 1
 # %% 13.4 right: a linear system
 def predicted(two_rows, gpus):
     (k, t), (n, u) = two_rows
@@ -260,26 +260,23 @@ def held_out(rows):
 #- return computing / gpus + slow - computing / few
 #+ return computing / gpus
 # %% 13.4 wrong: the fit has seen it | there the row itself was in the fit: an error of zero proves nothing
-#- return {gpus
+#- errors = {}
 #+ return {gpus: 0.0 for gpus, _ in rows}
-#+     return {gpus
 # %% 13.4 wrong: percents | in percent; as a share was asked for
-#- / measured - 1 for
-#+ / measured * 100 - 100 for
+#- / measured - 1
+#+ / measured * 100 - 100
 # %% 13.4 wrong: measured over predicted | that is measured over predicted: turn it round
-#- gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
-#+ gpus: measured / predicted([row for row in rows if row[0] != gpus], gpus) - 1 for
+#- errors[gpus] = predicted(others, gpus) / measured - 1
+#+ errors[gpus] = measured / predicted(others, gpus) - 1
 # %% 13.4 wrong: without the sign | which side? Predicted less than measured is an error below zero
-#- gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
-#+ gpus: abs(predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1) for
+#- errors[gpus] = predicted(others, gpus) / measured - 1
+#+ errors[gpus] = abs(predicted(others, gpus) / measured - 1)
 # %% 13.4 told: a list | return a dictionary
-#- return {gpus
-#+ return list({gpus
-#- for gpus, measured in rows}
-#+ for gpus, measured in rows})
+#- return errors
+#+ return list(errors)
 # %% 13.4 wrong: in seconds | that is a difference in seconds: the error is a share of what was measured
-#- {gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
-#+ {gpus: predicted([row for row in rows if row[0] != gpus], gpus) - measured for
+#- errors[gpus] = predicted(others, gpus) / measured - 1
+#+ errors[gpus] = predicted(others, gpus) - measured
 # %% 13.5 right: term by term
 def passes(weights, width, tokens, context):
     matmul = weights * tokens / 117e12

@@ -191,7 +191,9 @@ def make_hook(share):
 #+ kept["all"] = owed - sent
 # %% 14.3 told: one store for all hooks | for each name of each hook on its own?
 #- def make_hook(share):
-#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by name."""
+#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by
+#-     name.
+#-     """
 #-     kept = {}
 #+ kept = {}
 #+
@@ -252,18 +254,18 @@ def break_even(plain, frugal, target, compute_s):
 #- return min(ways, key=lambda name: seconds(ways[name]))
 #+ return min(seconds(way) for way in ways.values())
 # %% 14.4 wrong: below the target | a loss equal to the target counts: `target` or less
-#- if loss <= target), float("inf"))
-#+ if loss < target), float("inf"))
+#- reached = (step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+#+ reached = (step for step, loss in enumerate(way["losses"], 1) if loss < target)
 # %% 14.4 wrong: bits for bytes | a byte has eight bits
 #- 8 * way["bytes"] / bits
 #+ way["bytes"] / bits
 #- return 8 * (n
 #+ return (n
 # %% 14.4 wrong: steps from zero | the first loss is that after step 1, so `enumerate` starts at 1
-#- enumerate(way["losses"], 1) if loss <= target), float("inf"))
-#+ enumerate(way["losses"]) if loss <= target), float("inf"))
-#- enumerate(way["losses"], 1) if loss <= target) for
-#+ enumerate(way["losses"]) if loss <= target) for
+#- reached = (step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+#+ reached = (step for step, loss in enumerate(way["losses"]) if loss <= target)
+#- return next(step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+#+ return next(step for step, loss in enumerate(way["losses"]) if loss <= target)
 # %% 14.4 wrong: all steps | that is who ends first: what counts is the step in which the target is reached
 #- return steps *
 #+ steps = len(way["losses"]) if steps < float("inf") else steps
@@ -272,8 +274,8 @@ def break_even(plain, frugal, target, compute_s):
 #- 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ 8 * (plain["bytes"] - frugal["bytes"]) / compute_s
 # %% 14.4 wrong: the lowest loss | what counts is the first step at which the target is reached, not the lowest loss
-#- if loss <= target), float("inf"))
-#+ if loss == min(way["losses"])), float("inf"))
+#- reached = (step for step, loss in enumerate(way["losses"], 1) if loss <= target)
+#+ reached = (step for step, loss in enumerate(way["losses"], 1) if loss == min(way["losses"]))
 # %% 14.5 right: floor of a half more
 def int8_mean(gradient, left, gather):
     owed = gradient + left
