@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="measure speed ratios, side by side"
+        prog="python -m benchmarks", description="measure speed, and judge what is promised of it"
     )
     parser.add_argument("name", choices=BENCHMARKS, help="NAME --help lists its options")
     name = parser.parse_args(words[:1]).name

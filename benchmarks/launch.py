@@ -1,7 +1,8 @@
 """`python -m benchmarks launch`: how long it takes to start K ranks.
 
-Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
-`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed.
+Every way calls an empty function on the CPU: `launch` warm and cold, `torch.multiprocessing.spawn`
+and fork with a process group of gloo, and accelerate's `notebook_launcher`, which makes none, where
+it is installed. Beside them stands the import of torch alone.
 """
 
 import argparse

@@ -31,18 +31,16 @@ class Stage:
     idea: str
     module: str
     colour: str
-    time: str  # it takes this time to average p bytes over K ranks on links of b bytes/s
+    time: str  # what its communication costs: p bytes over K ranks on links of b bytes/s
     train: Callable[..., list[float]] | str = ""
     options: tuple[str, ...] = ()
     one_process: bool = False
-    splits_batch: bool = (
-        True  # each rank gets a K-th of the global batch; otherwise all work on all of it
-    )
+    # Each rank gets a K-th of the global batch; otherwise all work on all of it.
+    splits_batch: bool = True
     counted: bool = False  # its bytes go over our own wire, where they are counted
     bytes_sent: Callable[[Any], float] | None = None
-    all_reduce: str | None = (
-        None  # `measuring.theory` has the closed form of its averaging under this name
-    )
+    # Under this name `measuring.theory` has the closed form of its averaging.
+    all_reduce: str | None = None
     step: str | None = None
 
     def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:

@@ -100,9 +100,8 @@ class BucketedDDP(torch.nn.Module):
         # The thread sends buckets in the order of their arrival.
         self.communication = communication_thread(process_group)
         self.start_over()
-        this = weakref.ref(
-            self
-        )  # The hooks stay with the parameters, and must not keep this alive.
+        # The hooks stay with the parameters, and must not keep this alive.
+        this = weakref.ref(self)
 
         def report(parameter):
             if wrapper := this():
@@ -112,8 +111,8 @@ class BucketedDDP(torch.nn.Module):
             parameter.register_post_accumulate_grad_hook(report)
 
     def forward(self, *args, **kwargs):
-        """Run the module. RuntimeError after an exception in backward, and when parameters were
-        frozen or unfrozen.
+        """Run the module. RuntimeError after an exception in backward that came when buckets had
+        left, and when parameters were frozen or unfrozen.
         """
         check_pass(self)
         self.start_over()
@@ -206,7 +205,9 @@ def refuse(wrong, words):
 
 @uncompiled
 def check_pass(wrapper):
-    """Raise RuntimeError after an exception in backward, and if there are other parameters now."""
+    """Raise RuntimeError if buckets of a backward pass that failed have left, and if there are
+    other parameters now.
+    """
     refuse(
         wrapper.waits,
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"

@@ -257,7 +257,8 @@ def has_hooks(module):
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
-    hooks += [parameter._backward_hooks for parameter in module.parameters()]
+    for parameter in module.parameters():
+        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     return any(hooks)
 
 

@@ -48,8 +48,8 @@ def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
 
 @cache
 def shape(source: str) -> tuple[str, ...]:
-    """An answer's words without comments, docstrings and other long texts; a name is the number of
-    its first use, unless it stands after a point.
+    """An answer's words without comments and without texts between three double quotes; a name is
+    the number of its first use, unless it stands after a point.
     """
     numbers: dict[str, str] = {}
     words = []

@@ -46,8 +46,8 @@ def write_files(
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
-    """One line per submission, and one per task where points are missing, unless all tasks have the
-    same message.
+    """One line per submission, and one per task where points are missing or a teacher has
+    commented, unless all tasks have the same message; then who is alike, and who is missing.
     """
     return rendered("report.txt", results=results, alike=likeness(results), missing=missing)
 
@@ -127,8 +127,8 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
 
 
 def file_name(learner: str) -> str:
-    """A learner's name as a file can be called on any system, also where A is a: of small letters,
-    digits, "_" and "-".
+    """A learner's name as a file may be called, also where A is a: of small letters, digits, "_"
+    and "-".
     """
     name = unicodedata.normalize("NFC", learner).lower()
     return re.sub(r"[^\w-]+", "_", name)[:80] or "learner"

@@ -10,14 +10,15 @@ from ddp_course.errors import GradingError
 
 
 def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a teacher's file, {title: cell}. If its first line has none of the `titles`, each
-    line is a cell of the first of them. GradingError for a file that cannot be read.
+    """The rows of a teacher's file, {title: cell}. If its first line has none of the `titles`, it
+    is a list: the first cell of each line stands under the first title. GradingError for a file
+    that cannot be read.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise GradingError(f'"{path}" cannot be read: {error}') from error
-    rows = [list(map(str.strip, row)) for row in csv.reader(lines)]
+    rows = [list(map(str.strip, row)) for row in csv.reader(io.StringIO(text))]
     if not rows or not set(titles) & set(rows[0]):
         rows.insert(0, [titles[0]])
     header, *others = rows

@@ -23,7 +23,7 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
         tables.setdefault(row["table"], []).append(row)
     new = [abs(row["error"]) for row in known if not row["calibrated"]]
     message = (
-        f"median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst"
+        f"Median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst"
         f" {max(new):.0%}"
     )
     with panels(
@@ -32,7 +32,6 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
         message=message,
         description="Points by table",
         kind="published; derived",
-        title=message[0].upper() + message[1:],
     ) as (picture, axes):
         colours = list(ALGORITHM_COLOURS.values())
         labels = []

@@ -385,7 +385,7 @@ kinds = {"FORWARD": stage8_pipeline.Forward, "FULL_BACKWARD": stage8_pipeline.Ba
 # %% check-torchs folded=true
 # NBVAL_CHECK_OUTPUT
 lists = {}
-for name, kind, per_rank in (
+for own_name, kind, per_rank in (
     ("GPipe", "ScheduleGPipe", 1), ("1F1B", "Schedule1F1B", 1),
     ("interleaved", "ScheduleInterleaved1F1B", 2),
     ("zero bubble", "ScheduleInterleavedZeroBubble", 2),
@@ -394,14 +394,14 @@ for name, kind, per_rank in (
     by_loop = {"torch's loop": [gradients for gradients, _ in outcomes]}
     alike = ""
     if per_rank == 2:
-        lists[name] = outcomes[0][1]
-        by_loop["ours"] = launch(run, lambda *_, order=lists[name]: order, world_size=K)
-        verdict = "is" if lists[name] == schedules[name](K, M) else "is not"
+        lists[own_name] = outcomes[0][1]
+        by_loop["ours"] = launch(run, lambda *_, order=lists[own_name]: order, world_size=K)
+        verdict = "is" if lists[own_name] == schedules[own_name](K, M) else "is not"
         alike = f", by a list that {verdict} ours"
     for parts in by_loop.values():
         by_stage = {number: gradient for part in parts for number, gradient in part.items()}
         gradient = torch.cat([by_stage[number] for number in sorted(by_stage)])
-        assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
+        assert (gradient - gradients_of(whole)).abs().max() < 1e-14, own_name
     print(f"{kind}: the gradients of one device by {' and by '.join(by_loop)}{alike}")
 
 # %% torchs-figure folded=true

@@ -13,6 +13,7 @@ LEVELS = 3
 def all_hints() -> dict[str, list[str]]:
     """{task: its hints, in order}, as hints.md has them."""
     text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    # A section is "## 4.2" and, below it, a line for each hint: "1. …", "2. …", "3. …".
     sections = re.findall(r"^## (\d+\.\d+)\n((?:\d\. .+\n)+)", text, re.MULTILINE)
     return {task: re.findall(r"^\d\. (.+)$", body, re.MULTILINE) for task, body in sections}
 

@@ -52,16 +52,16 @@ class Span(NamedTuple):
 
 
 def between(start: float, end: float) -> float:
-    """Seconds from one moment to another, to the picosecond, in which virtual time counts: the
-    difference of two large numbers would tell by its last bits when the ranks began.
+    """Seconds from one moment to another, rounded to the picosecond, virtual time's unit: else the
+    last bits of a step would depend on the moment at which it began.
     """
     return round(end - start, 12)
 
 
 @contextmanager
 def recording() -> Iterator[list[Span]]:
-    """Record the spans of this process, from the calling thread and from communication: `with
-    recording() as spans`.
+    """Record the spans of this process, forward passes of all its threads: `with recording() as
+    spans`.
 
     On CUDA a span's edges are events, read when the recording ends: they say when work ran, not
     when it was queued.
@@ -161,21 +161,12 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
     gradient is done and the last bucket leaves. In stage 2 the master waits while its own device is
     done and another is not.
     """
-    lanes = defaultdict(list)
+    spans_of = defaultdict(list)
     for span in _with_waits(list(spans)):
-        lanes[span.device].append(span)
-    devices = range(max(lanes, default=0) + 1)
-    first, *others = [_without_overlap(lanes[device]) for device in devices]
-    spans_of_others = [span for lane in others for span in lane]
-    waits = []
-    for before, after in pairwise(first):
-        gap = Span("wait", before.end, after.start)
-        busy = any(span.start < gap.end and gap.start < span.end for span in spans_of_others)
-        if gap.seconds > 0 and busy:
-            waits.append(gap)
-    if waits:
-        first = sorted([*first, *waits], key=lambda span: span.start)
-    return [first, *others]
+        spans_of[span.device].append(span)
+    devices = range(max(spans_of, default=0) + 1)
+    master, *others = [_without_overlap(spans_of[device]) for device in devices]
+    return [_with_masters_waits(master, others), *others]
 
 
 def exposed(spans: Iterable[Span]) -> float:
@@ -189,6 +180,20 @@ def exposed(spans: Iterable[Span]) -> float:
         for span in laid_out(spans)[0]
         if span.lane == "compute" and span.name in BLOCKING
     )
+
+
+def _with_masters_waits(master, others):
+    """The spans of stage 2's master, with a wait in each gap in which another device works."""
+    spans_of_others = [span for spans in others for span in spans]
+    waits = []
+    for before, after in pairwise(master):
+        gap = Span("wait", before.end, after.start)
+        busy = any(span.start < gap.end and gap.start < span.end for span in spans_of_others)
+        if gap.seconds > 0 and busy:
+            waits.append(gap)
+    if not waits:
+        return master
+    return sorted([*master, *waits], key=lambda span: span.start)
 
 
 def _with_waits(spans):

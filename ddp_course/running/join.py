@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .devices.placement import agreed_backend, gpu_identity, placement, settle_on
+from .devices.placement import backend_for, gpu_identity, placement, settle_on
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
 
@@ -93,7 +93,7 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
     """
     store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
     gpus = [store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)]
-    return agreed_backend(gpus)
+    return backend_for(gpus)
 
 
 def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store:

@@ -4,9 +4,10 @@
                                                                                      |
     weights <--optimizer-- gradient, float32 <--cast-- bucket in reduce_dtype <--cast+
 
-The casts are ordinary operations in the graph, so autograd finds the way back by itself, and
-nothing has to be undone after an exception or in evaluation. Between passes all is float32:
-optimizer, checkpoints, accumulated gradients. A bucket in half precision has half the bytes.
+The casts are ordinary operations in the graph, so autograd finds the way back by itself. Between
+passes all is float32: optimizer, checkpoints, accumulated gradients. Only an exception in backward
+leaves low weights in the module, until the next forward pass. A bucket in half precision has half
+the bytes.
 `torch.autocast` works otherwise: it chooses a precision for each operation, and communicates in
 float32.
 """

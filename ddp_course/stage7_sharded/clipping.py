@@ -25,11 +25,12 @@ def total_norm(parameters, norm_type, group, device):
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
     gradients = [
-        parameter.grad.as_subclass(torch.Tensor)
+        parameter.grad.as_subclass(torch.Tensor)  # A part refuses to be given to a norm.
         for parameter in parameters
         if parameter.grad is not None and parameter.grad.numel()
     ]
-    # Each rank fills in its own norm, and the sum has those of all.
+    # The norm of the ranks' norms is the norm of all gradients. Each rank fills in its own place of
+    # a vector, and the sum of these vectors has the norms of all.
     norms = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
     norms[dist.get_rank(group)] = torch.nn.utils.get_total_norm(gradients, norm_type)
     return torch.linalg.vector_norm(ring_all_reduce(norms, group), norm_type)

@@ -276,7 +276,7 @@ class BucketWatch:
     done its thread's name in `threads`.
     """
 
-    # An answer that does not submit a second bucket, or none at all, is waited for so long.
+    # An answer that submits no second bucket, or no bucket at all, is waited for so long.
     PATIENCE_S = 0.5
 
     def __init__(self, flats, group):
@@ -693,7 +693,9 @@ class WhenItHides:
 
 @task("5.8", "most_ranks", {"small machines": 1, "large machines": 1})
 class MostRanks:
-    """Backward is tokens / K, the ring 2(K-1)/K: K is at most 1 + 2 tokens W / (bytes R)."""
+    """K is at most 1 + 2 tokens W / (bytes R): for P parameters backward takes 4 tokens P / (R K),
+    and the ring of their gradients 2 (K-1)/K bytes P / W.
+    """
 
     def draw(random):
         for gradient_bytes, ranks in product((2, 4), (5, 40, 700, 9000)):

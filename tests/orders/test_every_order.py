@@ -55,7 +55,8 @@ def test_a_fault_is_found_in_one_run_with_the_lines_of_both_sides(program, capsy
         posted, touched = (re.search(r"line (\d+)", line) for line in verdict.lines)
         assert int(posted[1]) < int(touched[1])
     verdict.show()
-    assert "rank 0: post" in capsys.readouterr().out
+    # Where all ranks make the same mistake at one moment, any of them may be named.
+    assert f"rank {min(verdict.ranks)}: post" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])

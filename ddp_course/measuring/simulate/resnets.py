@@ -53,8 +53,12 @@ def profile(name: str, compute_s: float) -> Profile:
     cost twice forward.
     """
     sizes = list(layers(name))
-    unit = compute_s / (3 * sum(work for _, work in sizes))
-    return Profile(tuple(Layer("", work * unit, 2 * work * unit, 4 * size) for size, work in sizes))
+    multiplications = sum(work for _, work in sizes)
+    unit = compute_s / (3 * multiplications)  # Forward is one part of three, backward two.
+    profiled = []
+    for parameters, work in sizes:
+        profiled.append(Layer("", work * unit, 2 * work * unit, 4 * parameters))
+    return Profile(tuple(profiled))
 
 
 def _convolution(channels_in, channels_out, kernel, side, groups=1):

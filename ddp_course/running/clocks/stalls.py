@@ -47,14 +47,16 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
 
 
 def line_of(frame: Any) -> str:
-    """Return, with its text, the innermost line at or around a frame that is neither ours nor
-    torch's nor Python's. Where all are, one that is not Python's will do, or else any.
+    """Return "FILE line N: TEXT" of the innermost line, at or around a frame, that is neither the
+    course's, an installed package's, nor Python's. If there is none, one that is not Python's will
+    do, or else any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))
-    for left_out in (LIBRARIES, PYTHON, ()):
-        for each, number in stack:
-            path = each.f_code.co_filename
+    nothing = ()  # No path begins with one of these.
+    for left_out in (LIBRARIES, PYTHON, nothing):
+        for caller, number in stack:
+            path = caller.f_code.co_filename
             if not path.startswith(left_out):
                 # A notebook's cell has no file.
                 name = os.path.basename(path) if os.path.exists(path) else "cell"

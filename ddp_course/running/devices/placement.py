@@ -42,12 +42,12 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     devices = [f"cuda:{rank % gpus}" for rank in range(world_size)]
     if index:
         devices = [device] * world_size
-    return agreed_backend(devices), devices
+    return backend_for(devices), devices
 
 
-@cache
+@cache  # The same launch is told once.
 def say_sharing(world_size: int, gpus: int) -> None:
-    """Say once that there are more ranks than GPUs, and what follows."""
+    """Say that more ranks than GPUs are placed on these, and what follows."""
     if 0 < gpus < world_size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         noun = "GPU" if gpus == 1 else "GPUs"
         better = f"; world_size={gpus} uses NCCL" if gpus > 1 else ""
@@ -93,13 +93,13 @@ def gpu_identity(device: str) -> str:
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.device(device)).uuid}"
 
 
-def agreed_backend(gpus: list[str]) -> str:
-    """Return the backend for ranks on `gpus`, a name per rank: NCCL needs a GPU per rank, unless it
-    may share them.
+def backend_for(devices: list[str]) -> str:
+    """Return the backend for ranks on `devices`, a name for each rank, such as "cuda:0" or what
+    `gpu_identity` returns: NCCL needs a GPU per rank, unless it may share them.
     """
-    if "cpu" in gpus or not torch.distributed.is_nccl_available():
+    if "cpu" in devices or not torch.distributed.is_nccl_available():
         return "gloo"
-    one_each = len(set(gpus)) == len(gpus)
+    one_each = len(set(devices)) == len(devices)
     may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
     return BOTH if one_each or may_share else "gloo"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .environment import SCRIPT, place, preloading_environment
+from .environment import SCRIPT, preloading_environment, surroundings
 from .protocol import (
     LOOPBACK,
     AgentStarted,
@@ -159,7 +159,7 @@ def start_anew(
     for descriptor in (files.call, files.recorder, *rank_files):
         os.set_inheritable(descriptor, True)
     # The end of server.py reads these two pickles, and calls `be_rank`.
-    content = pickle.dumps(place()) + dumps((setting, number, meeting, files, rank_files))
+    content = pickle.dumps(surroundings()) + dumps((setting, number, meeting, files, rank_files))
     with open_memory("rank", content) as file:
         command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)

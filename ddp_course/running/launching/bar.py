@@ -3,7 +3,7 @@
 import sys
 import time
 from contextlib import nullcontext, suppress
-from typing import Any, cast
+from typing import Any
 
 from .protocol import Progress
 
@@ -11,8 +11,8 @@ DRAWING_SECONDS = 1.0  # the bar is drawn this often
 
 
 class Bar:
-    """The bar in the caller, which is made at the first step, or when that is long in coming. Its
-    seconds go on also where no step ends.
+    """The bar in the caller. It appears with the first step, or after a second without one, and its
+    seconds run between steps, too.
     """
 
     def __init__(self, progress: Progress):
@@ -22,7 +22,7 @@ class Bar:
         if not isinstance(progress, tuple):
             progress = ("rank 0", progress)
         self.name, self.total = progress
-        self.bar = cast(Any, None)  # tqdm's own
+        self.bar: Any = None  # tqdm's own
         self.next_drawing = time.monotonic() + DRAWING_SECONDS
 
     def tick(self) -> None:
@@ -36,11 +36,10 @@ class Bar:
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""
         if self.bar is None:
-            from tqdm.auto import (
-                tqdm,
-            )  # This loads the notebook's widgets, which ranks do not need.
+            # This loads the notebook's widgets, which ranks do not need.
+            from tqdm.auto import tqdm
 
-            total = None if self.total is True else self.total
+            total = None if self.total is True else self.total  # tqdm's None is "nobody knows".
             self.bar = tqdm(total=total, desc=self.name, unit="step", disable=sys.stderr is None)
         self.bar.update(steps - self.bar.n)
 

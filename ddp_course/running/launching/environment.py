@@ -1,12 +1,15 @@
-"""How a process that loads torch is started: the server by the caller, a rank anew by the agent."""
+"""With what a process that loads torch is started: the server by the caller, a rank anew by the
+agent.
+"""
 
 import os
 import sys
 from pathlib import Path
 
 SCRIPT = str(Path(__file__).with_name("server.py"))
-# Linux starts no program with an environment variable of much more than this many bytes.
-LONGEST_VARIABLE = 100_000
+# Linux starts no program with an environment variable of more than 131,072 bytes; a character has
+# up to four.
+LONGEST_VARIABLE = 32_000
 
 
 def preloading_environment() -> dict[str, str]:
@@ -18,8 +21,8 @@ def preloading_environment() -> dict[str, str]:
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def place(**variables: str) -> tuple:
-    """Return what the ranks of this process share with it: paths, arguments, folder and
-    environment, to which these `variables` are added.
+def surroundings(**variables: str) -> tuple:
+    """Return what the ranks of this process share with it, in the order in which the server takes
+    it over: paths, arguments, folder, and environment with these `variables` added.
     """
     return sys.path, sys.argv, os.getcwd(), {**os.environ, **variables}

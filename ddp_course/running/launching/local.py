@@ -23,7 +23,7 @@ from .. import flight_recorder
 from ..files import open_memory
 from . import pickling, stacks
 from .decision import ENDING_SECONDS, Ended, Event, Gone, Raised, Returned
-from .environment import place
+from .environment import surroundings
 from .inbox import Inbox, Lines, Messages
 from .protocol import (
     AgentExited,
@@ -89,8 +89,8 @@ class Ranks:
         with far_end:
             self.server = ask_for_agent(far_end)
         # Users may have set another card.
-        own_place = place(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
-        setting = self.open_file(pickle.dumps(own_place) + pickling.dumps(self.setting))
+        own_surroundings = surroundings(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
+        setting = self.open_file(pickle.dumps(own_surroundings) + pickling.dumps(self.setting))
         files = LaunchFiles(
             setting=setting.fileno(),
             log=self.log.fileno(),

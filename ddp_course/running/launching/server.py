@@ -166,7 +166,7 @@ def become_agent(connection: socket.socket) -> None:
 
 
 def take_over(path: list, argv: list, folder: str, environ: dict) -> None:
-    """Take on the caller's place, as `environment.place` describes it."""
+    """Take on the caller's surroundings, as `environment.surroundings` describes them."""
     sys.path[:] = path
     sys.argv[:] = argv
     os.environ.clear()

@@ -64,7 +64,8 @@ def describe_launch(
     check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated else str(device), world_size)
-    say_sharing(world_size, gpus)
+    if gpus:
+        say_sharing(world_size, gpus=len(set(devices)))
     if link is not None:
         link.check(world_size, backend)
     return Setting(

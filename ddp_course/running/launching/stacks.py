@@ -137,8 +137,8 @@ def parse(dump: str) -> list:
     """Return the threads of a dump that run the caller's code, the main one first, as lists of
     (file, line, function).
 
-    The most recent frame is the last, as in a traceback; frames of the launcher and of thread
-    start-up are left out.
+    The most recent frame is the last, as in a traceback. Frames of the launcher, and what called
+    it, of thread start-up and of torch's logger of collectives are left out.
     """
     threads = []
     _, *parts = dump.split("(most recent call first):")

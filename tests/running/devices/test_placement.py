@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_course import launch
 from ddp_course.running.devices import rank_device
-from ddp_course.running.devices.placement import BOTH, agreed_backend, gpu_identity, placement
+from ddp_course.running.devices.placement import BOTH, backend_for, gpu_identity, placement
 from ddp_course.running.join import common_backend
 
 module = sys.modules["ddp_course.running.devices.placement"]  # its function has the same name
@@ -72,7 +72,7 @@ def test_ranks_on_the_cpu_see_no_gpu():
 )
 def test_ranks_agree_on_a_backend(gpus, identities, backend):
     gpus(1)
-    assert agreed_backend(identities) == backend
+    assert backend_for(identities) == backend
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     assert placement("auto", 3)[0] == placement("cuda:0", 2)[0] == backend
-    assert agreed_backend(["a/1", "a/1"]) == backend and agreed_backend(["a/1", "cpu"]) == "gloo"
+    assert backend_for(["a/1", "a/1"]) == backend and backend_for(["a/1", "cpu"]) == "gloo"
 
 
 def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
