@@ -243,14 +243,8 @@ def breaks(source: str, path: str = "") -> list[Found]:
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """The Python files of all rooms, but for the lessons, whose cells are notebooks."""
-    lessons = root / "authoring" / "lessons"
-    return [
-        path
-        for room in ROOMS
-        for path in sorted((root / room).rglob("*.py"))
-        if lessons not in path.parents
-    ]
+    """The Python files of all rooms, lessons too: their cells are what learners read most."""
+    return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 
 def main(arguments: list[str] | None = None) -> int:

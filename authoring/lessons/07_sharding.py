@@ -434,8 +434,9 @@ gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; scatterin
 exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
 overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
 labels = {n: f"{n}{overlap.get(n, '')}\n{measured[n]:.0f} bytes\nper parameter" for n in ways}
+ratio = times["fully sharded"] / times["plain DDP"]
 show.bars({labels[n]: ms for n, ms in times.items()}, "a step (ms)", kind="virtual time",
-          title=f"1/{K} of the memory, in {times['fully sharded'] / times['plain DDP']:.2f} times DDP's time", form="{:.0f}",
+          title=f"1/{K} of the memory, in {ratio:.2f} times DDP's time", form="{:.0f}",
           theory={labels[n]: computing + share * gather for n, share in exposed.items()})
 
 # %% [markdown]

@@ -111,7 +111,8 @@ rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrat
 measured = {}
 lines = {}
 errors = {"simulator": [abs(row["error"]) for row in rows], "as on 2 GPUs": []}
-for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
+colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
+for row, colour in zip(facts.rows("ddp_step_seconds_v100"), colours):
     model, alone, _, *seconds = row.values()
     measured[model] = ([2, 4, 8, 16], [100 * alone / step for step in seconds], colour)
     simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]

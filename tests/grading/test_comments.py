@@ -101,6 +101,14 @@ def test_lines_are_applied_in_their_order(points, earned, task, tmp_path):
     assert changed.points == earned and anna.points == 2
 
 
+def test_a_comment_may_have_several_lines(tmp_path):
+    path = tmp_path / "comments.csv"
+    path.write_text('learner,exercise,task,points,comment\nanna,8,8.1,1,"one line\nand another"\n')
+    assert with_comments([graded("anna", 0, 2)], read_comments(path))[0].tasks[0].comment == (
+        "one line\nand another"
+    )
+
+
 def test_only_a_whole_exercise_is_excused(tmp_path):
     (tmp_path / "c.csv").write_text("learner,exercise,task,points\nanna,8,8.1,excused\n")
     with pytest.raises(GradingError, match=r"line 2.*for a whole exercise"):
