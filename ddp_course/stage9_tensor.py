@@ -263,7 +263,7 @@ def has_hooks(module):
 
 
 def can_be_split(layers, uses):
-    """Whether all `layers` are ordinary linear layers whose weight is used once."""
+    """Whether all `layers` are ordinary linear layers without hooks whose weight is used once."""
     return all(
         type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
         for layer in layers

@@ -87,15 +87,18 @@ class RanksThatPay:
     """
 
     def draw(random):
-        # The derivative is zero at K = `root`. Of whole numbers 2 is best for 2.2, and 3 for 2.47,
-        # since that is beyond the root of 2 * 3: neither cutting off nor rounding always finds it.
-        roots = [*random.sample(range(2, 9), 3), random.randrange(15, 30), 2.2, 2.47]
-        cases = [("some of them", root, int(4 * root)) for root in roots]
+        # Computing/K + sending K is least at K = `best`. Of whole numbers 2 is best for 2.2, and 3
+        # for 2.47, since that is beyond the root of 2 * 3: neither cutting off nor rounding always
+        # finds it.
+        bests = [*random.sample(range(2, 9), 3), random.randrange(15, 30), 2.2, 2.47]
+        cases = [("some of them", best, int(4 * best)) for best in bests]
         cases += [("one or all", 0.3, 6), ("one or all", 40, 16)]
-        for part, root, most in cases:
+        for part, best, most in cases:
             parameters = random.randrange(1, 400) * 10**6
             bits = random.randrange(1, 100) * 10**8
-            computing = 64 * parameters / bits * root**2
+            # In seconds: each further rank sends all gradients of 32 bits, and gets the sum.
+            sending = 2 * 32 * parameters / bits
+            computing = sending * best**2
             about = (
                 f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at"
                 f" most {most} ranks"

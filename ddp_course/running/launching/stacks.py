@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import RankState
 from .. import flight_recorder, linux
@@ -28,11 +29,19 @@ TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
+class Missing(NamedTuple):
+    """A collective in words, the ranks that wait in it, and those that have not entered it."""
+
+    collective: str
+    waiting: list
+    absent: list
+
+
 def describe_ranks(
     world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
 ) -> tuple[list, str]:
-    """Return the RankState of every rank, and a sentence about the collective that the first of
-    them did not enter.
+    """Return the RankState of every rank, and a sentence about the collective that some of them,
+    the culprits, did not enter; their states come first.
 
     The dicts are by rank: results of finished ranks, states of processes in words, stacks that
     faulthandler wrote, and our own collectives.
@@ -51,11 +60,10 @@ def describe_ranks(
     missing = missing_from_ours(calls) or missing_from_torchs(torch_calls)
     if missing is None:
         return states, ""
-    name, inside, absent = missing
-    culprits = enumerate_ranks(absent, "has", "have")
-    waiting = enumerate_ranks(inside, "waits", "wait")
-    cause = f"{culprits} not entered {name}, in which {waiting}"
-    return sorted(states, key=lambda state: state.rank not in absent), cause
+    culprits = enumerate_ranks(missing.absent, "has", "have")
+    waiting = enumerate_ranks(missing.waiting, "waits", "wait")
+    cause = f"{culprits} not entered {missing.collective}, in which {waiting}"
+    return sorted(states, key=lambda state: state.rank not in missing.absent), cause
 
 
 def entered_in_torch(dump: str) -> str:
@@ -77,27 +85,26 @@ def last_collective(calls: list, torch_call: str) -> str:
     return f"{call} (returned)" if call else ""
 
 
-def missing_from_ours(calls: dict) -> tuple | None:
-    """Return (collective, ranks inside, absent ranks) by the flight recorder; None if no rank is
-    absent.
+def missing_from_ours(calls: dict) -> Missing | None:
+    """Return what is missing by the flight recorder; None if no rank is absent.
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
     # The last call of a rank is the one that it is in, if that has no end.
-    inside = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
-    missing = None
-    for call in sorted(inside.values(), key=lambda call: call.begin):
+    current_calls = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
+    all_wait = None  # This is the oldest call whose absent ranks all wait in another one.
+    for call in sorted(current_calls.values(), key=lambda call: call.begin):
         absent = [rank for rank in call.members if not has_reached(calls.get(rank, []), call)]
-        present = []
-        for rank, other in sorted(inside.items()):
+        waiting = []
+        for rank, other in sorted(current_calls.items()):
             if other.group == call.group and other.sequence == call.sequence:
-                present.append(rank)
-        idle = [rank for rank in absent if rank not in inside]
-        if idle:
-            return str(call), present, idle
-        if absent and missing is None:
-            missing = (str(call), present, absent)
-    return missing
+                waiting.append(rank)
+        culprits = [rank for rank in absent if rank not in current_calls]
+        if culprits:
+            return Missing(str(call), waiting, culprits)
+        if absent and all_wait is None:
+            all_wait = Missing(str(call), waiting, absent)
+    return all_wait
 
 
 def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
@@ -105,16 +112,16 @@ def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
     return any(own.group == call.group and own.sequence >= call.sequence for own in own_calls)
 
 
-def missing_from_torchs(torch_calls: dict) -> tuple | None:
+def missing_from_torchs(torch_calls: dict) -> Missing | None:
     """Return the same for torch's own collectives, by the function that each rank is in; None
     unless all waiting ranks are in the same one.
     """
-    inside = [rank for rank, name in torch_calls.items() if name]
+    waiting = [rank for rank, name in torch_calls.items() if name]
     absent = [rank for rank, name in torch_calls.items() if not name]
-    names = {torch_calls[rank] for rank in inside} - POINT_TO_POINT
+    names = {torch_calls[rank] for rank in waiting} - POINT_TO_POINT
     if not absent or len(names) != 1:
         return None
-    return f"torch.distributed.{names.pop()}", inside, absent
+    return Missing(f"torch.distributed.{names.pop()}", waiting, absent)
 
 
 def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
