@@ -250,15 +250,16 @@ def pairs_of(sequential, uses):
 
 
 def has_hooks(module):
-    """Whether `module` does more than its class, by way of hooks on it or on its parameters."""
+    """Whether `module` computes more than its class, by way of hooks on it or on its parameters.
+    Hooks on finished gradients do not count: of a part they can compute nothing wrong.
+    """
     hooks = [
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
-    for parameter in module.parameters():
-        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    hooks += [parameter._backward_hooks for parameter in module.parameters()]
     return any(hooks)
 
 

@@ -47,13 +47,6 @@ def weighed(model):
     model[0].weight.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
 
 
-def weighed_when_complete(model):
-    def weigh(parameter):
-        parameter.grad /= 1 + parameter.grad.norm()
-
-    model[0].weight.register_post_accumulate_grad_hook(weigh)
-
-
 def mixing(model):
     model[1].register_forward_hook(lambda layer, inputs, outputs: outputs.softmax(-1))
 
@@ -75,17 +68,7 @@ def nothing(model):
     pass
 
 
-CHANGES = [
-    nothing,
-    frozen,
-    doubled,
-    prepared,
-    weighed,
-    weighed_when_complete,
-    mixing,
-    subclass,
-    shared_activation,
-]
+CHANGES = [nothing, frozen, doubled, prepared, weighed, mixing, subclass, shared_activation]
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "sgd foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
