@@ -62,7 +62,7 @@ def exact(args: argparse.Namespace) -> Part:
     for world_size in tqdm(WORLD_SIZES, unit="world size", disable=None):
         rows += beside_closed_forms(world_size, STAGES)
     promises = []
-    for bound in (EQUAL, UNEQUAL, *set(NEARLY.values())):
+    for bound in sorted({EQUAL, UNEQUAL, *NEARLY.values()}):
         errors = [abs(row["step/closed form - 1"]) for row in rows if row["bound"] == bound]
         promises.append(Promise(f"largest error of {len(errors)} steps", max(errors), bound))
     return Part(rows, promises)
