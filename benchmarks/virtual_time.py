@@ -38,9 +38,9 @@ WORLD_SIZES = (2, 4, 8, 16)
 STAGES = ("1", "3", "4w", "4", "5", "6", "torch", "7o", "7", "9", "2", "8")
 # These have threads, messages, hooks, futures in C++, prefetching, and receives posted early.
 DISTURBED = ("2", "3", "5", "torch", "7", "8", "9")
-# Where chunks are equal, the closed forms of the other stages know all that a step does; in stage 2
-# Python's pool of threads asks questions, which take time, and stage 7 adds up a bitmap.
-NEARLY = {"2": 1e-2, "8": 1e-2, "7o": 5e-4, "7": 5e-4}
+# The closed forms of these stages know all that a step does where chunks are equal; in stage 2
+# Python's pool of threads asks questions, which take time.
+NEARLY = {"2": 1e-2, "8": 1e-2}
 # A step may be so far from its closed form: with equal chunks, and with unequal ones.
 EQUAL = 1e-9
 UNEQUAL = 5e-4
@@ -97,8 +97,8 @@ def bound_of(stage: str, job: Job) -> float:
     """
     if stage in NEARLY:
         return NEARLY[stage]
-    sent = {"4": [job.parameter_count]}
-    if stage == "5":
+    sent = {"4": [job.parameter_count], "7o": [job.parameter_count]}
+    if stage in ("5", "7"):
         sent[stage] = [parameter.numel() for parameter in job.model().parameters()]
     unequal = any(numbers % job.world_size for numbers in sent.get(stage, []))
     return UNEQUAL if unequal else EQUAL

@@ -195,7 +195,7 @@ STAGES: dict[str, Stage] = {
             counted=True,
             bytes_sent=on_ring,
             all_reduce="ring",
-            step="averaged",
+            step="sharded",
         ),
         Stage(
             "7",

@@ -8,8 +8,8 @@ copied          C/K + K-1 copies, one after the other, of weights and gradients 
                 shards of the inputs, the outputs and the outputs' gradients
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
-                block and the sums of gradients share the link, one after the other; stage 7's
-                bitmap of used parameters, some microseconds, is left out
+                block and the sums of gradients share the link, one after the other
+sharded         stage 7 adds up a bitmap of used parameters as well, by a ring
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
 pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
                 has arrived
@@ -63,6 +63,17 @@ def averaged_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
+def sharded_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step that averages into shards, and adds up the bitmap of used parameters."""
+    return averaged_seconds(stage, job, device, costs) + bitmap_seconds(job, costs)
+
+
+def bitmap_seconds(job: Job, costs: Costs) -> float:
+    """Seconds in which stage 7 adds up, over all ranks, a number of four bytes per parameter."""
+    nbytes = 4 * len(list(job.model().parameters()))
+    return theory.seconds("ring", nbytes, job.world_size, costs)
+
+
 def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
     """Seconds of a step in which one process copies to and from its other devices, tensor by
     tensor.
@@ -95,7 +106,8 @@ def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
     for _, parameters in blocks:
         sizes.append(sum(parameter.nbytes for parameter in parameters))
     update_s = job.work(device, job.world_size).update_s / job.world_size
-    return passes_seconds(events, sizes, job.world_size, costs) + update_s
+    passes_s = passes_seconds(events, sizes, job.world_size, costs)
+    return passes_s + bitmap_seconds(job, costs) + update_s
 
 
 def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
@@ -124,6 +136,7 @@ def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> floa
 STEPS = {
     "alone": compute_seconds,
     "averaged": averaged_seconds,
+    "sharded": sharded_seconds,
     "copied": copied_seconds,
     "overlapped": overlapped_seconds,
     "gathered": gathered_seconds,
