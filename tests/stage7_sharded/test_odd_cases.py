@@ -188,3 +188,4 @@ def test_a_layer_that_no_rank_uses_does_not_decay_and_one_that_some_use_is_train
     assert first["none"] == (0.0, 0.0)
     # Of `some`, rank 0 has elements too: it must learn that rank 1 has used it.
     assert min(*first["some"], *first["all"]) > 0.001
+    assert min(first["some"][1], first["all"][1]) > 0.1
