@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course.errors import EmulationError
+from ddp_course.running.errors import EmulationError
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.links import Link
 from ddp_course.stage6_ddp import DistributedDataParallel

@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import ladder, problems
-from ddp_course.errors import CourseError, LaunchTimeout, RankError
 from ddp_course.measuring import comparison
 from ddp_course.measuring.on_your_gpus import on_your_gpus
 from ddp_course.running.devices import rank_device
 from ddp_course.running.devices.placement import nccl_can_share, placement, usable_gpus
+from ddp_course.running.errors import LaunchError, LaunchTimeout, RankError
 from ddp_course.running.files import replace_file, writable_folder
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.torch_inside import busy_gpu
@@ -245,7 +245,7 @@ def total() -> float:
 
 
 def raises_with(
-    error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60
+    error: type[LaunchError], words: str, function: Callable, device: str, timeout: float = 60
 ) -> bool:
     """Whether a launch of `function` raises `error` with `words` in its message."""
     try:

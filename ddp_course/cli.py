@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
 from .errors import CourseError
+from .running.errors import ManyranksError
 from .running.waiting import say_while
 
 # Each command has a module with main(args), which returns the exit code (None for 0), and perhaps
@@ -102,7 +103,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
-    except CourseError as error:
+    except (CourseError, ManyranksError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -36,6 +36,7 @@ from .measuring import finite
 from .measuring.job import Job, make_job
 from .running import checkpoint
 from .running.devices import placement, rank_device
+from .running.errors import ManyranksError
 from .running.join import join
 from .running.units import positive_number, whole_number
 
@@ -291,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Otherwise NCCL would take the end of this process for a failure; gloo does not.
             dist.destroy_process_group()
         code = 0
-    except (ValueError, CourseError) as error:
+    except (ValueError, CourseError, ManyranksError) as error:
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         prefix = f"rank {os.environ['RANK']}: " if several else ""
         print(f"ddp_course.train: {prefix}{error}", file=sys.stderr)

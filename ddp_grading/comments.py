@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 
 from .results import ByHand, Result, clean
 from .tables import read_table

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from ddp_course.checking.any_order import confirm
 from ddp_course.checking.attempt import Attempt, Evidence, make_attempts
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
+from ddp_course.checking.errors import GradingError
 from ddp_course.checking.evidence import (
     ONE_HOST,
     SLOWER,
@@ -24,7 +25,6 @@ from ddp_course.checking.evidence import (
     solution_attempt,
 )
 from ddp_course.checking.tasks import cell_of, find
-from ddp_course.errors import GradingError
 from ddp_course.orders import every
 from ddp_course.running.launching.launch import launch
 

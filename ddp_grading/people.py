@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 
 from .results import clean
 from .tables import read_table

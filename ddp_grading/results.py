@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_course.checking.diagnosis import Verdict
+from ddp_course.checking.errors import GradingError
 from ddp_course.checking.tasks import find
-from ddp_course.errors import GradingError
 
 MOST_MESSAGE = 2000
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import too_slow
+from ddp_course.checking.errors import TooSlow
 from ddp_course.checking.handing_over import HAND_OVER
-from ddp_course.errors import TooSlow
 from ddp_course.running import linux
 from ddp_course.running.join import ALONE
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 
 
 def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:

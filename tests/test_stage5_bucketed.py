@@ -160,7 +160,7 @@ def unused_parameter():
 
 
 def test_an_unused_parameter_is_reported_and_does_not_hang():
-    from ddp_course.errors import RankError
+    from ddp_course.running.errors import RankError
 
     with pytest.raises(RankError, match="2 parameters got no gradient"):
         launch(unused_parameter, world_size=2)

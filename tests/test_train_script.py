@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ddp_course import launch
-from ddp_course.errors import RankError
 from ddp_course.running import checkpoint
+from ddp_course.running.errors import RankError
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]

@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors
+from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims
 from ddp_course import launch, on_your_gpus, problems, ring_all_reduce, script, show
 from ddp_course import stage5_bucketed, stage6_ddp, wire
 from ddp_course.checking import task
+from ddp_course.running.errors import LaunchError, RankError
 
 K = 4  # how many ranks; 2 works as well
 
@@ -161,7 +162,7 @@ def two_steps(wrap, rank_0_uses_both=False, **options):
 
 try:
     launch(two_steps, DistributedDataParallel, world_size=2)
-except errors.RankError as error:
+except RankError as error:
     message = error.message
 print(message)
 guess.reveal("an error", "raise an error that names the parameter")
@@ -466,7 +467,7 @@ def uneven(join):
 
 try:
     launch(uneven, False, world_size=2, timeout=4)
-except errors.CourseError as error:
+except LaunchError as error:
     print(type(error).__name__, str(error).splitlines()[0])
 
 # %% check-uneven folded=true

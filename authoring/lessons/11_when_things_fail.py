@@ -31,9 +31,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems
+from ddp_course import Device, checkpoint, claims, facts, finite, launch, problems
 from ddp_course import ring_all_reduce, show, stage4_ring, stage5_bucketed, timeline, traces, train
 from ddp_course.checking import task
+from ddp_course.running.errors import LaunchError, LaunchTimeout
 
 K = 4  # how many ranks; 2 works as well
 
@@ -56,7 +57,7 @@ guess
 def failing(fn, **options):
     try:
         launch(fn, world_size=K, **options)
-    except errors.CourseError as error:
+    except LaunchError as error:
         return error
 
 
@@ -125,7 +126,7 @@ for state in hang.states:
 
 # %% check-hang folded=true
 # NBVAL_CHECK_OUTPUT
-assert isinstance(hang, errors.LaunchTimeout) and len(hang.states) == K
+assert isinstance(hang, LaunchTimeout) and len(hang.states) == K
 print("a timeout, with the state of every rank")
 
 # %% [markdown]

@@ -10,8 +10,8 @@ import os
 import secrets
 from typing import Any
 
-from ..errors import Wrong
 from ..running.learners_copy import keep
+from .errors import Wrong
 from .handing_over import HAND_OVER, hand_over
 from .hints import hint
 

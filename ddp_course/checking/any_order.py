@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import CourseError
 from ..orders import every
 from ..orders.verdict import judge
+from ..running.errors import ManyranksError
 from .attempt import Attempt, make_attempts
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
@@ -60,7 +60,7 @@ def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
     """What the ranks of one run of an attempt write down; nothing if it ends with an error that no
     order explains, or not in `seconds`.
     """
-    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(CourseError):
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(ManyranksError):
         undelayed = [None]  # This makes one run, in which no message is held up.
         ranks = find(attempt.number).ranks
         arguments = ([attempt], folder, enter)

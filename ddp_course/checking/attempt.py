@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import TooSlow, Wrong
 from ..running.torch_inside import other_collectives
+from .errors import TooSlow, Wrong
 from .plain import pack, unpack
 from .tasks import Task, find
 

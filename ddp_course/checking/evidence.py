@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CourseError, DeadlockError, LaunchTimeout, RankError, TooSlow
+from ..running.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .attempt import Attempt, Evidence, assemble, make_attempts
+from .errors import TooSlow
 from .tasks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 ONE_HOST = Link(hosts=1)
@@ -111,7 +112,7 @@ def launch_attempts(
     on_rank: Callable,
     link: Link,
     patience: float,
-) -> tuple[list, CourseError | None, float]:
+) -> tuple[list, ManyranksError | None, float]:
     """What the ranks of one launch wrote down, by attempt and by rank, the error that ended it, and
     the seconds up to the first evidence.
     """
@@ -130,7 +131,7 @@ def launch_attempts(
                 link=link,
                 timeout=patience,
             )
-        except CourseError as error:
+        except ManyranksError as error:
             failure = error
         first_end = time.time()
         written = []
@@ -142,7 +143,7 @@ def launch_attempts(
         return written, failure, first_end - began
 
 
-def explain(error: CourseError, task: Task) -> str:
+def explain(error: ManyranksError, task: Task) -> str:
     """Why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
         return f"{TOO_LATE}: {still_running(error, task)}"

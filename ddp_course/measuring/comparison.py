@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import ladder
-from ..errors import NotFiniteError
 from ..ladder import Stage
 from ..running.devices import Device, full_speed, placement, rank_device
+from ..running.errors import NotFiniteError
 from ..running.launching.launch import launch
 from ..running.links import Link
 from ..running.waiting import say_while

@@ -4,9 +4,9 @@ Without GPUs the ranks of one machine share its cores, so the compute that shoul
 slows it down. Emulated devices take the time that accelerators would take: see `running.devices`.
 """
 
-from ..errors import EmulationError
 from ..running.devices import Device
 from ..running.devices.placement import usable_gpus
+from ..running.errors import EmulationError
 from ..running.links import Link
 from .job import Job
 

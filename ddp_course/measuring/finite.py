@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import NotFiniteError
+from ..running.errors import NotFiniteError
 from ..running.torch_inside import after_backward, backward_pass
 
 

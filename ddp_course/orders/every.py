@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CourseError, DeadlockError
+from ..running.errors import DeadlockError, LaunchError
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .in_flight import Watch, watching
@@ -65,7 +65,7 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
                 link=SLOW,
                 timeout=timeout,
             )
-        except CourseError as error:
+        except LaunchError as error:
             failure = error
         lines = Path(log.name).read_text(encoding="utf-8").splitlines()
     events = sorted(Event(*json.loads(line)) for line in lines)

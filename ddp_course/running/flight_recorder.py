@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ..errors import MismatchError
+from .errors import MismatchError
 
 CALLS_PER_RANK = 64  # The newest calls are kept: those of ranks further apart are not compared.
 TEXT_BYTES = 200  # A longer description of a call is cut off.

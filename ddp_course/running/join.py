@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import LaunchError
 from .devices.placement import backend_for, gpu_identity, placement, settle_on
+from .errors import LaunchError
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
 

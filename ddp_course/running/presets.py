@@ -4,8 +4,8 @@ import csv
 from importlib.resources import files
 from typing import NamedTuple
 
-from ..errors import EmulationError
 from . import units
+from .errors import EmulationError
 
 
 class Accelerator(NamedTuple):

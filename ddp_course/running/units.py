@@ -6,7 +6,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 
-from ..errors import EmulationError
+from .errors import EmulationError
 
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

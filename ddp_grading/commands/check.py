@@ -12,7 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ddp_course.checking import SO_FAR
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 from ddp_course.running.learners_copy import find_copy, keep
 from ddp_course.running.units import whole_number
 from ddp_course.running.waiting import say_while

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 from ddp_course.running.files import writable_folder
 from ddp_course.running.linux import usable_cores
 from ddp_course.running.units import positive_number, whole_number

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.checking.diagnosis import kind_of
+from ddp_course.checking.errors import Wrong
 from ddp_course.checking.tasks import each_return, task
-from ddp_course.errors import Wrong
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.checking.attempt import COLLECTIVES
+from ddp_course.checking.errors import Wrong
 from ddp_course.checking.tasks import each_case, load_tasks, task
-from ddp_course.errors import Wrong
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 

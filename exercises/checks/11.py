@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course.checking.diagnosis import kind_of, same
+from ddp_course.checking.errors import Wrong
 from ddp_course.checking.plain import ODD
 from ddp_course.checking.tasks import load_tasks, task
-from ddp_course.errors import Wrong
 
 from .shared import in_words, require, several, tensors
 

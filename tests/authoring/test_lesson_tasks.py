@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from ddp_course import checking
-from ddp_course.errors import Wrong
+from ddp_course.checking.errors import Wrong
 
 ROOT = Path(__file__).parents[2]
 LESSONS = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from ddp_course import Link, compare, ladder, problems, stage3_paramserver
-from ddp_course.errors import NotFiniteError
 from ddp_course.measuring.results import VERSION, Comparison
 from ddp_course.running import files
+from ddp_course.running.errors import NotFiniteError
 
 ALL = tuple(ladder.STAGES)
 # These options take the processor and its memory as they are.

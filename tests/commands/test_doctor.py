@@ -5,8 +5,8 @@ import warnings
 from importlib.metadata import PackageNotFoundError
 
 from ddp_course.commands import doctor
-from ddp_course.errors import LaunchError
 from ddp_course.running import linux
+from ddp_course.running.errors import LaunchError
 from ddp_course.running.launching import launch
 
 

@@ -13,10 +13,11 @@ from ddp_course.checking import check, evidence
 from ddp_course.checking.any_order import confirm
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.diagnosis import nothing
+from ddp_course.checking.errors import Wrong
 from ddp_course.checking.evidence import STILL_RUNNING, TOO_LATE, gather
 from ddp_course.checking.tasks import cells_with, find, of_exercise, solution
-from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
+from ddp_course.running.errors import LaunchTimeout
 from ddp_grading.grader import grade
 from ddp_grading.submissions import load_exercises
 

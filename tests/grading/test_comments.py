@@ -8,7 +8,7 @@ import pytest
 from chromium import fresh_page, running_browser
 
 from ddp_course import cli
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 from ddp_grading import report
 from ddp_grading.comments import read_comments, with_comments
 from ddp_grading.results import Result, TaskResult

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_course import cli
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 from ddp_grading.commands.grade import not_graded_yet
 from ddp_grading.gradebooks import as_canvas, as_moodle, grade_files
 from ddp_grading.people import read_roster

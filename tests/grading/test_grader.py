@@ -95,7 +95,8 @@ CHEATS = {
         "    thread.start()\n    thread.join()"
     ),
     "4.5": (
-        "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"
+        "import ddp_course.checking.errors\nddp_course.checking.errors.Wrong = print\n"
+        "torch.equal = lambda *a: True\n"
         "def step_seconds(cables, parameters, latency, computing):\n    return 0.0"
     ),
     "4.6": (

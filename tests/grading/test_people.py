@@ -11,7 +11,7 @@ import pytest
 from answers import ROOT, notebook_of
 
 from ddp_course import cli
-from ddp_course.errors import GradingError
+from ddp_course.checking.errors import GradingError
 from ddp_grading.gradebooks import as_canvas, as_moodle
 from ddp_grading.people import in_roster, owners_of, read_roster
 from ddp_grading.results import Result, TaskResult

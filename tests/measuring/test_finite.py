@@ -5,8 +5,8 @@ one: test_faults.py.
 import pytest
 import torch
 
-from ddp_course.errors import NotFiniteError
 from ddp_course.measuring import finite
+from ddp_course.running.errors import NotFiniteError
 
 
 def watched():

@@ -18,7 +18,7 @@ from interleavings import (
 )
 
 from ddp_course import Link, every_order, launch, ring_all_reduce
-from ddp_course.errors import RankError
+from ddp_course.running.errors import RankError
 
 DEADLOCK = "deadlock"
 EARLY = "touched too early"

@@ -10,8 +10,8 @@ from soak.faults import soak
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch
-from ddp_course.errors import LaunchTimeout, NotFiniteError, RankError
 from ddp_course.measuring import finite
+from ddp_course.running.errors import LaunchTimeout, NotFiniteError, RankError
 from ddp_course.stage3_paramserver import gradients
 from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_course.errors import LaunchError
 from ddp_course.running import join
+from ddp_course.running.errors import LaunchError
 
 JOINS_LATE = """
 import time

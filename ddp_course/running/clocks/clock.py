@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ...errors import DeadlockError
+from ..errors import DeadlockError
 from . import arbiter, stalls
 from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 

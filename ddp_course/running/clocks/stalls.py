@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import DeadlockError
+from ..errors import DeadlockError
 from .table import RUNNING, real_clock, real_sleep
 
 # Virtual time may stand still for so long before the watchdog says who holds it up.

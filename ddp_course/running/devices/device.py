@@ -3,8 +3,8 @@
 from copy import copy
 from typing import Any
 
-from ...errors import EmulationError
 from .. import presets, units
+from ..errors import EmulationError
 from .emulation import Emulation
 
 

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...errors import EmulationError
 from .. import clocks, wire
+from ..errors import EmulationError
 from ..torch_inside import TorchDispatchMode, around, dispatch_modes, tensors_in
 from . import roofline
 

@@ -16,8 +16,8 @@ import threading
 import traceback
 from typing import Any
 
-from ...errors import LaunchError
 from .. import linux
+from ..errors import LaunchError
 from .environment import SCRIPT, preloading_environment, surroundings
 from .protocol import (
     LOOPBACK,

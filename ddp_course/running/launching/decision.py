@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ...errors import Failure, LaunchError
+from ..errors import Failure, LaunchError
 from .protocol import Refused, Started
 
 # torch may be imported from a cold disk; the launch's own time starts after that.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
-from ...errors import CourseError, LaunchError
 from ..devices.device import Device
+from ..errors import LaunchError, ManyranksError
 from ..files import open_memory
 from . import pickling
 from .protocol import EmulatedLink, Progress
@@ -23,7 +23,7 @@ from .watch import Launch
 
 DEFAULT_RANKS = 4
 # These errors are for whoever called: they are shown without the launcher's own frames.
-EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
+EXPECTED = (ManyranksError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
 
 

@@ -18,8 +18,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import IO, Any
 
-from ...errors import Failure
 from .. import flight_recorder
+from ..errors import Failure
 from ..files import open_memory
 from . import pickling, stacks
 from .decision import ENDING_SECONDS, Ended, Event, Gone, Raised, Returned

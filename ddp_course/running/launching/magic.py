@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ...errors import LaunchError
+from ..errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .decision import Failures, Results, Stage

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import CourseError
 from .. import clocks, flight_recorder, linux
 from ..devices.placement import settle_on
+from ..errors import LaunchError
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
 from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
@@ -183,7 +183,7 @@ class Rank:
 
 
 def refuse_strangers() -> None:
-    """Raise a CourseError if another user of this machine is connected to this rank: gloo takes
+    """Raise a LaunchError if another user of this machine is connected to this rank: gloo takes
     whoever comes first for the rank that it expects, so nothing may be received from here on.
 
     Where only a connection's far end is gone, the error is a ConnectionError: mostly a rank ended.
@@ -194,7 +194,7 @@ def refuse_strangers() -> None:
     if users:
         strangers = sorted(users - {UNKNOWN_USER})
         names = ", ".join(map(str, strangers))
-        raise CourseError(
+        raise LaunchError(
             f"user {names} of this machine has connected to this launch's ranks, which received"
             " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
         )
@@ -228,7 +228,7 @@ def redirect_output(out: int, err: int) -> None:
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise an error in place of `breakpoint()`."""
-    raise CourseError(
+    raise LaunchError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the"
         ' function in this process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
     )

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import IO
 
-from ...errors import LaunchError
+from ..errors import LaunchError
 from ..files import open_memory
 from ..linux import PROCESS_LIMIT
 from .decision import exit_code_in_words

@@ -7,8 +7,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import RankState
 from .. import flight_recorder, linux
+from ..errors import RankState
 
 # Its groups are file, line, function.
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

@@ -5,7 +5,7 @@ an error.
 import time
 from typing import IO
 
-from ...errors import LaunchError, LaunchTimeout, RankError
+from ..errors import LaunchError, LaunchTimeout, RankError
 from . import stacks
 from .bar import Bar
 from .decision import (

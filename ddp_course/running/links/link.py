@@ -2,8 +2,8 @@
 refused.
 """
 
-from ...errors import EmulationError
 from .. import units
+from ..errors import EmulationError
 from . import modes
 
 SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find each other.

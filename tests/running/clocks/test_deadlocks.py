@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import Link, launch
-from ddp_course.errors import RankError
 from ddp_course.running.clocks import stalls
 from ddp_course.running.clocks.clock import Clock
 from ddp_course.running.clocks.table import BLOCKED, FREE, Table
+from ddp_course.running.errors import RankError
 
 LARGE = 2**20
 

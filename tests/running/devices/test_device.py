@@ -3,8 +3,8 @@
 import pytest
 
 from ddp_course import Device, launch
-from ddp_course.errors import EmulationError
 from ddp_course.running.devices.device import for_ranks
+from ddp_course.running.errors import EmulationError
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from ddp_course import (
     stage8_pipeline,
     stage9_tensor,
 )
-from ddp_course.errors import EmulationError
 from ddp_course.running import clocks
 from ddp_course.running.devices import emulation, full_speed
+from ddp_course.running.errors import EmulationError
 
 PARAMETERS = weights(tiny_model()).numel()
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from launch_faults import FAULTS
 
-from ddp_course.errors import Failure, LaunchError, RankError
+from ddp_course.running.errors import Failure, LaunchError, RankError
 from ddp_course.running.launching.decision import (
     ENDING_SECONDS,
     EXIT_CODE_SECONDS,
@@ -84,7 +84,7 @@ REPORTED = {  # what the caller hears of the culprit, rank 2, in each fault of t
     "left the process group": raises("ValueError", "left"),
     "a report that something else wrote over": raises("TypeError", UNREADABLE),
     "a child that the rank forked returns": raises("ValueError", "parent"),
-    "breakpoint": raises("CourseError", BREAKPOINT),
+    "breakpoint": raises("LaunchError", BREAKPOINT),
     "a second process group": raises("ValueError", TWICE),
     "mismatched shapes": raises("MismatchError", SHAPES),
     "mismatched shapes that fit": raises("MismatchError", SHAPES),

@@ -25,7 +25,7 @@ from launch_faults import HEADER
 from soak.launches import FROM_OUTSIDE, attempt
 
 from ddp_course import Device, Link, launch
-from ddp_course.errors import LaunchError
+from ddp_course.running.errors import LaunchError
 from ddp_course.running.launching import bar, inbox, server_handle, setting
 
 SOAK = Path(__file__).parents[2] / "soak"

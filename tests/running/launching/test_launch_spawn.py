@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddp_course import Link, launch, ring_all_reduce
-from ddp_course.errors import EmulationError, LaunchError
+from ddp_course.running.errors import EmulationError, LaunchError
 from ddp_course.running.launching import server_handle, setting
 
 

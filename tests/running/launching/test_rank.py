@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.errors import LaunchError, RankError
+from ddp_course.running.errors import LaunchError, RankError
 from ddp_course.running.files import open_memory
 from ddp_course.running.launching import rank, server_handle, setting
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import ddp_course
 from ddp_course import launch
-from ddp_course.errors import CourseError
 from ddp_course.running import links
+from ddp_course.running.errors import LaunchError
 from ddp_course.running.links import Link
 
 HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")
@@ -120,7 +120,7 @@ def test_whatever_ends_takes_everything_along(mode, victim, tmp_path):
     def run():
         try:
             launch(stay, str(tmp_path), world_size=2, device="cpu", link=link)
-        except CourseError as error:
+        except LaunchError as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)

@@ -1,0 +1,136 @@
+"""Every error that is raised on purpose where ranks are run, timed and checked:
+
+    ManyranksError
+    ├── LaunchError          a launch failed; raised itself if the ranks could not be started, or
+    │   │                    were ended from outside
+    │   ├── RankError        a rank raised an exception, was killed or ended
+    │   ├── LaunchTimeout    time was up
+    │   └── DeadlockError    under virtual time nothing can go on; also a RuntimeError
+    ├── MismatchError        ranks entered one collective with unlike tensors; also a RuntimeError
+    ├── EmulationError       a link or device that cannot be had; also a ValueError
+    └── NotFiniteError       a gradient with NaN or infinite elements
+
+A setting that cannot work raises a plain ValueError or TypeError.
+"""
+
+from dataclasses import dataclass
+
+
+class ManyranksError(Exception):
+    """Base of these errors: their message says what was wrong and what to do."""
+
+    def _render_traceback_(self):
+        """What a notebook shows: the message alone, without the launcher's own frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class LaunchError(ManyranksError):
+    """A launch failed: its ranks could not be started, were ended from outside, or as below."""
+
+
+@dataclass
+class Failure:
+    """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process
+    that ended.
+
+    `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
+    the machine's monotonic clock; `consequence` marks a broken connection, which follows from
+    another rank's failure.
+    """
+
+    rank: int
+    type_name: str
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+    consequence: bool = False
+
+    def __str__(self):
+        rank = f"rank {self.rank}"
+        if self.consequence:
+            return f"{rank}: lost its connection to another rank ({self.type_name})"
+        kind = f"{rank}: {self.type_name}"
+        return f"{kind}: {self.message}" if self.message else kind
+
+
+class RankError(LaunchError):
+    """A rank of a launch raised an exception or ended without a result; `failures` has the culprit
+    first.
+    """
+
+    def __init__(self, failures: list, world_size: int):
+        self.failures = failures
+        self.world_size = world_size
+        culprit = failures[0]
+        self.rank = culprit.rank
+        self.type_name = culprit.type_name
+        self.message = culprit.message
+        self.traceback = culprit.traceback
+        super().__init__(failures, world_size)
+
+    def __str__(self):
+        culprit = self.failures[0]
+        others = self.failures[1:]
+        lines = [f"{culprit} (of {self.world_size} ranks)"]
+        if culprit.traceback:
+            lines += ["", culprit.traceback.rstrip()]
+        if others:
+            lines += ["", "After that:", *(f"  {other}" for other in others)]
+        return "\n".join(lines)
+
+
+@dataclass
+class RankState:
+    """What a rank was doing when time ran out: `stack` as text, and the last collective it
+    entered.
+    """
+
+    rank: int
+    status: str
+    collective: str = ""
+    stack: str = ""
+
+
+class LaunchTimeout(LaunchError):
+    """A launch was not finished in time; `states` says for each rank where it was, and in which
+    collective.
+
+    `cause` tells which ranks did not enter the collective that the others wait in, if that is
+    known; their states come first.
+    """
+
+    def __init__(self, timeout: float, states: list, cause: str = ""):
+        self.timeout = timeout
+        self.states = states
+        self.cause = cause
+        super().__init__(timeout, states, cause)
+
+    def __str__(self):
+        cause = f": {self.cause}" if self.cause else ""
+        lines = [
+            f"not finished after {self.timeout:g} s{cause}. All ranks were ended. This is where"
+            " they were:"
+        ]
+        for state in self.states:
+            lines += ["", f"rank {state.rank}: {state.status}"]
+            lines += [f"  last collective: {state.collective}"] if state.collective else []
+            lines += [state.stack.rstrip()] if state.stack else []
+        return "\n".join(lines)
+
+
+class DeadlockError(LaunchError, RuntimeError):
+    """Under virtual time every thread of every rank waits for another; the message names all."""
+
+
+class MismatchError(ManyranksError, RuntimeError):
+    """Two ranks entered the same collective with different shapes, dtypes or names."""
+
+
+class EmulationError(ManyranksError, ValueError):
+    """An emulated link or device was described with impossible values, or cannot be had on this
+    machine.
+    """
+
+
+class NotFiniteError(ManyranksError):
+    """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
