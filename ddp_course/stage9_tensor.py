@@ -41,9 +41,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD
 
+from . import checkpoint, wire
 from .mesh import mesh, refuse_slices
 from .problems import TransformerBlock
-from .running import checkpoint, wire
 from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce

@@ -9,9 +9,8 @@ import psutil
 import pytest
 import torch
 
-from ddp_course import launch
+from ddp_course import checkpoint, launch
 from ddp_course.errors import RankError
-from ddp_course.running import checkpoint
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]

@@ -11,7 +11,7 @@ import secrets
 from typing import Any
 
 from ..errors import Wrong
-from ..running.learners_copy import keep
+from ..lab.learners_copy import keep
 from .handing_over import HAND_OVER, hand_over
 from .hints import hint
 

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from ..running.torch_inside import default_group
 from ..stage4_ring import allgather, reduce_scatter
 from .strides import copy_back, flat_memory

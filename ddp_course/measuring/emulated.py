@@ -5,10 +5,10 @@ slows it down. Emulated devices take the time that accelerators would take: see 
 """
 
 from ..errors import EmulationError
+from ..job import Job
 from ..running.devices import Device
 from ..running.devices.placement import usable_gpus
 from ..running.links import Link
-from .job import Job
 
 # A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python
 # needs.

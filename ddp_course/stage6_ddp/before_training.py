@@ -8,9 +8,9 @@ together, or hang. These checks find such a rank before training begins, and nam
 import torch
 import torch.distributed as dist
 
+from .. import wire
 from ..errors import MismatchError
 from ..mesh import refuse_slices
-from ..running import wire
 from ..running.torch_inside import default_group, is_wrapper
 
 # Layers are known by the names of their classes: stage 7's has torch's name, and imports stage 6.

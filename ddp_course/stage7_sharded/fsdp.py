@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import torch
 
-from ..running import communication, flight_recorder, wire
+from .. import communication, wire
+from ..running import flight_recorder
 from ..running.torch_inside import after_backward, backward_pass, tensors_in, uncompiled
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors

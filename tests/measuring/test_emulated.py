@@ -4,8 +4,8 @@ import pytest
 
 from ddp_course import Device, Link
 from ddp_course.errors import EmulationError
+from ddp_course.job import make_job
 from ddp_course.measuring import emulated
-from ddp_course.measuring.job import make_job
 
 FLOPS = 783_834_624  # of a step of the digits on 192 samples, forward and backward
 BYTES = 4 * 88_092

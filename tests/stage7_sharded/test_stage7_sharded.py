@@ -10,8 +10,7 @@ import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, trained_alone, weights
 from torch.nn.functional import cross_entropy
 
-from ddp_course import launch, problems, stage5_bucketed, stage7_sharded
-from ddp_course.running import wire
+from ddp_course import launch, problems, stage5_bucketed, stage7_sharded, wire
 from ddp_course.running.torch_inside import as_plain_tensors
 from ddp_course.stage4_ring import average_on_ring
 from ddp_course.stage5_bucketed import assign_buckets

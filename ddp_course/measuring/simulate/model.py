@@ -1,43 +1,9 @@
-"""What the simulator needs to know of a model: how long each layer takes, and how many bytes of
-gradient it has.
-"""
-
-from typing import NamedTuple
+"""Which layers of a model fill the buckets that the simulator sends."""
 
 import torch
 
 from ... import stage5_bucketed
-
-
-class Layer(NamedTuple):
-    """One layer or parameter: seconds of its forward and backward pass, bytes of its gradient."""
-
-    name: str
-    forward_s: float
-    backward_s: float
-    gradient_bytes: float
-
-
-class Profile(NamedTuple):
-    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if
-    known.
-
-    Backward runs through the layers in reverse.
-    """
-
-    layers: tuple[Layer, ...]
-    update_s: float = 0.0
-    flops: float = 0.0
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes of all gradients together."""
-        return sum(layer.gradient_bytes for layer in self.layers)
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of a step on one device, without communication."""
-        return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
+from ...job import Profile
 
 
 def full_buckets(profile: Profile, bucket_cap_mb: float) -> dict[int, int]:
