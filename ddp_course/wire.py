@@ -23,7 +23,8 @@ import torch.distributed as dist
 from .event_clock import EventClock
 from .running import clocks, flight_recorder
 from .running.devices import emulation
-from .running.torch_inside import as_plain_tensors, default_store, group_like, tensors_in
+from .running.torch_inside import tensors_in
+from .torch_private import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None
 SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.

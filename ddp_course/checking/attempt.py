@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TooSlow, Wrong
-from ..running.torch_inside import other_collectives
+from ..torch_private import other_collectives
 from .plain import pack, unpack
 from .tasks import Task, find
 

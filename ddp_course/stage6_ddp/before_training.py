@@ -11,7 +11,8 @@ import torch.distributed as dist
 from .. import wire
 from ..errors import MismatchError
 from ..mesh import refuse_slices
-from ..running.torch_inside import default_group, is_wrapper
+from ..running.torch_inside import is_wrapper
+from ..torch_private import default_group
 
 # Layers are known by the names of their classes: stage 7's has torch's name, and imports stage 6.
 SHARDED = {"FullyShardedDataParallel", "FSDPModule"}

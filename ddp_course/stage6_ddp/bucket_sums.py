@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import wire
 from ..communication import communication_thread
-from ..running.torch_inside import Future
+from ..torch_private import Future
 
 
 class GradBucket:
