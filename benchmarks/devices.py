@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import ladder
+from ddp_course.job import Job, make_job
 from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, make_job
 from ddp_course.measuring.recording import Recording
 from ddp_course.measuring.simulate import Network, simulate
 from ddp_course.measuring.theory import Costs

@@ -38,8 +38,8 @@ from ddp_course.running.devices.placement import nccl_can_share, placement, usab
 from ddp_course.running.errors import LaunchError, LaunchTimeout, RankError
 from ddp_course.running.files import replace_file, writable_folder
 from ddp_course.running.launching.launch import launch
-from ddp_course.running.torch_inside import busy_gpu
 from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.torch_private import busy_gpu
 
 from .harness import (
     Benchmark,

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from ddp_course import stage3_paramserver, stage4_ring
+from ddp_course import stage3_paramserver, stage4_ring, wire
 from ddp_course.measuring import theory
-from ddp_course.running import links, wire
+from ddp_course.running import links
 from ddp_course.running.files import replace_file
 from ddp_course.running.launching.launch import launch
 

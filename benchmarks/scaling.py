@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_course import problems, stage4_ring
+from ddp_course import problems, stage4_ring, wire
 from ddp_course.measuring import theory, traces
 from ddp_course.measuring.on_your_gpus import LONG_ENOUGH_S, Size, find_size, profile_step, sizes
 from ddp_course.measuring.timeline import hidden_share
-from ddp_course.running import wire
 from ddp_course.running.devices import rank_device
 from ddp_course.running.files import replace_file
 from ddp_course.running.launching.launch import launch

@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ddp_course import Device, Link, launch
+from ddp_course import Device, Link, launch, wire
+from ddp_course.job import Job, make_job
 from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, make_job
 from ddp_course.measuring.results import Comparison
-from ddp_course.running import wire
 from ddp_course.running.launching.server_handle import servers, use_server
 
 from .harness import Benchmark, Part, Promise, Row

@@ -39,6 +39,7 @@ _NAMES = {  # Each module has these functions and classes, which are names of th
 }
 _TOP = (  # These modules lie beside this file.
     *ladder.MODULES,
+    "checkpoint",
     "collectives",
     "communicate_less",
     "errors",
@@ -46,9 +47,10 @@ _TOP = (  # These modules lie beside this file.
     "problems",
     "script",
     "train",
+    "wire",
 )
 _ROOMS = {  # These modules of rooms are names of the package, so that a notebook needs one import.
-    "running": ("checkpoint", "devices", "links", "wire"),
+    "running": ("devices", "links"),
     "measuring": (
         "audit",
         "claims",

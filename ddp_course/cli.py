@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
 from .errors import CourseError
+from .lab.waiting import say_while
 from .running.errors import ManyranksError
-from .running.waiting import say_while
 
 # Each command has a module with main(args), which returns the exit code (None for 0), and perhaps
 # add_options(parser).

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .running import wire
+from . import wire
 
 
 def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from . import wire
 from .mesh import refuse_slices
 from .missing import gradient_of
-from .running import wire
 
 
 @torch.no_grad()

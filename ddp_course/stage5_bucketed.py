@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from . import wire
+from .communication import communication_thread, keep_for_backward
 from .mesh import refuse_slices
-from .running import wire
-from .running.communication import communication_thread, keep_for_backward
-from .running.torch_inside import uncompiled
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
+from .torch_private import uncompiled
 
 DEFAULT_CAP_MB = 25.0
 

@@ -41,15 +41,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD
 
+from . import checkpoint, wire
 from .mesh import mesh, refuse_slices
 from .problems import TransformerBlock
-from .running import checkpoint, wire
-from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded.clipping import total_norm
 from .stage7_sharded.parts import PartOfParameter
 from .stage7_sharded.shardable import check_model
+from .torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 
 # These may stand between the two layers of a pair: they work element by element.
 ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}

@@ -30,15 +30,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import ladder, problems
+from . import checkpoint, ladder, problems
 from .errors import CheckpointError, CourseError
 from .measuring import finite
-from .measuring.job import Job, make_job
-from .running import checkpoint
+from .options import positive_number, whole_number
 from .running.devices import placement, rank_device
 from .running.errors import ManyranksError
 from .running.join import join
-from .running.units import positive_number, whole_number
 
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
 

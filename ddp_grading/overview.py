@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from ddp_course.running.learners_copy import progress_in
+from ddp_course.lab.learners_copy import progress_in
 
 from .results import Result, TaskResult
 from .submissions import Exercises

@@ -66,7 +66,7 @@ ALL_REDUCE = '''"""Each rank sends its tensor to all others, and adds up what co
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from .strides import copy_back, flat_memory
 
 

@@ -53,9 +53,9 @@ def test_imports_point_one_way():
     "module, line, shown",
     [
         (
-            "running/wire.py",
-            "from ..measuring import theory",
-            "ddp_course.running.wire -> ddp_course.measuring.theory",
+            "wire.py",
+            "from .measuring import theory",
+            "ddp_course.wire -> ddp_course.measuring.theory",
         ),
         (
             "stage4_ring.py",

@@ -12,8 +12,7 @@ from oracles import (
     weights,
 )
 
-from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor
-from ddp_course.running import wire
+from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor, wire
 from ddp_course.running.errors import RankError
 
 SHAPES = [(5, 3), (), (17,)]

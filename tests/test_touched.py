@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
         ("ddp_course/stage4_ring.py", "tests/test_stage4_ring.py"),
         ("ddp_course/stage8_pipeline/split.py", "tests/test_stage8_pipeline.py"),
         ("ddp_course/stage9_tensor.py", "tests/test_stage9_tensor.py"),
-        ("ddp_course/running/wire.py", "tests/running/test_wire.py"),
+        ("ddp_course/wire.py", "tests/test_wire.py"),
         ("ddp_course/running/launching/rank.py", "tests/running/launching"),
         ("ddp_course/collectives/tree.py", "tests/collectives"),
         ("ddp_course/errors.py", "tests/test_docs.py"),

@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_course import launch
-from ddp_course.running import checkpoint
+from ddp_course import checkpoint, launch
 from ddp_course.running.errors import RankError
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
 

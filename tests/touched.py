@@ -1,7 +1,7 @@
 """Which tests a change touches: `python tests/touched.py REVISION` prints their files and folders.
 
-A module is tested by the file or folder of tests with its name: `ddp_course/running/wire.py` by
-tests/running/test_wire.py, and where there is none by the nearest folder, tests/running. The table
+A module is tested by the file or folder of tests with its name: `ddp_course/running/join.py` by
+tests/running/test_join.py, and where there is none by the nearest folder, tests/running. The table
 has what a name alone does not say.
 """
 
@@ -19,7 +19,7 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_grading": "tests/grading",
     "ddp_predictions": "tests/predictions",
     "ddp_course/measuring": "tests/measuring tests/commands tests/running/clocks/test_clocks.py",
-    "ddp_course/errors": "tests/test_docs.py tests/running/test_checkpoint.py",
+    "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "ddp_course/running/errors": "tests/running/launching tests/running/test_faults.py",
     "ddp_course/collectives": "tests/measuring/test_theory.py tests/test_contributing.py",
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
@@ -27,6 +27,8 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_course/variants": "tests/commands/test_compare.py",
     "ddp_course/train": "tests/test_train_script.py",
     "ddp_course/script": "tests/test_train_script.py",
+    "ddp_course/options": "tests/commands/test_numbers.py",
+    "ddp_course/lab": "tests/commands tests/grading",
     "exercises": "tests/grading tests/test_clinic.py",
     "authoring/lessons": "tests/test_notebooks.py",
     "notebooks": "tests/test_notebooks.py",

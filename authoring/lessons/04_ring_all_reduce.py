@@ -167,7 +167,7 @@ def sums(ring):
 
 hasty = launch(sums, hasty_ring)
 print("the same sums here:", all(map(torch.equal, hasty, launch(sums, ring_all_reduce))))
-every_order(sums, hasty_ring).show()
+show.verdict(every_order(sums, hasty_ring))
 print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]

@@ -10,7 +10,7 @@ import os
 import secrets
 from typing import Any
 
-from ..running.learners_copy import keep
+from ..lab.learners_copy import keep
 from .errors import Wrong
 from .handing_over import HAND_OVER, hand_over
 from .hints import hint

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..running.torch_inside import other_collectives
+from ..torch_private import other_collectives
 from .errors import TooSlow, Wrong
 from .plain import pack, unpack
 from .tasks import Task, find

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from .. import ladder
+from ..lab.waiting import say_while
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..measuring.on_your_gpus import large_problem, name_devices
 from ..measuring.results import Comparison
+from ..options import positive_number, whole_number
 from ..running.devices.placement import placement, usable_gpus
 from ..running.files import replace_file, writable_folder
 from ..running.join import join
 from ..running.links import MODES
 from ..running.parent import JOB
-from ..running.units import positive_number, whole_number
-from ..running.waiting import say_while
 from ..showing.plots import compare_figure
 from ..showing.source import Shown
 from . import as_typed

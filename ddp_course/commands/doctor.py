@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from ..running.waiting import say_while
+from ..lab.waiting import say_while
 from . import as_typed
 
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
@@ -101,7 +101,7 @@ def after_a_sum() -> tuple[str, list[str], str]:
     import torch.distributed as dist
 
     from ..running.devices.placement import rank_device, usable_gpus
-    from ..running.wire import on_nccl
+    from ..wire import on_nccl
 
     number = torch.ones(1, device=rank_device())
     dist.all_reduce(number)

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..running.files import course_folder, replace_file
-from ..running.learners_copy import RECORD
-from ..running.waiting import say_while
+from ..lab.folders import course_folder
+from ..lab.learners_copy import RECORD
+from ..lab.waiting import say_while
+from ..running.files import replace_file
 from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")

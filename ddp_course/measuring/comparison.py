@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from .. import ladder
+from ..job import Job, make_job
+from ..lab.waiting import say_while
 from ..ladder import Stage
 from ..running.devices import Device, full_speed, placement, rank_device
 from ..running.errors import NotFiniteError
 from ..running.launching.launch import launch
 from ..running.links import Link
-from ..running.waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
-from .job import Job, make_job
 from .recording import Recording
 from .results import Comparison, RankReport, StageResult, summarise
 

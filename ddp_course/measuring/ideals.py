@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ..job import Job, profile_of_step
 from ..ladder import Stage
 from ..problems import Batch
 from ..running.devices import Device
@@ -29,7 +30,6 @@ from ..running.links import Link
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
-from .job import Job, profile_of_step
 from .simulate import Network, simulate
 from .theory import Costs
 

@@ -7,7 +7,8 @@ train(model, record.stamped(batches), lr)
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from ..running import clocks, wire
+from .. import wire
+from ..running import clocks
 from ..running.devices import Emulation, full_speed, rank_device
 from . import timeline
 

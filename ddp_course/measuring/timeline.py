@@ -18,9 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..running import wire
+from .. import wire
+from ..event_clock import EventClock
 from ..running.devices import device_number
-from ..running.event_clock import EventClock
 from ..running.torch_inside import around
 
 # A device computes nothing during spans of these names in its compute lane.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from ..running.devices import rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link

@@ -12,6 +12,8 @@ from ..running.torch_inside import tree_map_only
 # receive from rank 1 since 0.010 s, ring.py line 7: recv(x, 1); rank 1 waits …".
 WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
+MOST_OF_A_RANK = 6  # A text and a figure have so many of a rank's events or messages.
+
 
 class Event(NamedTuple):
     """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault, whose
@@ -46,11 +48,21 @@ class Verdict:
     def __repr__(self):
         return self.proof if self.ok else f"{self.kind}: {self.proof}"
 
-    def show(self) -> None:
-        """Draw the last messages on a small timeline; in a terminal, print the last events."""
-        from ..showing.order_plot import show  # matplotlib takes a while to load.
-
-        show(self)
+    def text(self) -> str:
+        """The verdict in words, and the last events of its ranks, each on a line of its own."""
+        ranks = self.ranks or sorted({event.rank for event in self.events})
+        events = [event for event in self.events if event.rank in ranks]
+        lines = [repr(self)]
+        for moment, rank, kind, text, places in events[-MOST_OF_A_RANK * len(ranks) :]:
+            indent = "    " * ranks.index(rank)
+            # The text of a fault is long, and stands in the first line.
+            happened = f"{kind} {text}" if kind in ("post", "wait") else kind
+            place = ""
+            if places:
+                file_and_number, _, _ = places[-1].partition(":")
+                place = f"  ({file_and_number})"
+            lines.append(f"{1000 * moment:10.3f} ms  {indent}rank {rank}: {happened}{place}")
+        return "\n".join(lines)
 
 
 def faults_in(events: list) -> list:

@@ -1,10 +1,7 @@
-"""Numbers as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s" for a
-memory; and the numbers that commands are given.
-"""
+"""Numbers with units, as people write them: "200Mbit", "5ms", "5GB/s"."""
 
 import math
 import re
-from argparse import ArgumentTypeError
 
 from .errors import EmulationError
 
@@ -38,28 +35,6 @@ def flops_per_second(text: str | int) -> float:
 def bytes_per_second(text: str | int) -> float:
     """Parse a memory's bandwidth such as "5GB/s"; raises EmulationError for other text."""
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
-
-
-def whole_number(text: str, least: int = 1) -> int:
-    """Parse a whole number, for an option of a command, which names the option. Raises
-    ArgumentTypeError for other text.
-    """
-    if not re.fullmatch(r"\s*\+?[0-9]{1,12}\s*", text) or int(text) < least:
-        raise ArgumentTypeError(f'"{text}" must be a whole number, {least} to 999999999999')
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    """Parse a positive number such as 0.25, for an option of a command, which names the option.
-    Raises ArgumentTypeError for other text.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # It is refused below: NaN lies in no range.
-    if not 0 < value < 1e9:
-        raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25, below 1e9')
-    return value
 
 
 def _parse(text, units, what, example, zero=False):

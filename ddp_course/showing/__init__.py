@@ -20,6 +20,7 @@ _HOMES = {
     "progress": "shell",
     "trace": "trace_plot",
     "own_trace": "trace_plot",
+    "verdict": "order_plot",
     "scaling_figure": "simulator_plots",
 }
 __all__ = sorted([*_HOMES, "diff", "source"])

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 from IPython import get_ipython
 from IPython.display import display
 
+from ..orders.verdict import MOST_OF_A_RANK, Verdict
 from .plots import Picture, panels
 
-# A figure has so many messages of a rank: those without a wait first, then the latest. A text has
-# as many events.
-MOST_OF_A_RANK = 6
 COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
@@ -28,26 +26,15 @@ class Bar(NamedTuple):
     waited_for: bool
 
 
-def show(verdict: Any) -> None:
-    """Draw a verdict in a notebook; elsewhere print it, and the last events of its ranks."""
+def verdict(found: Verdict) -> None:
+    """Draw what `every_order` has found in a notebook; elsewhere print it, with its last events."""
     if getattr(get_ipython(), "kernel", None):
-        display(timeline(verdict))
-        return
-    print(verdict)
-    ranks = verdict.ranks or sorted({event.rank for event in verdict.events})
-    events = [event for event in verdict.events if event.rank in ranks]
-    for moment, rank, kind, text, lines in events[-MOST_OF_A_RANK * len(ranks) :]:
-        indent = "    " * ranks.index(rank)
-        # The text of a fault is long, and has been printed with the verdict.
-        happened = f"{kind} {text}" if kind in ("post", "wait") else kind
-        place = ""
-        if lines:
-            file_and_number, _, _ = lines[-1].partition(":")
-            place = f"  ({file_and_number})"
-        print(f"{1000 * moment:10.3f} ms  {indent}rank {rank}: {happened}{place}")
+        display(timeline(found))
+    else:
+        print(found.text())
 
 
-def timeline(verdict: Any) -> Picture:
+def timeline(verdict: Verdict) -> Picture:
     """A row for each rank, and on it a bar for each message, from its post to its wait. A bar that
     nobody has waited for is hatched, a cross is where a rank stops, and the lines stand below.
     """
@@ -79,7 +66,7 @@ def timeline(verdict: Any) -> Picture:
     return picture
 
 
-def lines_of(verdict: Any) -> list[str]:
+def lines_of(verdict: Verdict) -> list[str]:
     """The program's lines of a verdict; those of a fault with their sign in the figure and their
     rank.
     """

@@ -17,8 +17,8 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
+from ..lab.learners_copy import keep
 from ..measuring import theory
-from ..running.learners_copy import keep
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 
@@ -241,8 +241,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     percent of a step of one device.
     """
     from .. import ladder
+    from ..job import make_job
     from ..measuring import ideals
-    from ..measuring.job import make_job
     from ..running.devices import Device
 
     job = make_job("digits", world_size)

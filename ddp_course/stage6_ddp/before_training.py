@@ -8,10 +8,11 @@ together, or hang. These checks find such a rank before training begins, and nam
 import torch
 import torch.distributed as dist
 
+from .. import wire
 from ..mesh import refuse_slices
-from ..running import wire
 from ..running.errors import MismatchError
-from ..running.torch_inside import default_group, is_wrapper
+from ..running.torch_inside import is_wrapper
+from ..torch_private import default_group
 
 # Layers are known by the names of their classes: stage 7's has torch's name, and imports stage 6.
 SHARDED = {"FullyShardedDataParallel", "FSDPModule"}

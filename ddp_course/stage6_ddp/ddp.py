@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ..running.communication import keep_for_backward
-from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
+from ..communication import keep_for_backward
+from ..running.torch_inside import tree_map_only
+from ..torch_private import unnoticed_by_autograd
 from . import before_training
 from .bucket_sums import by_algorithm, by_backend, by_hook
 from .buckets import size_limits

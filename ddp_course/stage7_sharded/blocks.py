@@ -4,7 +4,8 @@ from contextlib import suppress
 
 import torch
 
-from ..running.torch_inside import as_plain_tensors, tree_leaves
+from ..running.torch_inside import tree_leaves
+from ..torch_private import as_plain_tensors
 from .flat import Flat, gather_chunks
 from .parts import label
 

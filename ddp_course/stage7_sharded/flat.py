@@ -10,10 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..running import communication, wire
-from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
+from .. import communication, wire
+from ..running.torch_inside import tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage6_ddp.unused import count_users
+from ..torch_private import allow_foreach, as_plain_tensors, timeout_of
 from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)

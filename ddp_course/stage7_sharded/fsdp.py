@@ -10,10 +10,12 @@ from contextlib import suppress
 
 import torch
 
-from ..running import communication, flight_recorder, wire
-from ..running.torch_inside import after_backward, backward_pass, tensors_in, uncompiled
+from .. import communication, wire
+from ..running import flight_recorder
+from ..running.torch_inside import after_backward, backward_pass, tensors_in
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
+from ..torch_private import uncompiled
 from .blocks import Block, assign_blocks, default_blocks, holders_of
 from .clipping import clip_grad_norm_
 from .flat import (

@@ -13,9 +13,9 @@ from tabulate import tabulate
 
 from ddp_course.checking import SO_FAR
 from ddp_course.checking.errors import GradingError
-from ddp_course.running.learners_copy import find_copy, keep
-from ddp_course.running.units import whole_number
-from ddp_course.running.waiting import say_while
+from ddp_course.lab.learners_copy import find_copy, keep
+from ddp_course.lab.waiting import say_while
+from ddp_course.options import whole_number
 
 from .. import overview
 from ..grader import Judge, grade_one

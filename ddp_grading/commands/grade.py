@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_course.checking.errors import GradingError
+from ddp_course.options import positive_number, whole_number
 from ddp_course.running.files import writable_folder
 from ddp_course.running.linux import usable_cores
-from ddp_course.running.units import positive_number, whole_number
 
 from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments

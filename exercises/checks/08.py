@@ -7,11 +7,11 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
+from ddp_course import wire
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.diagnosis import kind_of
 from ddp_course.checking.errors import Wrong
 from ddp_course.checking.tasks import task
-from ddp_course.running import wire
 from ddp_course.stage8_pipeline import (
     Backward,
     BackwardInput,

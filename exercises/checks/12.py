@@ -4,9 +4,9 @@ from itertools import product
 
 import torch.distributed as dist
 
+from ddp_course import wire
 from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.tasks import task
-from ddp_course.running import wire
 
 from .shared import OTHER_ALGORITHMS, require, several, tensors
 

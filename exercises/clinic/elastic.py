@@ -51,7 +51,7 @@ def main(folder, options):
 
 def wait_for(folder, world_size, steps=20, seconds=150):
     """Wait until so many ranks have done a number of steps."""
-    from ddp_course.running import checkpoint
+    from ddp_course import checkpoint
 
     end, first = time.monotonic() + seconds, None
     while time.monotonic() < end:
@@ -68,7 +68,7 @@ def wait_for(folder, world_size, steps=20, seconds=150):
 
 def write(folder, events):
     """Write elastic.csv, from the times of the checkpoints."""
-    from ddp_course.running import checkpoint
+    from ddp_course import checkpoint
 
     rows = [(when, "", "", event) for when, event in events]
     for file in checkpoint.checkpoints(f"{folder}/run"):

@@ -7,7 +7,7 @@ import pytest
 
 from ddp_course import cli, show
 from ddp_course.checking import check
-from ddp_course.running import learners_copy
+from ddp_course.lab import learners_copy
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import tqdm
 
 from ddp_course import cli
 from ddp_course.commands import as_typed, compare, lab
+from ddp_course.lab import waiting
+from ddp_course.lab.learners_copy import RECORD
 from ddp_course.measuring import comparison
-from ddp_course.running import waiting
-from ddp_course.running.learners_copy import RECORD
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def assert_says_where(message):
 
 
 OWN_ALLGATHER = """
-from ddp_course.running import wire
+from ddp_course import wire
 
 def gather(chunks, group):
     rank, size, left, right = wire.neighbours(group)

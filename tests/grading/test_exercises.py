@@ -14,13 +14,13 @@ import pytest
 import torch
 from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 
+from ddp_course import wire
 from ddp_course.checking import CORRECT, check, evidence
 from ddp_course.checking.attempt import COLLECTIVES, Attempt, Evidence, refusing
 from ddp_course.checking.diagnosis import Value, relation, same, verdict
 from ddp_course.checking.errors import Wrong
 from ddp_course.checking.evidence import explain, gather, solution_attempt
 from ddp_course.checking.tasks import cells_with, find, known_wrong, of_exercise, solution
-from ddp_course.running import wire
 from ddp_course.running.errors import Failure, RankError
 from ddp_grading.submissions import load_exercises
 

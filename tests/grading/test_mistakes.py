@@ -11,9 +11,8 @@ import pytest
 import torch
 from answers import edited, hand_in
 
-from ddp_course import cli
+from ddp_course import cli, wire
 from ddp_course.checking import check
-from ddp_course.running import wire
 
 LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1"
 NOISE = ("terminate called", "gloo", "Odd", "Traceback", "object at 0x", "pair.cc")

@@ -3,8 +3,8 @@
 import pytest
 
 from ddp_course import Device, Link
+from ddp_course.job import make_job
 from ddp_course.measuring import emulated
-from ddp_course.measuring.job import make_job
 from ddp_course.running.errors import EmulationError
 
 FLOPS = 783_834_624  # of a step of the digits on 192 samples, forward and backward

@@ -3,8 +3,8 @@
 import pytest
 
 from ddp_course import Device, Link, ladder, theory
+from ddp_course.job import make_job
 from ddp_course.measuring import emulated, ideals
-from ddp_course.measuring.job import make_job
 
 BYTES = 4 * 88_092
 DEVICE = Device("2GFLOP/s")

@@ -4,10 +4,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ddp_course import Device, Link, problems, stage2_dataparallel
+from ddp_course import Device, Link, problems, stage2_dataparallel, wire
 from ddp_course.measuring import timeline
 from ddp_course.measuring.timeline import Span
-from ddp_course.running import wire
 
 
 def test_a_step_is_forward_backward_update():

@@ -45,7 +45,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("program", FAULTS, ids=lambda program: program.__name__)
-def test_a_fault_is_found_in_one_run_with_the_lines_of_both_sides(program, capsys):
+def test_a_fault_is_found_in_one_run_with_the_lines_of_both_sides(program):
     verdict = every_order(program, world_size=3)
     assert (verdict.ok, verdict.kind, verdict.runs) == (False, FAULTS[program], 1)
     assert verdict.ranks
@@ -54,9 +54,8 @@ def test_a_fault_is_found_in_one_run_with_the_lines_of_both_sides(program, capsy
     if verdict.kind in (EARLY, OVERWRITTEN):
         posted, touched = (re.search(r"line (\d+)", line) for line in verdict.lines)
         assert int(posted[1]) < int(touched[1])
-    verdict.show()
     # Where all ranks make the same mistake at one moment, any of them may be named.
-    assert f"rank {min(verdict.ranks)}: post" in capsys.readouterr().out
+    assert f"rank {min(verdict.ranks)}: post" in verdict.text()
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])

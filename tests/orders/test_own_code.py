@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddp_course import every_order, ladder, stage3_paramserver, stage4_ring
-from ddp_course.measuring import job
+from ddp_course import every_order, job, ladder, stage3_paramserver, stage4_ring
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
     gpipe,

@@ -27,7 +27,7 @@ MISTAKES = {
     "new_thread": "context",
     "item_in_the_loop": "waits",
 }
-THREAD = "running/communication.py"
+THREAD = "communication.py"
 MUTANTS = {  # stage, a file of the course, a line, what stands there instead, and how it must show
     "the thread does not wait for the gradient": (
         "5", THREAD, "                ready.wait()", "                pass", "race",
@@ -53,7 +53,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "6", "stage6_ddp/bucket_sums.py", "future.wait()", "future.value()", "race",
     ),
     "the ring does not wait for its messages": (
-        "4", "running/wire.py", "                work.wait()\n        except",
+        "4", "wire.py", "                work.wait()\n        except",
         "                pass\n        except", "race",
     ),
     "a pipeline does not wait for an activation": (

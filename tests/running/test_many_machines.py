@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-from ddp_course import launch
-from ddp_course.running import checkpoint, links, virtual_hosts
+from ddp_course import checkpoint, launch
+from ddp_course.running import links, virtual_hosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CLUSTERS = DEPLOY.parent / "docs" / "CLUSTERS.md"

@@ -171,12 +171,12 @@ def test_lines_of_unlike_results_are_of_no_certain_rank_and_stop_none():
 
 
 def test_a_verdict_is_drawn_in_a_notebook_and_printed_in_a_terminal(monkeypatch, capsys):
-    overwritten().show()
+    order_plot.verdict(overwritten())
     assert "4.000 ms  rank 0: overwritten too early  (ring.py line 13)" in capsys.readouterr().out
     displayed = []
     monkeypatch.setattr(order_plot, "get_ipython", lambda: SimpleNamespace(kernel="of a notebook"))
     monkeypatch.setattr(order_plot, "display", displayed.append)
-    overwritten().show()
+    order_plot.verdict(overwritten())
     assert [type(picture) for picture in displayed] == [plots.Picture]
     assert capsys.readouterr().out == ""
 

@@ -2,12 +2,12 @@
 
 Read in this order:
 
-    model        layer times and gradient sizes
+    buckets      which layers' gradients fill a bucket
     step         one training step: backward fills buckets, buckets travel, the update follows
 """
 
+from ...job import Layer, Profile
 from . import resnets
-from .model import Layer, Profile
 from .step import Network, Step, simulate
 
 __all__ = [

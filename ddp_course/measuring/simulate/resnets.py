@@ -8,7 +8,7 @@ pixels and 1,000 classes.
 
 from collections.abc import Iterator
 
-from .model import Layer, Profile
+from ...job import Layer, Profile
 
 # A network has the blocks of each stage, the groups of a block's middle convolution, and the width
 # of a group at the first stage.

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from ...job import Profile
 from .. import theory
 from ..theory import Costs
 from ..timeline import Span
-from .model import Profile, full_buckets
+from .buckets import full_buckets
 
 KNEE = 0.9  # Scaling has ended where the efficiency is lower.
 

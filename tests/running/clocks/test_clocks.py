@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.virtual_time import digest
-from ddp_course import Device, Link, launch
+from ddp_course import Device, Link, launch, wire
 from ddp_course.measuring import comparison
-from ddp_course.running import clocks, wire
+from ddp_course.running import clocks
 from ddp_course.running.clocks.table import real_sleep
 
 LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond

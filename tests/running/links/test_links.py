@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import launch, stage3_paramserver, stage4_ring
-from ddp_course.running import links, virtual_hosts, wire
+from ddp_course import launch, stage3_paramserver, stage4_ring, wire
+from ddp_course.running import links, virtual_hosts
 from ddp_course.running.errors import EmulationError
 from ddp_course.running.links import Link
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import launch
+from ddp_course import checkpoint, launch
 from ddp_course.errors import CheckpointError
-from ddp_course.running import checkpoint
 
 
 def state_of(number, size=1000):

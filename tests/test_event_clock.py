@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course import launch, variants
+from ddp_course import launch, variants, wire
 from ddp_course.measuring import recording, timeline
-from ddp_course.running import wire
 from ddp_course.running.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
 

@@ -20,9 +20,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from . import clocks, flight_recorder
 from .event_clock import EventClock
-from .torch_inside import as_plain_tensors, default_store, group_like, tensors_in
+from .running import clocks, flight_recorder
+from .running.devices import emulation
+from .running.torch_inside import tensors_in
+from .torch_private import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None
 SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.
@@ -109,6 +111,9 @@ def span(name: str) -> Iterator[None]:
         yield
     finally:
         tell("span", name, start)
+
+
+emulation.listeners.append(span)
 
 
 def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course import launch
-from ddp_course.running import communication
-from ddp_course.running.communication import communication_thread
+from ddp_course import communication, launch
+from ddp_course.communication import communication_thread
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
-from . import files
+from .errors import CheckpointError
+from .running import files
 
 WRITER = ".writer"
 PATIENCE_SECONDS = 3.0

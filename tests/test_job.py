@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_course import Device
-from ddp_course.measuring.job import make_job
+from ddp_course.job import make_job
 
 
 def test_what_follows_from_a_job_is_worked_out_once():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .clocks import now as perf_counter
+from .running.clocks import now as perf_counter
 
 
 class EventClock:

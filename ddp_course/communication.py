@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .torch_inside import group_like, tree_leaves
+from .running.torch_inside import tree_leaves
+from .torch_private import group_like
 from .wire import warm_up
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # by process group

@@ -1,20 +1,50 @@
-"""A job: what every stage of a comparison trains, checked before anything starts."""
+"""A job: what is trained and how, checked before anything starts, and what a step of it costs."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .. import problems
-from ..running.devices import Device
-from ..stage8_pipeline import layers_of, split
-from ..stage9_tensor import split_layers
-from .simulate.model import Layer, Profile
+from . import problems
+from .running.devices import Device
+from .stage8_pipeline import layers_of, split
+from .stage9_tensor import split_layers
+
+
+class Layer(NamedTuple):
+    """One layer or parameter: seconds of its forward and backward pass, bytes of its gradient."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gradient_bytes: float
+
+
+class Profile(NamedTuple):
+    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if
+    known.
+
+    Backward runs through the layers in reverse.
+    """
+
+    layers: tuple[Layer, ...]
+    update_s: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of all gradients together."""
+        return sum(layer.gradient_bytes for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step on one device, without communication."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from oracles import rank_tensor
 
-from ddp_course import launch
-from ddp_course.running import wire
+from ddp_course import launch, wire
 
 
 def shift(numel):
