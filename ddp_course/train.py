@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from . import checkpoint, ladder, problems
 from .errors import CheckpointError, CourseError
+from .job import Job, make_job
 from .measuring import finite
 from .options import positive_number, whole_number
 from .running.devices import placement, rank_device
