@@ -5,7 +5,6 @@ not be tried to its end is no fault of the answer. It also knows why an answer h
 object of a send to wait for: the message is lost with the object.
 """
 
-import re
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,11 +12,12 @@ from dataclasses import replace
 
 from ..orders import every
 from ..orders.verdict import judge
+from ..running.clocks.stalls import Line
 from ..running.errors import ManyranksError
 from .attempt import Attempt, make_attempts
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
-from .tasks import find
+from .tasks import check_files, find
 
 SECONDS = 60.0  # What takes longer keeps the verdict that it has.
 ADVICE = {
@@ -26,9 +26,6 @@ ADVICE = {
     "overwritten too early": "wait for the send first",
     "not waited for": "wait for every send and every receive",
 }
-# A line of the answer's, by whatever name of its cell; lines of 04.py, shared.py and the like are
-# of exercises/checks.
-LINE = re.compile(r"(?<![\w.-])(?!\d\d\.py|shared\.py)[\w.-]+ line (\d+)")
 
 
 def confirm(
@@ -45,15 +42,21 @@ def confirm(
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
-    outcome = judge(events_of(attempt, enter, seconds), results=[], runs=1, proof="")
+    outcome = judge(events_of(attempt, enter, seconds), results=[], runs=1, proof="", say=in_cell)
     if outcome.ok:
         return verdict
-    text = LINE.sub(r"line \1 of your cell", outcome.proof)
-    fault = f"{text}. Mend it: {ADVICE[outcome.kind]}"
+    fault = f"{outcome.proof}. Mend it: {ADVICE[outcome.kind]}"
     if hung:
         return nothing(task, f"it never comes to its end: {fault}")
     message = f"right here, but not in every order: {fault}"
     return replace(verdict, parts=verdict.parts | {task.every_order: message})
+
+
+def in_cell(line: Line) -> str:
+    """A line of the answer's in words; those of exercises/checks and of libraries keep theirs."""
+    if line.file in check_files() or not line.in_program:
+        return str(line)
+    return f"line {line.number} of your cell: {line.text}"
 
 
 def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:

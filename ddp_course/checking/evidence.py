@@ -6,18 +6,20 @@ on.
 """
 
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..running.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError
+from ..running.clocks.stalls import in_words, who_waits
+from ..running.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError, Wait
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .attempt import Attempt, Evidence, assemble, make_attempts
 from .errors import TooSlow
-from .tasks import Task, cells_with, find, known_wrong, of_exercise, solution
+from .tasks import Task, cells_with, check_files, find, known_wrong, of_exercise, solution
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
@@ -37,11 +39,7 @@ BOTH_SEND = (
 )
 # These are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
-# Past its answer, a rank waits in a file of checks such as 04.py, or in the clock's stalls.py.
-ENDED = re.compile(r"waits [^;]* since [\d.]+ s, (?:\d\d|stalls)\.py line [^;]*")
-# A rank waits in the all-reduce of exercises/checks/shared.py, which checks give to answers.
-GIVEN = re.compile(r" since [\d.]+ s, shared\.py line [^;]*")
-WAITS_IN_LINE = re.compile(r" since [\d.]+ s, \S+ line (\d+): [^;]*")
+GIVEN = "shared.py"  # This file of checks has an all-reduce that they give to answers.
 # These files are torch's, the course's or Python's.
 NOT_LEARNERS = re.compile(
     r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
@@ -147,16 +145,17 @@ def explain(error: ManyranksError, task: Task) -> str:
     """Why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
         return f"{TOO_LATE}: {still_running(error, task)}"
-    if not isinstance(error, RankError):
+    if not isinstance(error, (RankError, DeadlockError)):
         return f"the ranks could not be run: {error}"
-    kind = error.type_name
-    message = error.message
+    culprit = error.failures[0]
+    kind = culprit.type_name
+    message = culprit.message
     shortened = message[:300]
-    frame = own_frame(error.traceback, task)
+    frame = own_frame(culprit.traceback, task)
     where = place(frame, task)
     if kind == "Wrong" and message:
         return message + where
-    if TooSlow.__name__ in error.traceback:  # A lock may have made another error of it.
+    if TooSlow.__name__ in culprit.traceback:  # A lock may have made another error of it.
         return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
     if kind == "NotImplementedError":
         if frame and frame.task != task.number:
@@ -165,13 +164,14 @@ def explain(error: ManyranksError, task: Task) -> str:
                 f" {frame.task} first"
             )
         return f"not solved yet ({message})"
-    if kind == DeadlockError.__name__:
+    if isinstance(error, DeadlockError):
         advice = task.hang
-        all_send = not re.search("waits (to receive|for)", message)
+        all_send = all(wait.what.kind == "send" for wait in error.waits)
         if all_send and "wire.exchange" in solution(task.number):
             advice += BOTH_SEND
-        return f"the ranks wait for each other for ever: {waits(message)}; {advice}"
-    if kind == "killed" and "SIGABRT" in message and task.ranks > 1:
+        waits = who_waits(error.waits, error.returned, in_answer)
+        return f"the ranks wait for each other for ever: {waits}; {advice}"
+    if culprit.exit_code == -signal.SIGABRT and task.ranks > 1:
         return TOO_LONG
     if "Pair is not connected" in message:
         return f"a rank sends to itself, or receives from itself{where}: the others are meant"
@@ -181,7 +181,7 @@ def explain(error: ManyranksError, task: Task) -> str:
             " backward()"
         )
     if kind in ("killed", "exited"):
-        return f"your code ended the process of rank {error.rank} ({kind} {message})"
+        return f"your code ended the process of rank {culprit.rank} ({kind} {message})"
     if not frame and kind not in LEARNERS_OWN:
         return f"your answer returned something that cannot be used ({kind}: {shortened})"
     advice = ""
@@ -190,10 +190,16 @@ def explain(error: ManyranksError, task: Task) -> str:
     return f"your code raised {kind}: {shortened}{where}{advice}"
 
 
-def waits(deadlock: str) -> str:
-    """Who waits for whom, and in which line of the answer, from a deadlock's message."""
-    text = ENDED.sub("has ended", deadlock.removeprefix("deadlock: "))
-    return WAITS_IN_LINE.sub(r" (line \1)", GIVEN.sub(" in all_reduce", text))
+def in_answer(wait: Wait) -> str:
+    """For whom a rank waits, and in which line of the answer; past its answer it waits in a file of
+    checks, or at no line of a program's at all.
+    """
+    waits = f"rank {wait.rank} waits {in_words(wait.what)}"
+    if wait.file == GIVEN:
+        return f"{waits} in all_reduce"
+    if not wait.in_program or wait.file in check_files():
+        return f"rank {wait.rank} has ended"
+    return f"{waits} (line {wait.line})"
 
 
 def still_running(error: LaunchTimeout, task: Task) -> str:

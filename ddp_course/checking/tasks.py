@@ -108,6 +108,12 @@ def load_tasks(exercise: int) -> Any:
     return None
 
 
+@cache
+def check_files() -> set[str]:
+    """The names of the files that try answers, such as 04.py."""
+    return {path.name for path in (course_folder("exercises") / "checks").glob("*.py")}
+
+
 def find(number: str) -> Task:
     """The task with this number, such as "4.2"; ValueError if there is none."""
     exercise = str(number).split(".")[0]

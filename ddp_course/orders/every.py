@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..running.errors import DeadlockError, LaunchError
+from ..running.clocks.stalls import Line, in_full, line_of_wait, who_waits
+from ..running.errors import Awaited, DeadlockError, LaunchError, Wait
 from ..running.launching.launch import launch
 from ..running.links import Link
 from .in_flight import Watch, watching
@@ -68,10 +69,36 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
         except LaunchError as error:
             failure = error
         lines = Path(log.name).read_text(encoding="utf-8").splitlines()
-    events = sorted(Event(*json.loads(line)) for line in lines)
+    events = [read_event(line) for line in lines]
+    if isinstance(failure, DeadlockError):
+        events += stops_in(failure)
+    events.sort(key=lambda event: event[:4])
     if failure and not faults_in(events):
         raise failure
     return events, list(zip(*results, strict=True))  # The ranks' results become those of each seed.
+
+
+def read_event(text: str) -> Event:
+    """The event that a rank has written down."""
+    moment, rank, kind, words, lines, what = json.loads(text)
+    if what is not None:
+        awaited, ranks, name = what
+        what = Awaited(awaited, tuple(ranks), name)
+    return Event(moment, rank, kind, words, [Line(*line) for line in lines], what)
+
+
+def stops_in(error: DeadlockError) -> list[Event]:
+    """An event for each rank that waits in a deadlock; the lines of all are {0}, {1}, … in the
+    text of each.
+    """
+
+    def numbered(wait: Wait) -> str:
+        return in_full(wait, f"{{{error.waits.index(wait)}}}")
+
+    text = f"without buffers all wait for ever: {who_waits(error.waits, error.returned, numbered)}"
+    return [
+        Event(wait.since, wait.rank, "deadlock", text, [line_of_wait(wait)]) for wait in error.waits
+    ]
 
 
 def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
@@ -83,12 +110,7 @@ def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) 
             own_args, own_kwargs = copy.deepcopy((args, kwargs))
             dist.barrier()
             watch.draw = None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
-            try:
-                with watching(watch):
-                    results.append(fn(*own_args, **own_kwargs))
-                    watch.ended()
-            except DeadlockError as error:
-                text = str(error).removeprefix("deadlock: ")
-                watch.tell("deadlock", f"without buffers all wait for ever: {text}")
-                raise
+            with watching(watch):
+                results.append(fn(*own_args, **own_kwargs))
+                watch.ended()
     return results

@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from ..running.clocks import group as clocks_group
 from ..running.clocks import now, own
-from ..running.clocks.stalls import line_of
+from ..running.clocks.clock import TURN
+from ..running.clocks.stalls import Line, in_words, line_of
 from ..running.clocks.table import FOREVER
 from ..running.devices import roofline
+from ..running.errors import Awaited
 from ..running.torch_inside import TorchDispatchMode, around, is_wrapper, tensors_in
 
 LONGEST_DELAY = 5_000_000_000  # picoseconds, in which a few messages pass over the slow link
@@ -34,17 +36,18 @@ FAULTS = {
     (True, True): ("touched too early", "writes a buffer that may not have arrived"),
     (False, True): ("overwritten too early", "overwrites a buffer that may not have left"),
 }
+FAULT = Awaited("fault")
 OPERATIONS = ["send", "recv", "barrier", "allgather_into_tensor_coalesced", *clocks_group.FORMS]
 
 
 class Flight(NamedTuple):
-    """A message or a collective on its way, begun at `line`: `what` says why a rank waits for it,
-    such as "to send to rank 1"; `tensors` are pairs of a tensor and whether the network writes it.
+    """A message or a collective on its way, begun at `line`: `tensors` are pairs of a tensor and
+    whether the network writes it.
     """
 
-    what: str
+    what: Awaited
     tensors: list
-    line: str
+    line: Line
 
 
 class Watch(TorchDispatchMode, ContextDecorator):
@@ -78,19 +81,19 @@ class Watch(TorchDispatchMode, ContextDecorator):
                     self.touched(tensor, parameter.is_write, func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
-    def tell(self, kind: str, text: str, *lines: str) -> None:
+    def tell(self, kind: str, text: str, *lines: Line, what: Awaited | None = None) -> None:
         """Write an event of this rank down. All ranks append to one file, so it is one `write`."""
-        event = [now(), dist.get_rank(), kind, text, lines]
+        event = [now(), dist.get_rank(), kind, text, lines, what]
         self.log.write((json.dumps(event) + "\n").encode())
 
-    def fault(self, kind: str, text: str, *lines: str) -> None:
-        """Write a fault down, and stop: the other ranks go on as far as they can, so that it does
-        not matter which of them is the fastest.
+    def fault(self, kind: str, text: str, *lines: Line) -> None:
+        """Write a fault down, in whose text {0} and {1} are its lines, and stop: the other ranks go
+        on as far as they can, so that it does not matter which of them is the fastest.
         """
         # This flight is never over: a program that catches what the last line raises does not end.
-        self.flights[self] = Flight(text, [], lines[0])
+        self.flights[self] = Flight(FAULT, [], lines[0])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
-        own().sleep_until(FOREVER, "after a fault")  # type: ignore[union-attr]
+        own().sleep_until(FOREVER, FAULT)  # type: ignore[union-attr]
 
     def doubt(self, reason: str) -> None:
         """Note that the program does something for which one run proves nothing."""
@@ -102,7 +105,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         """Let the other ranks go first for a while."""
         if self.draw is not None:
             clock: Any = own()
-            clock.sleep_until(clock.moment + self.draw.randrange(LONGEST_DELAY), "for its turn")
+            clock.sleep_until(clock.moment + self.draw.randrange(LONGEST_DELAY), TURN)
 
     def touched(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
         """An operation reads or writes a tensor: refuse that if its memory is on its way."""
@@ -111,13 +114,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
                 if (network_writes, writes) in FAULTS and overlap(message, tensor):
                     line = line_of(sys._getframe())
                     kind, touch = FAULTS[network_writes, writes]
-                    begun = f"begun ({flight.line}) {flight.what}, and not waited for"
-                    self.fault(kind, f"{name} {touch} ({line}): {begun}", flight.line, line)
+                    begun = f"begun ({{0}}) {in_words(flight.what)}, and not waited for"
+                    self.fault(kind, f"{name} {touch} ({{1}}): {begun}", flight.line, line)
 
     def ended(self) -> None:
         """The program is over on this rank: everything must have been waited for."""
         for flight in self.flights.values():
-            text = f"nobody waits for what was begun ({flight.line}) {flight.what}"
+            text = f"nobody waits for what was begun ({{0}}) {in_words(flight.what)}"
             self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,13 +135,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
         writes_first = name != "send" and not is_root
         tensors = [(tensor, writes_first) for tensor in tensors_in(*args[:1])]
         tensors += [(tensor, False) for tensor in tensors_in(*args[1:2])]
-        flight = Flight(work.ticket.why, tensors, line_of(sys._getframe()))
+        flight = Flight(work.ticket.what, tensors, line_of(sys._getframe()))
         for tensor, network_writes in tensors:
             self.touched(tensor, network_writes, name)
             if not tensor.untyped_storage().resizable():
                 self.doubt("NumPy or other code has a part in the memory of a message")
         self.flights[work] = flight
-        self.tell("post", flight.what, flight.line)
+        self.tell("post", in_words(flight.what), flight.line, what=flight.what)
         return work
 
     def settle(self, run: Callable, work: Any) -> Any:
@@ -146,7 +149,8 @@ class Watch(TorchDispatchMode, ContextDecorator):
         moment = run(work)
         flight = self.flights.pop(work, None)
         if flight is not None:
-            self.tell("wait", flight.what, line_of(sys._getframe()))
+            line = line_of(sys._getframe())
+            self.tell("wait", in_words(flight.what), line, what=flight.what)
         return moment
 
     def question(self, reason: str, run: Callable, *args: Any) -> Any:

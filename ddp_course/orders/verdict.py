@@ -1,23 +1,23 @@
 """What came of a run: right in every order, or what breaks which order, at which lines."""
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ..running.clocks.stalls import Line
+from ..running.errors import Awaited
 from ..running.torch_inside import tree_map_only
-
-# Finds the rank and the line of each wait in the text of a deadlock, such as "rank 0 waits to
-# receive from rank 1 since 0.010 s, ring.py line 7: recv(x, 1); rank 1 waits …".
-WAITS = re.compile(r"rank (\d+) waits .+? since [\d.]+ s, (.+?)(?=; rank \d+ |$)")
 
 MOST_OF_A_RANK = 6  # A text and a figure have so many of a rank's events or messages.
 
 
 class Event(NamedTuple):
     """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault, whose
-    `kind` is that of a Verdict. `moment` is in virtual seconds.
+    `kind` is that of a Verdict. `moment` is in virtual seconds. In the text of a fault {0}, {1}, …
+    are its `lines`; a deadlock has an event for each rank that waits. `what` is what a "post" or a
+    "wait" is for.
     """
 
     moment: float
@@ -25,6 +25,7 @@ class Event(NamedTuple):
     kind: str
     text: str
     lines: list
+    what: Awaited | None = None
 
 
 @dataclass
@@ -53,14 +54,13 @@ class Verdict:
         ranks = self.ranks or sorted({event.rank for event in self.events})
         events = [event for event in self.events if event.rank in ranks]
         lines = [repr(self)]
-        for moment, rank, kind, text, places in events[-MOST_OF_A_RANK * len(ranks) :]:
+        for moment, rank, kind, text, places, _ in events[-MOST_OF_A_RANK * len(ranks) :]:
             indent = "    " * ranks.index(rank)
             # The text of a fault is long, and stands in the first line.
             happened = f"{kind} {text}" if kind in ("post", "wait") else kind
             place = ""
             if places:
-                file_and_number, _, _ = places[-1].partition(":")
-                place = f"  ({file_and_number})"
+                place = f"  ({places[-1].place})"
             lines.append(f"{1000 * moment:10.3f} ms  {indent}rank {rank}: {happened}{place}")
         return "\n".join(lines)
 
@@ -70,9 +70,11 @@ def faults_in(events: list) -> list:
     return [event for event in events if event.kind not in ("post", "wait", "doubt")]
 
 
-def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
+def judge(
+    events: list, results: list, runs: int, proof: str, say: Callable[[Line], str] = str
+) -> Verdict:
     """The verdict on the events and the results of all runs; `proof` is that of a program without a
-    fault.
+    fault, and `say` has the words for a line.
     """
     faults = faults_in(events)
     if faults:
@@ -80,16 +82,18 @@ def judge(events: list, results: list, runs: int, proof: str) -> Verdict:
         causes = [event for event in faults if event.kind != "deadlock"]
         fault = (causes or faults)[0]
         happened = [event for event in events if event.kind in ("post", "wait", fault.kind)]
-        waits = WAITS.findall(fault.text)
-        ranks = [int(rank) for rank, _ in waits] or [fault.rank]
-        lines = [line for _, line in waits] or fault.lines
-        return Verdict(False, runs, fault.text, fault.kind, ranks, lines, happened)
+        parts = [fault]
+        if fault.kind == "deadlock":
+            parts = sorted(faults, key=lambda event: event.rank)
+        ranks = [event.rank for event in parts]
+        lines = [say(line) for event in parts for line in event.lines]
+        return Verdict(False, runs, fault.text.format(*lines), fault.kind, ranks, lines, happened)
     happened = [event for event in events if event.kind in ("post", "wait")]
     if len(set(map(values_of, results))) < 2:
         return Verdict(True, runs, proof, events=happened)
     doubts = [event for event in events if event.kind == "doubt"]
     ranks = sorted({event.rank for event in doubts})
-    lines = sorted({line for event in doubts for line in event.lines})
+    lines = sorted({say(line) for event in doubts for line in event.lines})
     text = f"the results of {runs} orders differ, from these lines on: {'; '.join(lines)}"
     return Verdict(False, runs, text, "unlike results", ranks, lines, happened)
 

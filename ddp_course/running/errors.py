@@ -13,7 +13,9 @@
 A setting that cannot work raises a plain ValueError or TypeError.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class ManyranksError(Exception):
@@ -28,6 +30,36 @@ class LaunchError(ManyranksError):
     """A launch failed: its ranks could not be started, were ended from outside, or as below."""
 
 
+class Awaited(NamedTuple):
+    """What a thread waits for.
+
+    `kind` is "send", "receive", "receive from any", "collective", "new group", "thread" (another
+    one of its rank), "turn" or "fault" (it stopped at one that `every_order` has found). `ranks`
+    are the peer, or all members of a collective; `name` is that of the collective.
+    """
+
+    kind: str
+    ranks: tuple = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for in a deadlock, since when (virtual seconds), and at which line.
+
+    `file` is a name without its folder, or "cell"; `text` is the line. If no line of the program's
+    own waits, the place is in a library, and `in_program` is False.
+    """
+
+    rank: int
+    what: Awaited
+    since: float
+    file: str
+    line: int
+    text: str
+    in_program: bool = True
+
+
 @dataclass
 class Failure:
     """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process
@@ -35,7 +67,8 @@ class Failure:
 
     `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
     the machine's monotonic clock; `consequence` marks a broken connection, which follows from
-    another rank's failure.
+    another rank's failure. A process that ended has its `exit_code`, negative for a signal; a
+    DeadlockError has its `waits`.
     """
 
     rank: int
@@ -44,6 +77,8 @@ class Failure:
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
+    exit_code: int | None = None
+    waits: list = field(default_factory=list)
 
     def __str__(self):
         rank = f"rank {self.rank}"
@@ -119,7 +154,24 @@ class LaunchTimeout(LaunchError):
 
 
 class DeadlockError(LaunchError, RuntimeError):
-    """Under virtual time every thread of every rank waits for another; the message names all."""
+    """Under virtual time every thread of every rank waits for another; the message names all.
+
+    `waits` has a Wait for each rank that waits, `returned` the ranks that do not: they have
+    returned. From a launch, `failures` are those of the ranks, with tracebacks.
+    """
+
+    def __init__(
+        self, message: str, waits: Sequence = (), returned: Sequence = (), failures: Sequence = ()
+    ):
+        self.message = message
+        self.waits = list(waits)
+        self.failures = list(failures)
+        self.returned = list(returned)
+        super().__init__(message, waits, returned, failures)
+
+    def __str__(self):
+        tracebacks = [failure.traceback for failure in self.failures[:1]]
+        return "\n\n".join([self.message, *tracebacks]).rstrip()
 
 
 class MismatchError(ManyranksError, RuntimeError):

@@ -8,9 +8,11 @@ from IPython import get_ipython
 from IPython.display import display
 
 from ..orders.verdict import MOST_OF_A_RANK, Verdict
+from ..running.errors import Awaited
 from .plots import Picture, panels
 
-COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
+# What a message of a kind looks like, and the word for its direction.
+MESSAGES = {"send": ("#0072B2", "to"), "receive": ("#007F5C", "from")}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
 HATCHED = "▨"  # This sign stands before a line that begins a message, whose bar is hatched.
@@ -18,11 +20,11 @@ STOPS = "×"  # This sign stands before a line at which a rank goes no further.
 
 
 class Bar(NamedTuple):
-    """A message on its way, in virtual milliseconds; `text` is that of its events."""
+    """A message on its way, in virtual milliseconds; `what` is that of its events."""
 
     start: float
     end: float
-    text: str
+    what: Awaited
     waited_for: bool
 
 
@@ -88,15 +90,17 @@ def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
     ranks = {event.rank for event in events}
     bars = {rank: [] for rank in sorted(ranks)}
     posts = defaultdict(list)  # The moments of each rank's messages that it has not waited for.
-    for moment, rank, kind, text, _ in events:
-        if kind == "post":
-            posts[rank, text].append(1000 * moment)
-        elif kind == "wait":
-            start = posts[rank, text].pop(0)
-            bars[rank].append(Bar(start, 1000 * moment, text, waited_for=True))
+    for event in events:
+        message = (event.rank, event.what)
+        moment = 1000 * event.moment
+        if event.kind == "post":
+            posts[message].append(moment)
+        elif event.kind == "wait":
+            start = posts[message].pop(0)
+            bars[event.rank].append(Bar(start, moment, event.what, waited_for=True))
     end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
-    for (rank, text), starts in posts.items():
-        bars[rank] += [Bar(start, end, text, waited_for=False) for start in starts]
+    for (rank, what), starts in posts.items():
+        bars[rank] += [Bar(start, end, what, waited_for=False) for start in starts]
     return {rank: lanes_of(messages[-MOST_OF_A_RANK:]) for rank, messages in bars.items()}
 
 
@@ -114,7 +118,7 @@ def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
 
 def draw(axes: Any, row: int, bar: Bar) -> None:
     """Draw a bar with its name."""
-    colour, name = colour_and_name(bar.text)
+    colour, name = colour_and_name(bar.what)
     look: Any = {"facecolor": colour, "edgecolor": "white"}
     letters: Any = {"color": "white"}
     if not bar.waited_for:
@@ -125,13 +129,11 @@ def draw(axes: Any, row: int, bar: Bar) -> None:
     axes.text(middle, row, name, ha="center", va="center", fontsize=9, **letters)
 
 
-def colour_and_name(text: str) -> tuple[str, str]:
-    """How a bar looks and is called: "to send to rank 1" is blue and called "to 1", "to receive
-    from rank 2" is green and called "from 2", and "for ranks [0, 1] in all_reduce" is grey and
-    called "all_reduce".
+def colour_and_name(what: Awaited) -> tuple[str, str]:
+    """How a bar looks and is called: a send to rank 1 is blue and called "to 1", a receive is green
+    and called "from 1", and a collective is grey and has its own name.
     """
-    words = text.split()
-    verb = words[1]
-    if verb in COLOURS:
-        return COLOURS[verb], f"{words[2]} {words[-1]}"
-    return COLLECTIVE, words[-1]
+    if what.kind in MESSAGES:
+        colour, direction = MESSAGES[what.kind]
+        return colour, f"{direction} {what.ranks[0]}"
+    return COLLECTIVE, what.name

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 
@@ -21,7 +22,7 @@ from ddp_course.checking.diagnosis import Value, relation, same, verdict
 from ddp_course.checking.errors import Wrong
 from ddp_course.checking.evidence import explain, gather, solution_attempt
 from ddp_course.checking.tasks import cells_with, find, known_wrong, of_exercise, solution
-from ddp_course.running.errors import Failure, RankError
+from ddp_course.running.errors import Awaited, DeadlockError, Failure, Wait
 from ddp_grading.submissions import load_exercises
 
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
@@ -88,14 +89,15 @@ def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text)
         call(TENSOR)
 
 
-SENDS = "rank 0 waits to send to rank 1 since 0.000000 s, cell line 8: wire.send(t, 1); "
-IN_BARRIER = "waits for ranks [0, 1, 2] in barrier since 0.000000 s, stalls.py line 33: line = …; "
+SENDS = Wait(0, Awaited("send", (1,)), 0.0, "cell", 8, "wire.send(t, 1)")
+BARRIER = Awaited("collective", (0, 1, 2), "barrier")
+IN_BARRIER = Wait(1, BARRIER, 0.0, "stalls.py", 33, "line = …", in_program=False)
 BOTH_SEND = "wire.exchange sends and receives at once"
 
 
 def test_a_deadlock_is_told_with_each_ranks_line():
-    text = f"deadlock: {SENDS}rank 1 {IN_BARRIER}rank 2 has returned"
-    said = explain(RankError([Failure(1, "DeadlockError", text)], world_size=3), find("4.2"))
+    failures = [Failure(1, "DeadlockError")]
+    said = explain(DeadlockError("", [SENDS, IN_BARRIER], [2], failures), find("4.2"))
     assert said.startswith(
         "the ranks wait for each other for ever: rank 0 waits to send to rank 1 (line 8); "
         "rank 1 has ended; rank 2 has returned; does every rank, in every step, send to its right"
@@ -104,8 +106,8 @@ def test_a_deadlock_is_told_with_each_ranks_line():
 
 
 def test_only_ranks_that_all_send_and_could_exchange_are_told_to():
-    text = f"deadlock: {SENDS}{SENDS.replace('rank 0', 'rank 1')}rank 2 has returned"
-    error = RankError([Failure(1, "DeadlockError", text)], world_size=3)
+    failures = [Failure(1, "DeadlockError")]
+    error = DeadlockError("", [SENDS, replace(SENDS, rank=1)], [2], failures)
     assert explain(error, find("4.2")).endswith(BOTH_SEND)
     assert not explain(error, find("3.1")).endswith(BOTH_SEND)
 

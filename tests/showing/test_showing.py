@@ -22,6 +22,8 @@ from ddp_course import show, simulate, stage1_single, stage4_ring, stage5_bucket
 from ddp_course.commands.lab import STYLE
 from ddp_course.measuring.results import Comparison, StageResult
 from ddp_course.orders.verdict import Event, judge
+from ddp_course.running.clocks.stalls import Line
+from ddp_course.running.errors import Awaited
 from ddp_course.showing import order_plot, plots, simulator_plots, sketches, widgets
 from ddp_predictions import answers
 
@@ -95,14 +97,18 @@ def bucket_explorer(measured):
 
 def overwritten():
     """What `every_order` says where rank 0 overwrites what it sends."""
-    line = "ring.py line 9: leaving.append(wire.isend(chunks[(rank + 1 - step) % size], right))"
+    line = Line("ring.py", 9, "leaving.append(wire.isend(chunks[(rank + 1 - step) % size], right))")
+    touched = Line("ring.py", 13, "x")
+    sent = Awaited("send", (1,))
+    received = Awaited("receive", (0,))
+    summed = Awaited("collective", (0, 1), "all_reduce")
     events = [
-        Event(0.002, 0, "post", "to send to rank 1", [line]),
-        Event(0.002, 1, "post", "to receive from rank 0", [line]),
-        Event(0.003, 0, "post", "for ranks [0, 1] in all_reduce", [line]),
-        Event(0.004, 0, "wait", "for ranks [0, 1] in all_reduce", [line]),
-        Event(0.004, 0, "overwritten too early", "zero_ overwrites", [line, "ring.py line 13: x"]),
-        Event(0.005, 1, "wait", "to receive from rank 0", [line]),
+        Event(0.002, 0, "post", "to send to rank 1", [line], sent),
+        Event(0.002, 1, "post", "to receive from rank 0", [line], received),
+        Event(0.003, 0, "post", "for ranks [0, 1] in all_reduce", [line], summed),
+        Event(0.004, 0, "wait", "for ranks [0, 1] in all_reduce", [line], summed),
+        Event(0.004, 0, "overwritten too early", "zero_ overwrites", [line, touched]),
+        Event(0.005, 1, "wait", "to receive from rank 0", [line], received),
         Event(0.005, 1, "deadlock", "all wait", []),
     ]
     return judge(events, [], 1, "")
@@ -161,9 +167,9 @@ def test_a_verdict_draws_what_nobody_has_waited_for_and_where_the_rank_stops():
 
 def test_lines_of_unlike_results_are_of_no_certain_rank_and_stop_none():
     events = [
-        Event(0.001, 0, "doubt", "several threads", ["z.py line 1: thread.start()"]),
-        Event(0.002, 1, "doubt", "asks", ["a.py line 2: work.is_completed()"]),
-        Event(0.003, 0, "post", "to send to rank 1", ["z.py line 3: send"]),
+        Event(0.001, 0, "doubt", "several threads", [Line("z.py", 1, "thread.start()")]),
+        Event(0.002, 1, "doubt", "asks", [Line("a.py", 2, "work.is_completed()")]),
+        Event(0.003, 0, "post", "to send", [Line("z.py", 3, "send")], Awaited("send", (1,))),
     ]
     axes = order_plot.timeline(judge(events, [1, 2], 2, "")).axes[0]
     below = axes.get_xlabel().splitlines()[1:]

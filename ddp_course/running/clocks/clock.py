@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ..errors import DeadlockError
+from ..errors import Awaited, DeadlockError
 from . import arbiter, stalls
 from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
 QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
+TURN = Awaited("turn")
 
 process: Any = SimpleNamespace(
     table=None,  # a process without one has real time
@@ -58,15 +59,13 @@ class Clock:
         they share in the order of virtual time.
         """
         if process.threads > 1:
-            self.sleep_until(self.moment, "for its turn")
+            self.sleep_until(self.moment, TURN)
 
-    def sleep_until(self, moment: int, why: str) -> None:
-        """Wait until the arbiter comes to `moment`: then all that is due before has been done. What
-        the thread waits for is told by `why` if there is a deadlock.
-        """
+    def sleep_until(self, moment: int, what: Awaited) -> None:
+        """Wait until the arbiter comes to `moment`: then all that is due before has been done."""
         with self.table.lock:
             self.stop(moment)
-        self.stand(why)
+        self.stand(what)
 
     def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
         """Stop this clock, under the lock, until another thread releases it, or the moment `timer`
@@ -84,9 +83,9 @@ class Clock:
         place.floor = FOREVER
         arbiter.settle(self.table)
 
-    def stand(self, why: str) -> None:
-        """Sleep, without the lock, until this clock has been released; raises DeadlockError if it
-        never can be.
+    def stand(self, what: Awaited) -> None:
+        """Sleep, without the lock, until this clock has been released; raises DeadlockError, which
+        says `what` the thread waits for, if it never can be.
         """
         table = self.table
         place = self.place
@@ -94,7 +93,7 @@ class Clock:
             if table.head.deadlock and place.needed:
                 # On its way out a thread lets go of locks, and would wait again.
                 if self.deadlock is None:
-                    self.deadlock = stalls.deadlock(self, why)
+                    self.deadlock = stalls.deadlock(self, what)
                 raise self.deadlock
             table.sleep_until_woken(place)
             if place.state == BLOCKED and not place.woken:

@@ -4,19 +4,20 @@ import hashlib
 import zlib
 from typing import Any, NamedTuple
 
+from ..errors import Awaited
 from . import arbiter
-from .clock import own, process
+from .clock import TURN, own, process
 from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry, where
 
 
 class Ticket(NamedTuple):
-    """What `wait` needs: an entry of the table, whether this side of it `sends`, and in words what
-    is waited for.
+    """What `wait` needs: an entry of the table, whether this side of it `sends`, and what is
+    waited for.
     """
 
     entry: Entry
     sends: bool
-    why: str
+    what: Awaited
 
     @property
     def end(self) -> int | None:
@@ -32,11 +33,9 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
     if sending:
         sender = table.rank
         receiver = peer
-        why = f"to send to rank {peer}"
     else:
         sender = peer
         receiver = table.rank
-        why = f"to receive from rank {peer}"
     channel = (sender, receiver, group, tag)
     process.calls[channel, sending] += 1
     count = process.calls[channel, sending]
@@ -59,7 +58,7 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
             arbiter.make_ready(table, entry)
         elif sending:
             arbiter.tell_receivers_of_any(table, receiver, own().moment)
-    return Ticket(entry, sending, why)
+    return Ticket(entry, sending, Awaited("send" if sending else "receive", (peer,)))
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
@@ -76,7 +75,7 @@ def join(group: int, members: list[int], duration: int, has_bytes: bool, name: s
         entry.has_bytes = max(entry.has_bytes, has_bytes)
         if entry.present == len(members):
             arbiter.make_ready(table, entry)
-    return Ticket(entry, False, f"for ranks {members} in {name}")
+    return Ticket(entry, False, Awaited("collective", tuple(members), name))
 
 
 def join_new_group(name: str, members: list[int]) -> int:
@@ -88,7 +87,7 @@ def join_new_group(name: str, members: list[int]) -> int:
         entry = come(key, sides=len(members), kind=NEW_GROUP, first=members[0])
         if entry.present == len(members):
             arbiter.make_ready(table, entry)
-    ticket = Ticket(entry, False, f"for ranks {members} to make a group")
+    ticket = Ticket(entry, False, Awaited("new group", tuple(members)))
     stand_until_booked(ticket)
     number = entry.group  # once all have waited, the entry is free
     wait(ticket)
@@ -132,7 +131,7 @@ def stand_until_booked(ticket: Ticket) -> None:
         if not booked:
             clock.stop(ticket=ticket)
     if not booked:
-        clock.stand(ticket.why)
+        clock.stand(ticket.what)
 
 
 def has_ended(ticket: Ticket) -> bool:
@@ -149,7 +148,7 @@ def oldest_sender(group: int, tag: int) -> int:
     """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
     table = process.table
     clock = own()
-    clock.sleep_until(clock.moment, "for its turn")
+    clock.sleep_until(clock.moment, TURN)
     while True:
         with table.lock:
             rows = table.rows
@@ -162,7 +161,7 @@ def oldest_sender(group: int, tag: int) -> int:
                 return sender
             clock.place.from_any = 1
             clock.stop(moment)
-        clock.stand("to receive from any rank")
+        clock.stand(Awaited("receive from any"))
         clock.place.from_any = 0
 
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
 from . import events
-from .clock import ask, own, process
+from .clock import TURN, ask, own, process
 
 
 class Work(dist.Work):
@@ -57,7 +57,7 @@ class Work(dist.Work):
         """Return whether the operation has ended by now; a "no" takes 10 microseconds."""
         clock = own()
         if self.ended is None and clock is not None:
-            clock.sleep_until(clock.moment, "for its turn")
+            clock.sleep_until(clock.moment, TURN)
             if not ask(events.has_ended(self.ticket)):
                 return False
             self.finish()

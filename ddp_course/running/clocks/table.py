@@ -32,7 +32,8 @@ OPEN, READY, BOOKED = range(1, 4)
 # The kinds of an entry; those of one moment are booked in this order.
 MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
 MOST_GROUPS = 1024
-LINE_BYTES = 240  # what a rank says in a deadlock is cut after so many bytes
+WAIT_BYTES = 1024  # what a rank waits for in a deadlock takes so many bytes at most,
+RANK_BYTES = 6  # and so many more for each rank
 LOOK_AGAIN_NS = 200_000_000  # a thread that waits looks at the table this often
 POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
 FUTEX_WAIT, FUTEX_WAKE = range(2)  # what the system call futex(2) is asked to do
@@ -142,6 +143,8 @@ class Table:
         `rows["stage"]` the field `stage` of all `entries`.
         """
 
+        wait_bytes = WAIT_BYTES + RANK_BYTES * self.ranks
+
         class Memory(Structure):
             _fields_ = [
                 ("head", Head),
@@ -149,7 +152,7 @@ class Table:
                 ("entries", Entry * (1024 + 64 * self.ranks)),  # more than any stage needs at once
                 ("ways", Ways * (max(self.hosts) + 1)),
                 ("members", c_int64 * self.ranks * MOST_GROUPS),
-                ("lines", c_char * LINE_BYTES * self.ranks),
+                ("waits", c_char * wait_bytes * self.ranks),
             ]
 
         self.file.truncate(ctypes.sizeof(Memory))
@@ -161,7 +164,7 @@ class Table:
         self.rows = np.frombuffer(memory.entries, Entry)
         self.ways = list(memory.ways)
         self.members = memory.members
-        self.lines = np.frombuffer(memory.lines, f"S{LINE_BYTES}")
+        self.waits = np.frombuffer(memory.waits, f"S{wait_bytes}")
 
     def clear(self) -> None:
         """Let the main threads of all ranks run from 0 on."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..errors import Awaited
 from . import arbiter, clock
 from .clock import Clock, ask, own
 from .table import FOREVER, real_sleep
@@ -63,7 +64,7 @@ class Lock:
         if outcome == REFUSED:
             return ask(False)
         try:
-            own_clock.stand("for another thread")
+            own_clock.stand(Awaited("thread"))
         except BaseException:
             self.give_up(own_clock)
             raise

@@ -199,7 +199,7 @@ def failure_of(event: Raised | Ended) -> Failure:
     if isinstance(event, Raised):
         return event.failure
     kind, how = exit_code_in_words(event.code)
-    return Failure(event.rank, kind, how, event.words, event.heard)
+    return Failure(event.rank, kind, how, event.words, event.heard, exit_code=event.code)
 
 
 def exit_code_in_words(code: int) -> tuple[str, str]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .. import clocks, flight_recorder, linux
 from ..devices.placement import settle_on
-from ..errors import LaunchError
+from ..errors import DeadlockError, LaunchError
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
 from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
@@ -263,8 +263,8 @@ class AnswerPickler(Pickler):
 
 
 def describe(error: BaseException) -> dict:
-    """Return an exception as plain data: name, message, the traceback from the caller's function
-    on, and the time.
+    """Return an exception as the fields of a Failure: name, message, the traceback from the
+    caller's function on, the time, and what a deadlock has.
     """
     now = time.monotonic()
     frames = error.__traceback__
@@ -290,6 +290,7 @@ def describe(error: BaseException) -> dict:
         "traceback": "".join(traceback.format_exception(type(error), error, frames)),
         "time": now,
         "consequence": is_broken_connection(error, message),
+        "waits": error.waits if isinstance(error, DeadlockError) else [],
     }
 
 

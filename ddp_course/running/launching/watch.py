@@ -5,7 +5,7 @@ an error.
 import time
 from typing import IO
 
-from ..errors import LaunchError, LaunchTimeout, RankError
+from ..errors import DeadlockError, LaunchError, LaunchTimeout, RankError
 from . import stacks
 from .bar import Bar
 from .decision import (
@@ -96,6 +96,9 @@ class Launch:
                 if None not in models and len(set(models)) > 1:
                     self.bar.print(UNCONNECTED.format(self.phase.world_size), "stderr")
                 return [each.result for each in returned]
+            case Failures([culprit, *_] as failures) if culprit.waits:
+                returned = set(range(self.phase.world_size)) - {wait.rank for wait in culprit.waits}
+                raise DeadlockError(culprit.message, culprit.waits, sorted(returned), failures)
             case Failures(failures):
                 raise RankError(failures, self.phase.world_size)
             case Refused(error):

@@ -2,7 +2,9 @@
 who holds all up.
 """
 
+import inspect
 import os
+import pickle
 import queue
 import re
 import threading
@@ -17,7 +19,14 @@ from ddp_course import Link, launch
 from ddp_course.running.clocks import stalls
 from ddp_course.running.clocks.clock import Clock
 from ddp_course.running.clocks.table import BLOCKED, FREE, Table
-from ddp_course.running.errors import RankError
+from ddp_course.running.errors import (
+    Awaited,
+    DeadlockError,
+    LaunchError,
+    LaunchTimeout,
+    RankError,
+    Wait,
+)
 
 LARGE = 2**20
 
@@ -127,9 +136,8 @@ KINDS = {  # {program: (number of ranks, what its message says)}
 @pytest.mark.parametrize("program", KINDS, ids=lambda program: program.__name__)
 def test_a_deadlock_is_named_with_all_ranks_and_lines(program):
     world_size, said = KINDS[program]
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(DeadlockError) as caught:
         launch(program, world_size=world_size, link=Link("100Mbit"), timeout=60)
-    assert caught.value.type_name == "DeadlockError"
     assert re.search(said, caught.value.message), caught.value.message
     waiting = re.findall(r"rank \d+ waits .*? since [\d.]+ s, (.*?)(?:;|$)", caught.value.message)
     assert all(line.startswith("test_deadlocks.py line ") for line in waiting), waiting
@@ -140,10 +148,14 @@ def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_late
     late = Clock(table, table.own_threads()[0], 0)
     table.places[late.slot].state = BLOCKED
     table.places[table.threads_per_rank].state = FREE  # rank 1 has raised the error, and ended
-    table.lines[1] = b"rank 1 waits for another thread"
-    message = str(stalls.deadlock(late, "for another thread"))
-    assert "rank 0 waits for another thread" in message
-    assert message.endswith("; rank 1 waits for another thread")
+    earlier = Wait(1, Awaited("thread"), 0.5, "cell", 3, "lock.acquire()")
+    table.waits[1] = stalls.packed(earlier)
+    error = stalls.deadlock(late, Awaited("thread"))
+    assert "rank 0 waits for another thread" in str(error)
+    assert str(error).endswith(
+        "; rank 1 waits for another thread since 0.500000 s, cell line 3: lock.acquire()"
+    )
+    assert error.waits[1] == earlier
 
 
 def one_raises_and_the_other_waits():
@@ -167,8 +179,54 @@ def a_child_fails_first():
 
 
 def test_a_child_that_failed_hides_no_deadlock():
-    with pytest.raises(RankError, match="rank 0 waits to receive from rank 1"):
+    with pytest.raises(DeadlockError, match="rank 0 waits to receive from rank 1"):
         launch(a_child_fails_first, world_size=2, link=Link("100Mbit"), timeout=20)
+
+
+def a_ring_with_a_gap():
+    """Rank 0 waits for rank 1, which waits for all in a sum; rank 2 has nothing to do."""
+    if dist.get_rank() == 0:
+        time.sleep(2)
+        dist.recv(torch.zeros(4), 1)
+    elif dist.get_rank() == 1:
+        dist.all_reduce(torch.zeros(4))
+
+
+def test_a_deadlock_of_a_launch_has_its_waits_as_data():
+    with pytest.raises(DeadlockError) as caught:
+        launch(a_ring_with_a_gap, world_size=3, link=Link("100Mbit"), timeout=60)
+    error = pickle.loads(pickle.dumps(caught.value))
+    _, first = inspect.getsourcelines(a_ring_with_a_gap)
+    here = "test_deadlocks.py"
+    receive = Awaited("receive", (1,))
+    total = Awaited("collective", (0, 1, 2), "all_reduce")
+    assert error.waits == [
+        Wait(0, receive, 2.0, here, first + 4, "dist.recv(torch.zeros(4), 1)"),
+        Wait(1, total, 0.0, here, first + 6, "dist.all_reduce(torch.zeros(4))"),
+    ]
+    assert error.returned == [2]
+    assert error.message.startswith(
+        "deadlock: rank 0 waits to receive from rank 1 since 2.000000 s"
+    )
+    assert str(error).startswith(error.message)
+
+
+def sleeps_for_ever():
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "program, settings, kind",
+    [
+        (one_raises_and_the_other_waits, {"link": Link("100Mbit")}, RankError),
+        (both_receive_first, {"link": Link("100Mbit")}, DeadlockError),
+        (sleeps_for_ever, {"timeout": 1}, LaunchTimeout),
+    ],
+)
+def test_every_launch_that_failed_is_a_launch_error(program, settings, kind):
+    with pytest.raises(LaunchError) as caught:
+        launch(program, world_size=2, **settings)
+    assert type(caught.value) is kind
 
 
 def one_spins():
