@@ -39,6 +39,13 @@ class Shard(PartOfParameter):
         """Not if the tensor is a shard: what is trained is the memory that it has now."""
         return not isinstance(tensor, Shard)
 
+    def refuse_average(self, name, group):
+        """Raise ValueError: each rank has other elements."""
+        raise ValueError(
+            f"parameter {name} is sharded by FullyShardedDataParallel, which averages gradients"
+            " itself; use it alone"
+        )
+
 
 allow_foreach(Shard)
 
