@@ -251,8 +251,7 @@ def load_whole_state_dict(optimizer, flats, state_dict):
                 and (value.dim() or not parameter.dim())
             ):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = with_dimensions_of(
-                    elements[flat.pieces[parameter][0]], shard
-                ).clone()  # deepcopy would copy the whole tensor
+                # Without the clone, deepcopy would copy the whole tensor.
+                value = with_dimensions_of(elements[flat.pieces[parameter][0]], shard).clone()
             state.setdefault(number, {})[key] = deepcopy(value)
     optimizer.load_state_dict({**state_dict, "state": state})
