@@ -88,9 +88,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     skipped = 0
     for _ in range(60):
         newest.write_bytes(damaged(whole, chance))
-        with warnings.catch_warnings(
-            record=True
-        ) as caught:  # A bit between two parts of the file changes nothing.
+        # A bit between two parts of the file changes nothing.
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert same(checkpoint.load(tmp_path), state_of(2 - len(caught)))
         skipped += len(caught)

@@ -23,6 +23,8 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_course/running/errors": "tests/running/launching tests/running/test_faults.py",
     "ddp_course/collectives": "tests/measuring/test_theory.py tests/test_contributing.py",
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
+    "ddp_course/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
+    "ddp_course/before_bucketing": "tests/test_stage5_bucketed.py",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
     "ddp_course/variants": "tests/commands/test_compare.py",
     "ddp_course/train": "tests/test_train_script.py",

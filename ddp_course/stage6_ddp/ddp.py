@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ..communication import keep_for_backward
+from ..replicas import check_replicas
 from ..running.torch_inside import tree_map_only
 from ..torch_private import unnoticed_by_autograd
 from . import before_training
@@ -110,6 +111,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
         parameters = self.trainable()
+        check_replicas(parameters, self.process_group)
         self.device = next(iter(parameters.values())).device
         self.device_ids, self.output_device = before_training.devices_of(
             parameters, device_ids, output_device

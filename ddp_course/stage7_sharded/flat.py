@@ -39,6 +39,13 @@ class Shard(PartOfParameter):
         """Not if the tensor is a shard: what is trained is the memory that it has now."""
         return not isinstance(tensor, Shard)
 
+    def refuse_average(self, name, group):
+        """Raise ValueError: each rank has other elements."""
+        raise ValueError(
+            f"parameter {name} is sharded by FullyShardedDataParallel, which averages gradients"
+            " itself; use it alone"
+        )
+
 
 allow_foreach(Shard)
 
@@ -244,8 +251,7 @@ def load_whole_state_dict(optimizer, flats, state_dict):
                 and (value.dim() or not parameter.dim())
             ):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = with_dimensions_of(
-                    elements[flat.pieces[parameter][0]], shard
-                ).clone()  # deepcopy would copy the whole tensor
+                # Without the clone, deepcopy would copy the whole tensor.
+                value = with_dimensions_of(elements[flat.pieces[parameter][0]], shard).clone()
             state.setdefault(number, {})[key] = deepcopy(value)
     optimizer.load_state_dict({**state_dict, "state": state})

@@ -235,9 +235,8 @@ class FullyShardedDataParallel(torch.nn.Module):
                 )
             self.enter(block, "backward")
             while communication.is_queued(self.device) and len(self.reducing) > 1:
-                self.reducing.pop(
-                    0
-                )()  # the stream waits for this average, so its message can be freed
+                # The stream waits for this average, so its message can be freed.
+                self.reducing.pop(0)()
             block.make_room_for_gradients()
 
     def gradient_ready(self, block, parameter):

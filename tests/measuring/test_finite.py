@@ -44,7 +44,6 @@ def test_large_sums_of_small_dtypes_pass():
     parameter = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
     sums = finite.SumsOfPass({parameter: "weight"})
     parameter.register_post_accumulate_grad_hook(sums.note)
-    (parameter * 60_000.0).sum(
-        dtype=torch.float64
-    ).backward()  # 100 of them do not fit into float16
+    # The sum of 100 of them does not fit into float16.
+    (parameter * 60_000.0).sum(dtype=torch.float64).backward()
     assert not parameter.grad.sum().isfinite() and parameter.grad.isfinite().all()

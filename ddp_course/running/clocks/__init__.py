@@ -1,8 +1,8 @@
 """Virtual time: each thread of each rank has a clock; operations and messages move it on, and
 nobody sleeps.
 
-docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `running_in` gives a
-rank its clocks.
+docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `enter` gives a rank
+its clocks.
 
     now() advance(seconds)      this thread's time in seconds; let time pass
     post(…) join(…) wait(…)     what the process group calls for messages and collectives

@@ -56,9 +56,8 @@ class Setting:
     link: EmulatedLink | None  # The agent prepares it.
     emulated: list | None  # the emulated device of each rank
     progress: Progress
-    computes: (
-        bool  # ranks will surely compute, so what optimizers need is imported before they start
-    )
+    # Ranks will surely compute, so what optimizers need is imported before they start.
+    computes: bool
     idle: float | None = None  # kept ranks wait this many seconds for another call
 
 
