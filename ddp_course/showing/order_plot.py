@@ -11,8 +11,8 @@ from ..orders.verdict import MOST_OF_A_RANK, Verdict
 from ..running.errors import Awaited
 from .plots import Picture, panels
 
-# What a message of a kind looks like, and the word for its direction.
-MESSAGES = {"send": ("#0072B2", "to"), "receive": ("#007F5C", "from")}
+COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
+DIRECTIONS = {"send": "to", "receive": "from"}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
 HATCHED = "▨"  # This sign stands before a line that begins a message, whose bar is hatched.
@@ -133,7 +133,6 @@ def colour_and_name(what: Awaited) -> tuple[str, str]:
     """How a bar looks and is called: a send to rank 1 is blue and called "to 1", a receive is green
     and called "from 1", and a collective is grey and has its own name.
     """
-    if what.kind in MESSAGES:
-        colour, direction = MESSAGES[what.kind]
-        return colour, f"{direction} {what.ranks[0]}"
+    if what.kind in COLOURS:
+        return COLOURS[what.kind], f"{DIRECTIONS[what.kind]} {what.ranks[0]}"
     return COLLECTIVE, what.name
