@@ -110,8 +110,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
+        replicated = dict(self.module.named_parameters())
+        for name in self.parameters_to_ignore:
+            replicated.pop(name, None)
+        check_replicas(replicated, self.process_group)
         parameters = self.trainable()
-        check_replicas(parameters, self.process_group)
         self.device = next(iter(parameters.values())).device
         self.device_ids, self.output_device = before_training.devices_of(
             parameters, device_ids, output_device
