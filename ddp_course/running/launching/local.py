@@ -85,14 +85,13 @@ class Ranks:
         """Have the server fork an agent, and hand the launch's files over to it, with the packed
         call.
         """
-        connection, far_end = socket.socketpair()
-        with far_end:
-            self.server = ask_for_agent(far_end)
         # Users may have set another card.
         own_surroundings = surroundings(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
         setting = self.open_file(pickle.dumps(own_surroundings) + pickling.dumps(self.setting))
+        connection, far_end = socket.socketpair()
+        with far_end:
+            self.server = ask_for_agent(far_end, setting)
         files = LaunchFiles(
-            setting=setting.fileno(),
             log=self.log.fileno(),
             call=call.fileno(),
             recorder=self.recorder.fileno(),

@@ -2,10 +2,10 @@
 
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
-The caller gives the agent a `Setting`, the agent gives each rank a `Meeting`. Agent and ranks send
-messages to the caller, the caller sends orders to the ranks, one pickle at a time over
-`multiprocessing.connection`. What may be long, a call or a result, is in a file without a name that
-both sides have open. This module imports the standard library only: the server keeps it for
+The caller gives the agent its `Surroundings` and a `Setting`, the agent gives each rank a
+`Meeting`. Agent and ranks send messages to the caller, the caller sends orders to the ranks, one
+pickle at a time over `multiprocessing.connection`. What may be long, a call or a result, is in a
+file without a name that both sides have open. This module imports the standard library only: the server keeps it for
 good, while every launch reads the other modules anew.
 """
 
@@ -62,6 +62,16 @@ class Setting:
     idle: float | None = None  # kept ranks wait this many seconds for another call
 
 
+class Surroundings(NamedTuple):
+    """What ranks share with the caller's process."""
+
+    path: list
+    argv: list
+    folder: str
+    environ: dict
+    packages: dict  # the register of `own_code`
+
+
 @dataclass(frozen=True)
 class Meeting:
     """What the agent has made for the ranks: itself, the table of their clocks if time is virtual,
@@ -82,7 +92,6 @@ class Meeting:
 class LaunchFiles(NamedTuple):
     """Numbers of the open files that the agent gets for the whole launch."""
 
-    setting: int
     log: int  # what agent and ranks print while no rank runs the function yet
     call: int
     recorder: int
