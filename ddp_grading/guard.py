@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from ddp_course.folders import course_folder
 from ddp_course.running import linux
-from ddp_course.running.files import course_folder
 
 from .landlock import fence
 

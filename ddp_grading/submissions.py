@@ -21,7 +21,7 @@ import yaml
 from ddp_course.checking import UNSOLVED
 from ddp_course.checking.tasks import cell_of, solution
 from ddp_course.errors import GradingError
-from ddp_course.running.files import course_folder
+from ddp_course.folders import course_folder
 
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of
 from .results import clean

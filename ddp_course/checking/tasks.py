@@ -18,7 +18,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..running.files import course_folder
+from ..folders import course_folder
 
 HEADER = re.compile(r"^# %% (\d+\.\d+) (right|wrong|told): (.+?)(?: \| (.+))?$", re.MULTILINE)
 EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..running.files import course_folder, replace_file
+from ..folders import course_folder
+from ..running.files import replace_file
 from ..running.learners_copy import RECORD
 from ..running.waiting import say_while
 from . import as_typed

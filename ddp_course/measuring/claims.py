@@ -12,7 +12,7 @@ import json
 import re
 from typing import NamedTuple
 
-from ..running.files import course_folder
+from ..folders import course_folder
 
 KINDS = ("measured", "virtual time", "counted", "simulated", "derived")
 # These are the lines that `decide` prints.

@@ -92,12 +92,3 @@ def claimed(path: Path, patience: float) -> Iterator[None]:
     with lock:  # the same thread may claim a path twice
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
-
-
-def course_folder(name: str) -> Path:
-    """Return the course's folder `notebooks`, `exercises` or `docs`, in its repository or in the
-    installed package.
-    """
-    package = Path(__file__).resolve().parents[1]
-    packed = package / "course" / name  # setup.py copies the course's folders there
-    return packed if packed.is_dir() else package.parent / name

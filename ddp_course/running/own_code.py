@@ -7,7 +7,6 @@ these packages is imported once for all of them, and again when a file of theirs
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -24,8 +23,9 @@ packages: dict[str, Package] = {}  # by name
 
 def register(name: str, folder: str, modules: Iterable[str] = ()) -> None:
     """Register the package `name`, whose files are in `folder`, and its `modules` for launches."""
-    # Python has found "a.b" in "x/a/b" from "x".
-    found_in = str(Path(folder).parents[name.count(".")])
+    found_in = folder
+    for _ in name.split("."):
+        found_in = os.path.dirname(found_in)
     packages[name] = Package(folder, found_in, tuple(f"{name}.{module}" for module in modules))
 
 
@@ -34,9 +34,10 @@ def folders() -> tuple[str, ...]:
     return tuple(package.folder + os.sep for package in packages.values())
 
 
+HERE = os.path.dirname(__file__)
 register(
     __package__,
-    os.path.dirname(__file__),
+    HERE,
     [
         "launching.agent",
         "launching.rank",
@@ -46,3 +47,5 @@ register(
     ],
 )
 LIBRARY = packages[__package__]
+# In a rank these files call the program, whose own lines are those that they have called.
+CALLING = (os.path.join(HERE, "launching", "rank.py"), os.path.join(HERE, "launching", "cell.py"))

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from tqdm.auto import tqdm as progress  # Lessons call it `show.progress` around long loops.
 
-from ..running.files import course_folder
+from ..folders import course_folder
 
 PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],

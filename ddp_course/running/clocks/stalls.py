@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import DeadlockError
+from .. import own_code
 from .table import RUNNING, real_clock, real_sleep
 
 # Virtual time may stand still for so long before the watchdog says who holds it up.
@@ -19,10 +20,9 @@ PATIENCE_S = 3.0
 LOOK_S = 0.5  # the watchdog looks at the table this often
 GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
 POLL_S = 0.002  # a rank looks this often whether all have written theirs
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
-LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
+LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
 
 
 def deadlock(clock: Any, why: str) -> DeadlockError:
@@ -47,14 +47,15 @@ def deadlock(clock: Any, why: str) -> DeadlockError:
 
 
 def line_of(frame: Any) -> str:
-    """Return "FILE line N: TEXT" of the innermost line, at or around a frame, that is neither the
-    course's, an installed package's, nor Python's. If there is none, one that is not Python's will
-    do, or else any.
+    """Return "FILE line N: TEXT" of the innermost line, at or around a frame, that is neither of a
+    package in `own_code`, nor an installed one's, nor Python's. If there is none, one that is not
+    Python's will do, or else any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))
+    libraries = own_code.folders() + LIBRARIES
     nothing = ()  # No path begins with one of these.
-    for left_out in (LIBRARIES, PYTHON, nothing):
+    for left_out in (libraries, PYTHON, nothing):
         for caller, number in stack:
             path = caller.f_code.co_filename
             if not path.startswith(left_out):

@@ -5,8 +5,8 @@
 The caller gives the agent its `Surroundings` and a `Setting`, the agent gives each rank a
 `Meeting`. Agent and ranks send messages to the caller, the caller sends orders to the ranks, one
 pickle at a time over `multiprocessing.connection`. What may be long, a call or a result, is in a
-file without a name that both sides have open. This module imports the standard library only: the server keeps it for
-good, while every launch reads the other modules anew.
+file without a name that both sides have open. This module imports the standard library only: the
+server keeps it for good, while every launch reads the other modules anew.
 """
 
 import os

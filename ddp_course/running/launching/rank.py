@@ -24,17 +24,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CourseError
-from .. import clocks, flight_recorder, linux
+from .. import clocks, flight_recorder, linux, own_code
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
 from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
-HERE = Path(__file__).parent
-# Tracebacks leave out the frames of these files.
-OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))
-LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
+TORCH = str(Path(torch.__file__).parent)
 # Words by which messages of errors are known.
 NCCL_LOST = (
     "ncclRemoteError",
@@ -268,7 +265,7 @@ def describe(error: BaseException) -> dict:
     """
     now = time.monotonic()
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
+    while frames is not None and frames.tb_frame.f_code.co_filename in own_code.CALLING:
         frames = frames.tb_next
     message = words_of(error)
     if "initialize the default process group twice" in message:
@@ -302,7 +299,7 @@ def words_of(error: BaseException) -> str:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Return whether an exception only says that another rank is gone. One that the learner's code
+    """Return whether an exception only says that another rank is gone. One that the program itself
     raises does not.
     """
     if isinstance(error, dist.DistNetworkError):
@@ -319,4 +316,4 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     if not (sounds_so and frames):
         return False
     innermost, _ = frames[-1]
-    return innermost.f_code.co_filename.startswith(LIBRARIES)
+    return innermost.f_code.co_filename.startswith((*own_code.folders(), TORCH))
