@@ -54,7 +54,7 @@ def both_receive_first():
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_deadlock_in_a_registered_package_names_the_line_that_called_it(part, start, monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_START", start)
+    monkeypatch.setenv("MANYRANKS_START", start)
     server_handle.use_server(None)
     try:
         with pytest.raises(RankError, match=r"test_own_code\.py line \d+: part\.receive") as caught:

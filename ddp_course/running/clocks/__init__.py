@@ -1,7 +1,7 @@
 """Virtual time: each thread of each rank has a clock; operations and messages move it on, and
 nobody sleeps.
 
-docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `running_in` gives a
+docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `enter` gives a
 rank its clocks.
 
     now() advance(seconds)      this thread's time in seconds; let time pass

@@ -93,7 +93,7 @@ def enter_own_network(wish: str) -> bool:
     except OSError as error:
         if wish == "private":
             raise LaunchError(
-                f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})"
+                f"MANYRANKS_NETWORK is private, which this system forbids ({error.strerror})"
             ) from None
         return False
     return True

@@ -42,7 +42,7 @@ from .protocol import (
 )
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
-MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
+MARK = "MANYRANKS_LAUNCH"  # this environment variable marks all programs that ranks start
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 DYING_SECONDS = 1.0  # a server that has closed its socket has this long to end
 STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks

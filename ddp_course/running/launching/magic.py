@@ -24,7 +24,7 @@ from .watch import Launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 # Kept ranks end after this many seconds without a cell.
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)
+IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 1800)
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
@@ -111,7 +111,7 @@ class KeptRanks(RankByRank):
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register the magic: `%load_ext ddp_course` calls this."""
+    """Register the magic: `%load_ext` calls this."""
     ipython.register_magics(RanksMagic)
 
 

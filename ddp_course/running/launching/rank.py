@@ -193,13 +193,13 @@ def refuse_strangers() -> None:
         names = ", ".join(map(str, strangers))
         raise CourseError(
             f"user {names} of this machine has connected to this launch's ranks, which received"
-            " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
+            " nothing from there; where the system allows namespaces, nobody can connect"
         )
 
 
 def choose_device(setting: Setting, rank: int) -> None:
     """Set this rank's device and its number of threads."""
-    os.environ["DDP_COURSE_DEVICE"] = device = setting.devices[rank]
+    os.environ["MANYRANKS_DEVICE"] = device = setting.devices[rank]
     os.environ["OMP_NUM_THREADS"] = str(setting.threads)
     torch.set_num_threads(setting.threads)
     settle_on(device)
@@ -227,7 +227,7 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise an error in place of `breakpoint()`."""
     raise CourseError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the"
-        ' function in this process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
+        " function without launch: after join() your own process is a job of one rank"
     )
 
 
@@ -277,7 +277,7 @@ def describe(error: BaseException) -> dict:
     if any(words in message for words in NO_WAY_OUT) and linux.alone_in_network():
         message += (
             " (ranks have a network of their own: download before the launch, or set"
-            " DDP_COURSE_NETWORK=open)"
+            " MANYRANKS_NETWORK=open)"
         )
     if any(words in message for words in NO_MORE_THREADS):
         message += f" ({linux.PROCESS_LIMIT})"

@@ -54,7 +54,7 @@ LATER_MODULES = [
 ]
 POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
 # An idle server ends; the next launch starts another.
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
+IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 900)
 
 
 def serve(control: socket.socket, forks: bool) -> None:

@@ -31,7 +31,7 @@ unsendable = (n for n in range(3))
 def starting_by(method):
     """Kernels that are started now launch their ranks in this way."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DDP_COURSE_START", method)
+        environment.setenv("MANYRANKS_START", method)
         yield
 
 
@@ -145,7 +145,7 @@ ENDED = "The kept ranks have ended, and their variables with them"
 )
 def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DDP_COURSE_IDLE", "2" if "sleep" in cell else "900")
+        environment.setenv("MANYRANKS_IDLE", "2" if "sleep" in cell else "900")
         with running_kernel() as kernel:
             assert not kernel.run(SETUP).error
             assert not kernel.run(
