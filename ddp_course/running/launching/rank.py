@@ -110,6 +110,7 @@ class Rank:
         has forked, and that comes back from it, ends here.
         """
         own_pid = os.getpid()
+        value: tuple | dict
         try:
             value = self.join_and_call()
             kind = "result"
