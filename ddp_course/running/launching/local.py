@@ -29,7 +29,6 @@ from .protocol import (
     AgentExited,
     AgentStarted,
     Answered,
-    Call,
     LaunchFiles,
     Leave,
     RankExited,
@@ -169,11 +168,11 @@ class Ranks:
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(deadline - time.monotonic())
 
-    def order(self, order: Call | Leave) -> None:
-        """Tell all ranks that there is another call, or that they may leave."""
-        self.told_to_end = isinstance(order, Leave)
+    def let_go(self) -> None:
+        """Tell all ranks that they may leave."""
+        self.told_to_end = True
         for pipe in self.orders:
-            send(pipe, order)
+            send(pipe, Leave())
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
         """Return what the ranks do, by rank: states of processes, stacks, last collectives."""

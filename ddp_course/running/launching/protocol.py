@@ -3,7 +3,7 @@
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
 The caller gives the agent its `Surroundings` and a `Setting`, the agent gives each rank a
-`Meeting`. Agent and ranks send messages to the caller, the caller sends orders to the ranks, one
+`Meeting`. Agent and ranks send messages to the caller, the caller tells the ranks to leave, one
 pickle at a time over `multiprocessing.connection`. What may be long, a call or a result, is in a
 file without a name that both sides have open. This module imports the standard library only: the
 server keeps it for good, while every launch reads the other modules anew.
@@ -56,10 +56,8 @@ class Setting:
     link: EmulatedLink | None  # The agent prepares it.
     emulated: list | None  # the emulated device of each rank
     progress: Progress
-    computes: (
-        bool  # ranks will surely compute, so what optimizers need is imported before they start
-    )
-    idle: float | None = None  # kept ranks wait this many seconds for another call
+    # Ranks will surely compute, so what optimizers need is imported before they start.
+    computes: bool
 
 
 class Surroundings(NamedTuple):
@@ -155,11 +153,6 @@ class Stepped:
 @dataclass(frozen=True)
 class Answered:
     """A rank has written its result, or its error, to the file of its answer."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """The order to a kept rank to take another call."""
 
 
 @dataclass(frozen=True)

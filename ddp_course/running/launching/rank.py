@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +27,7 @@ from .. import clocks, flight_recorder, linux, own_code
 from ..devices.placement import settle_on
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
-from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
 TORCH = str(Path(torch.__file__).parent)
@@ -48,9 +47,7 @@ UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does
 
 @dataclass
 class Rank:
-    """One rank of a launch: it calls the caller's function, once or several times, in a process of
-    its own.
-    """
+    """One rank of a launch: it calls the caller's function in a process of its own."""
 
     setting: Setting
     number: int
@@ -59,10 +56,10 @@ class Rank:
     files: RankFiles
 
     def run(self) -> None:
-        """Move to this rank's place in the emulated network, call the function, and answer, until
-        the caller wants no more.
+        """Move to this rank's place in the emulated network, call the function, answer, and wait
+        until all ranks may leave.
 
-        A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
+        A rank that failed waits as well, until it is killed: if it ended by itself, the
         other ranks would fail too, with a broken connection, and hide the cause.
         """
         if self.setting.link is not None:
@@ -76,19 +73,13 @@ class Rank:
         faulthandler.enable(file=self.files.stacks, all_threads=False)
         feeds_bar = self.setting.progress and self.number == 0
         self.steps = Steps(self.files.report if feeds_bar else None)
-        self.report_outcome(self.join_and_call)
-        while isinstance(self.next_order(), Call):
-            self.report_outcome(self.call_function)
+        self.report_outcome()
+        # The caller's order is to leave. If there is none, the caller is gone.
+        with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
+            orders.recv()
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
-
-    def next_order(self) -> Any:
-        """Return the caller's next order; None if none comes in time, or the caller is gone."""
-        with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
-            if orders.poll(self.setting.idle):
-                return orders.recv()
-        return None
 
     def join_and_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
@@ -114,13 +105,14 @@ class Rank:
             result = function(*args, **kwargs)
         return result, self.steps.unconnected_model()
 
-    def report_outcome(self, function: Callable[[], Any]) -> None:
-        """Write what `function` returned or raised to a file, and report that. A child that it has
-        forked, and that comes back from it, ends here.
+    def report_outcome(self) -> None:
+        """Write what the function returned or raised to a file, and report that. A child that it
+        has forked, and that comes back from it, ends here.
         """
         own_pid = os.getpid()
+        value: tuple | dict
         try:
-            value = function()
+            value = self.join_and_call()
             kind = "result"
         except BaseException as error:
             if os.getpid() != own_pid and not isinstance(error, SystemExit):
