@@ -121,9 +121,9 @@ def hash_under(way: str) -> str:
     """The hash of a comparison that something disturbs."""
     environment = {}
     if way == "sleeps before locks":
-        environment = {"DDP_COURSE_FUZZ": FUZZ_MS}
+        environment = {"MANYRANKS_FUZZ": FUZZ_MS}
     if way == "spawned":
-        environment = {"DDP_COURSE_START": "spawn"}
+        environment = {"MANYRANKS_START": "spawn"}
     busy = 4 if way == "beside four busy processes" else 0
     with variables(environment), busy_processes(busy):
         results = comparison.run("digits", 4, STEPS, DISTURBED, device=DEVICE, link=LINK)

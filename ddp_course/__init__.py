@@ -16,6 +16,9 @@
 from importlib import import_module
 
 from . import ladder
+from .running import own_code
+
+own_code.register(__name__, __path__[0], ["measuring.comparison", "collectives"])
 
 _NAMES = {  # Each module has these functions and classes, which are names of the package, too.
     "running.launching.launch": ("launch",),

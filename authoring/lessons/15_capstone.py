@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import show, theory, timing
-from ddp_course.running.files import course_folder
+from ddp_course.lab.folders import course_folder
 from ddp_course.running.presets import ACCELERATORS
 from ddp_predictions.answers import predict
 

@@ -54,7 +54,7 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
     """
     results: list = []
     failure = None
-    with tempfile.NamedTemporaryFile(prefix="ddp_course_") as log:
+    with tempfile.NamedTemporaryFile(prefix="manyranks_") as log:
         try:
             results = launch(
                 run_on_rank,

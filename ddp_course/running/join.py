@@ -51,7 +51,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         one_machine = local_world_size == world_size
         _, devices = placement(device, local_world_size)
         own_device = devices[int(os.environ.get("LOCAL_RANK", 0))]
-        os.environ["DDP_COURSE_DEVICE"] = own_device
+        os.environ["MANYRANKS_DEVICE"] = own_device
         settle_on(own_device)
         if one_machine and sys.platform == "linux":
             # The machine's name may resolve to another card.
@@ -78,8 +78,8 @@ def check_step(store: dist.Store, rank: int) -> None:
     """
     own = ".".join(map(str, slurm_step(os.environ)))
     if rank == 0:
-        store.set("ddp_course/step", own)
-    owner = store.get("ddp_course/step").decode()
+        store.set("manyranks/step", own)
+    owner = store.get("manyranks/step").decode()
     if owner != own:
         raise LaunchError(
             f"the port {os.environ['MASTER_PORT']} belongs to step {owner} of Slurm (job, step,"
@@ -91,8 +91,8 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
     """Return the backend that suits all ranks. Each names its GPU, as under Slurm all ranks may
     have a `cuda:0`.
     """
-    store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
-    gpus = [store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)]
+    store.set(f"manyranks/gpu/{rank}", gpu_identity(device))
+    gpus = [store.get(f"manyranks/gpu/{other}").decode() for other in range(world_size)]
     return backend_for(gpus)
 
 
@@ -122,7 +122,7 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
     if rank > 0:
         return look_up(old_store, host, patience)
     store = open_store(0)  # 0: any free port
-    old_store.set("ddp_course/store", str(store.port))
+    old_store.set("manyranks/store", str(store.port))
     return store
 
 
@@ -130,7 +130,7 @@ def look_up(old_store: dist.Store, host: str, patience: timedelta) -> dist.TCPSt
     """Connect to the store whose port is in `old_store`, as soon as it answers."""
     end = time.monotonic() + patience.total_seconds()
     while True:
-        port = int(old_store.get("ddp_course/store"))
+        port = int(old_store.get("manyranks/store"))
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()
             store = dist.TCPStore(host, port, timeout=timedelta(seconds=CONNECT_SECONDS))

@@ -2,7 +2,7 @@
 
     python -m ddp_course.running.on_hosts --hosts 2 --bandwidth 200Mbit -- \\
         torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 \\
-        -m ddp_course.train --stage 4
+        train.py
 
 The hosts are called host0, host1, … and reach each other by these names. {host} in the command
 becomes the number. This program must stay without threads, so it imports neither torch nor numpy.
@@ -30,7 +30,7 @@ def start(
     returned.
 
     The command ends with this process. Its output goes to the file descriptor `output`. Programs of
-    this Python's own environment (torchrun, ddp-course) come before others of the same name: a
+    this Python's own environment (such as torchrun) come before others of the same name: a
     notebook server that was started by its path does not have them on the search path. Raises
     OSError if there is no such program.
     """
@@ -58,7 +58,7 @@ def stop(process: subprocess.Popen) -> None:
 def main() -> int:
     """Run the command line, and return the greatest of the commands' exit codes."""
     parser = argparse.ArgumentParser(
-        "python -m ddp_course.running.on_hosts",
+        f"python -m {__package__}.on_hosts",
         description="Run a command on every one of several virtual hosts",
     )
     parser.add_argument(

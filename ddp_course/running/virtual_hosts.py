@@ -25,10 +25,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from . import linux
+from . import linux, own_code
 
 SWITCH_ADDRESS = "10.77.255.254"
 PREFIX = 16  # All addresses begin with 10.77: the first 16 bits are the network's.
@@ -90,7 +89,7 @@ def name_hosts(host_count: int) -> None:
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
     linux.mount("none", "/", linux.MS_REC | linux.MS_PRIVATE)
-    with tempfile.NamedTemporaryFile("w", prefix="ddp_course_hosts_") as file:
+    with tempfile.NamedTemporaryFile("w", prefix="manyranks_hosts_") as file:
         file.write("\n".join(lines) + "\n")
         file.flush()
         os.chmod(file.name, 0o644)
@@ -169,11 +168,10 @@ def forbidden_by() -> str | None:
     """
     if sys.platform != "linux":
         return "virtual hosts need Linux"
-    package_parent = Path(__file__).parents[2]  # Python finds the package from there.
     try:
         subprocess.run(
             [sys.executable, "-m", __name__],
-            cwd=package_parent,
+            cwd=own_code.LIBRARY.found_in,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=ATTEMPT_SECONDS,

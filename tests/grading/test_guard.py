@@ -15,10 +15,10 @@ from textwrap import indent
 import psutil
 import pytest
 from answers import hand_in, submission_of
+from ddp_course.folders import course_folder
 
 from ddp_course.checking.attempt import Evidence
 from ddp_course.checking.tasks import cells_with, of_exercise, solution
-from ddp_course.running.files import course_folder
 from ddp_grading import grader, guard, landlock, run_cells
 from ddp_grading.grader import grade
 from ddp_grading.guard import enter

@@ -76,7 +76,7 @@ def test_what_is_chosen():
 
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_START", "spawn")
+    monkeypatch.setenv("MANYRANKS_START", "spawn")
     device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "virtual")
     assert isinstance(device, Device) and link.mode == "virtual"
 

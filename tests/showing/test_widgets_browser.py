@@ -38,9 +38,7 @@ CELLS = {
         " bytes_sent_max=1057104, messages_max=6, last_loss=.0968, max_abs_diff_vs_single=9.9e-7)"
         "\ncompare.table(some(stages=[stage]))"
     ),
-    "keep": "%%ranks 2 --keep\nkept = rank + 40",
-    "kept": "%%ranks\nprint(kept + 2)",
-    "stop": "%ranks stop",
+    "ranks": "%%ranks 2\nprint(rank + 42)",
 }
 EXPLORERS = ("ring", "alpha beta", "buckets")
 
@@ -169,10 +167,10 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         )
         cells = dict(zip(CELLS, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=False))
         is_legible(cells["diff"], cells["table"])
-        cells["kept"].scroll_into_view_if_needed()
-        cells["kept"].get_by_text("[rank 1] 43").wait_for()
+        cells["ranks"].scroll_into_view_if_needed()
+        cells["ranks"].get_by_text("[rank 1] 43").wait_for()
         has_names(cells)
-        cells["kept"].locator(".cm-content").click()
+        cells["ranks"].locator(".cm-content").click()
         page.keyboard.press("Control+s")
         page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
         for name in EXPLORERS:

@@ -840,8 +840,8 @@ LAUNCHES = {
     "breakpoint()": (breakpoint, [], "cannot be used in a rank"),
 }
 SETTINGS = {
-    "DDP_COURSE_NETWORK": ["privat", "AUTO", "1", "no", " private"],
-    "DDP_COURSE_START": ["forkserver", "FORK", "1"],
+    "MANYRANKS_NETWORK": ["privat", "AUTO", "1", "no", " private"],
+    "MANYRANKS_START": ["forkserver", "FORK", "1"],
 }
 WORLD_SIZES = [0, -1, 2.0, "2", 10**9, 10**30]
 SLURM = {

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import own_code
 from ..errors import Awaited, DeadlockError, Wait
 from .table import RUNNING, real_clock, real_sleep
 
@@ -35,10 +36,9 @@ WORDS = {  # by the kind of what is `Awaited`
     "turn": "for its turn",
     "fault": "after a fault",
 }
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
-LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
+LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
 
 
 class Line(NamedTuple):
@@ -119,20 +119,23 @@ def who_waits(
 
 
 def line_of(frame: Any) -> Line:
-    """Return the innermost line, at or around a frame, that is neither the course's, an installed
-    package's, nor Python's. If there is none, one that is not Python's will do, or else any.
+    """Return the innermost line, at or around a frame, that is the program's own.
+
+    That is neither of a package in `own_code`, nor an installed one's, nor Python's. If there is
+    none, one that is not Python's will do, or else any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))
+    libraries = own_code.folders() + LIBRARIES
     nothing = ()  # No path begins with one of these.
-    for left_out in (LIBRARIES, PYTHON, nothing):
+    for left_out in (libraries, PYTHON, nothing):
         for caller, number in stack:
             path = caller.f_code.co_filename
             if not path.startswith(left_out):
                 # A notebook's cell has no file.
                 name = os.path.basename(path) if os.path.exists(path) else "cell"
                 text = linecache.getline(path, number).strip()[:MOST_LETTERS]
-                return Line(name, number, text, in_program=left_out is LIBRARIES)
+                return Line(name, number, text, in_program=left_out is libraries)
     raise AssertionError("a thread has no frame")
 
 

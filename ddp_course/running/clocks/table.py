@@ -149,7 +149,7 @@ class Table:
             _fields_ = [
                 ("head", Head),
                 ("places", Place * (self.ranks * self.threads_per_rank)),
-                ("entries", Entry * (1024 + 64 * self.ranks)),  # more than any stage needs at once
+                ("entries", Entry * (1024 + 64 * self.ranks)),  # more than programs need at once
                 ("ways", Ways * (max(self.hosts) + 1)),
                 ("members", c_int64 * self.ranks * MOST_GROUPS),
                 ("waits", c_char * wait_bytes * self.ranks),
@@ -228,7 +228,7 @@ class Lock:
     def __init__(self, file):
         self.file = file.fileno()
         self.thread_lock = plain_lock()
-        self.fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
+        self.fuzz_ms = float(os.environ.get("MANYRANKS_FUZZ") or 0)
 
     def __enter__(self):
         if self.fuzz_ms:

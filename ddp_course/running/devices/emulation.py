@@ -7,7 +7,7 @@ clock is advanced by the operation's time, and so is the thread's. So a gradient
 fires when the device has finished that gradient.
 
 The mode is active in the thread that began the emulation, and wherever a module or a backward pass
-is called in a thread of its own (stage 2). Threads that only communicate are not slowed. A tensor
+is called in a thread of its own. Threads that only communicate are not slowed. A tensor
 that was moved to "cpu:1" is on emulated device 1, and so are all results that are computed from it
 there; a copy from one device to another takes the time of the bus.
 """

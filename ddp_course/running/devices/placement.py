@@ -108,7 +108,7 @@ def rank_device() -> torch.device:
     """Return this rank's device: the launcher's choice, or under torchrun the GPU of its local
     rank, or the CPU.
     """
-    chosen = os.environ.get("DDP_COURSE_DEVICE")
+    chosen = os.environ.get("MANYRANKS_DEVICE")
     if not chosen:
         gpus = usable_gpus()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import linux
 from ..errors import LaunchError
-from .environment import SCRIPT, preloading_environment, surroundings
+from .environment import preloading_environment, server_command, surroundings
 from .protocol import (
     LOOPBACK,
     AgentStarted,
@@ -93,7 +93,7 @@ def enter_own_network(wish: str) -> bool:
     except OSError as error:
         if wish == "private":
             raise LaunchError(
-                f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})"
+                f"MANYRANKS_NETWORK is private, which this system forbids ({error.strerror})"
             ) from None
         return False
     return True
@@ -161,9 +161,9 @@ def start_anew(
     # The end of server.py reads these two pickles, and calls `be_rank`.
     content = pickle.dumps(surroundings()) + dumps((setting, number, meeting, files, rank_files))
     with open_memory("rank", content) as file:
-        command = [sys.executable, SCRIPT, "rank"]
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
         environment = preloading_environment()
+        command = server_command("rank")
         return os.posix_spawn(sys.executable, command, environment, file_actions=[stdin])
 
 

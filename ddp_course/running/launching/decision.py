@@ -19,7 +19,6 @@ from .protocol import Refused, Started
 STARTING_SECONDS = 60.0
 # After a failure other ranks have this long to report theirs; the earliest is named first.
 GRACE_SECONDS = 0.25
-KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
 # After a connection is lost, the system has this long to say which rank died, and how.
 EXIT_CODE_SECONDS = 1.5
 ENDING_SECONDS = 5.0  # all processes have this long to end after the last result
@@ -46,7 +45,6 @@ class Phase:
     since: float
     world_size: int
     timeout: float
-    keeps: bool = False  # the ranks stay for another call
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class Failures:
     """Ranks have failed; the culprit is the first."""
 
     failures: list[Failure]
-    all_alive: bool  # no process has ended, and all ranks have failed: they could go on
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,11 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
             return event
         if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
             return Refused(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
-    if failed := failures_of(phase, events):
+    if failed := failures_of(events):
         return decide_failure(phase, failed, results, all_gone, now)
     if len(results) == phase.world_size:
         late = phase.stage is Stage.LEAVING and now >= phase.since + ENDING_SECONDS
-        return Results(results) if phase.keeps or all_gone or late else None
+        return Results(results) if all_gone or late else None
     if all_gone:
         return CutOff()
     patience = phase.timeout
@@ -151,8 +148,7 @@ def decide_failure(
     phase: Phase, failed: dict[int, Raised | Ended], results: dict, all_gone: bool, now: float
 ) -> Ending | None:
     """Return the ending after a failure, or None while other ranks may still name its cause."""
-    deadline = min(event.heard for event in failed.values())
-    deadline += KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
+    deadline = min(event.heard for event in failed.values()) + GRACE_SECONDS
     failures = [failure_of(event) for event in failed.values()]
     consequences = [failure for failure in failures if failure.consequence]
     cause_known = len(consequences) < len(failures)
@@ -163,11 +159,7 @@ def decide_failure(
         return None
     if all_gone and not cause_known and phase.stage is not Stage.LEAVING:
         return CutOff()
-    # After a broken connection, or without a process, ranks are not fit for another call.
-    all_raised = all(isinstance(event, Raised) for event in failed.values())
-    all_alive = all_raised and not all_gone and not consequences
-    causes_first = sorted(failures, key=lambda failure: (failure.consequence, failure.time))
-    return Failures(causes_first, all_alive and len(failed) == phase.world_size)
+    return Failures(sorted(failures, key=lambda failure: (failure.consequence, failure.time)))
 
 
 def pids_of(events: Sequence[Event]) -> dict[int, int]:
@@ -180,16 +172,16 @@ def results_of(events: Sequence[Event]) -> dict[int, Returned]:
     return {event.rank: event for event in events if isinstance(event, Returned)}
 
 
-def failures_of(phase: Phase, events: Sequence[Event]) -> dict[int, Raised | Ended]:
+def failures_of(events: Sequence[Event]) -> dict[int, Raised | Ended]:
     """Return the failure of each rank that has one: an error, or else a process that ended with a
-    code, without a result, or although it was to be kept.
+    code, or without a result.
     """
     results = results_of(events)
     failed: dict[int, Raised | Ended] = {}
     for event in events:
         if isinstance(event, Raised):
             failed[event.failure.rank] = event
-        elif isinstance(event, Ended) and (event.code or phase.keeps or event.rank not in results):
+        elif isinstance(event, Ended) and (event.code or event.rank not in results):
             failed.setdefault(event.rank, event)
     return failed
 

@@ -6,6 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+from .. import own_code
+from .protocol import Surroundings
+
 SCRIPT = str(Path(__file__).with_name("server.py"))
 # Linux starts no program with an environment variable of more than 131,072 bytes; a character has
 # up to four.
@@ -21,8 +24,14 @@ def preloading_environment() -> dict[str, str]:
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def surroundings(**variables: str) -> tuple:
-    """Return what the ranks of this process share with it, in the order in which the server takes
-    it over: paths, arguments, folder, and environment with these `variables` added.
+def server_command(role: str, *modules: str) -> list[str]:
+    """Return the command that starts server.py in a role, after it has loaded these modules."""
+    return [sys.executable, SCRIPT, role, own_code.LIBRARY.found_in, *modules]
+
+
+def surroundings(**variables: str) -> Surroundings:
+    """Return what the ranks of this process share with it; their environment has these `variables`
+    added.
     """
-    return sys.path, sys.argv, os.getcwd(), {**os.environ, **variables}
+    environ = {**os.environ, **variables}
+    return Surroundings(sys.path, sys.argv, os.getcwd(), environ, own_code.packages)

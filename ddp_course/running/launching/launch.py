@@ -41,8 +41,8 @@ def launch(
     results in rank order.
 
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
-    accelerator (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`:
-    seconds for the whole launch. `link`: an emulated link between the ranks (`ddp_course.Link`).
+    accelerator (a `Device`) for each rank, or a list of them, in rank order. `timeout`:
+    seconds for the whole launch. `link`: an emulated link between the ranks (a `Link`).
     `progress`: show a bar of the optimizer's steps; a number says how many are expected, and a pair
     of a name and a number what the bar is called, too.
     Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
@@ -96,7 +96,7 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
     the wrong kind.
     """
     if sys.platform == "win32":
-        raise LaunchError("on Windows ranks need WSL 2, which is Linux: docs/TROUBLESHOOTING.md")
+        raise LaunchError("ranks need Linux or macOS: on Windows start this Python in WSL 2")
     try:
         number = operator.index(world_size)
     except TypeError:

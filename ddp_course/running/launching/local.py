@@ -29,7 +29,6 @@ from .protocol import (
     AgentExited,
     AgentStarted,
     Answered,
-    Call,
     LaunchFiles,
     Leave,
     RankExited,
@@ -42,7 +41,7 @@ from .protocol import (
 )
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
-MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
+MARK = "MANYRANKS_LAUNCH"  # this environment variable marks all programs that ranks start
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 DYING_SECONDS = 1.0  # a server that has closed its socket has this long to end
 STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
@@ -85,14 +84,13 @@ class Ranks:
         """Have the server fork an agent, and hand the launch's files over to it, with the packed
         call.
         """
-        connection, far_end = socket.socketpair()
-        with far_end:
-            self.server = ask_for_agent(far_end)
         # Users may have set another card.
         own_surroundings = surroundings(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
         setting = self.open_file(pickle.dumps(own_surroundings) + pickling.dumps(self.setting))
+        connection, far_end = socket.socketpair()
+        with far_end:
+            self.server = ask_for_agent(far_end, setting)
         files = LaunchFiles(
-            setting=setting.fileno(),
             log=self.log.fileno(),
             call=call.fileno(),
             recorder=self.recorder.fileno(),
@@ -170,11 +168,11 @@ class Ranks:
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(deadline - time.monotonic())
 
-    def order(self, order: Call | Leave) -> None:
-        """Tell all ranks that there is another call, or that they may leave."""
-        self.told_to_end = isinstance(order, Leave)
+    def let_go(self) -> None:
+        """Tell all ranks that they may leave."""
+        self.told_to_end = True
         for pipe in self.orders:
-            send(pipe, order)
+            send(pipe, Leave())
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
         """Return what the ranks do, by rank: states of processes, stacks, last collectives."""

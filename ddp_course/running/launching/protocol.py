@@ -2,11 +2,11 @@
 
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
-The caller gives the agent a `Setting`, the agent gives each rank a `Meeting`. Agent and ranks send
-messages to the caller, the caller sends orders to the ranks, one pickle at a time over
-`multiprocessing.connection`. What may be long, a call or a result, is in a file without a name that
-both sides have open. This module imports the standard library only: the server keeps it for
-good, while every launch reads the other modules anew.
+The caller gives the agent its `Surroundings` and a `Setting`, the agent gives each rank a
+`Meeting`. Agent and ranks send messages to the caller, the caller tells the ranks to leave, one
+pickle at a time over `multiprocessing.connection`. What may be long, a call or a result, is in a
+file without a name that both sides have open. This module imports the standard library only: the
+server keeps it for good, while every launch reads the other modules anew.
 """
 
 import os
@@ -58,7 +58,16 @@ class Setting:
     progress: Progress
     # Ranks will surely compute, so what optimizers need is imported before they start.
     computes: bool
-    idle: float | None = None  # kept ranks wait this many seconds for another call
+
+
+class Surroundings(NamedTuple):
+    """What ranks share with the caller's process."""
+
+    path: list
+    argv: list
+    folder: str
+    environ: dict
+    packages: dict  # the register of `own_code`
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,6 @@ class Meeting:
 class LaunchFiles(NamedTuple):
     """Numbers of the open files that the agent gets for the whole launch."""
 
-    setting: int
     log: int  # what agent and ranks print while no rank runs the function yet
     call: int
     recorder: int
@@ -145,11 +153,6 @@ class Stepped:
 @dataclass(frozen=True)
 class Answered:
     """A rank has written its result, or its error, to the file of its answer."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """The order to a kept rank to take another call."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,18 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import clocks, flight_recorder, linux
+from .. import clocks, flight_recorder, linux, own_code
 from ..devices.placement import settle_on
 from ..errors import DeadlockError, LaunchError
 from ..torch_inside import after_each_group, serve_store_on
 from .pickling import Pickler
-from .protocol import Answered, Call, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
-HERE = Path(__file__).parent
-# Tracebacks leave out the frames of these files.
-OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))
-LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
+TORCH = str(Path(torch.__file__).parent)
 # Words by which messages of errors are known.
 NCCL_LOST = (
     "ncclRemoteError",
@@ -51,9 +47,7 @@ UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does
 
 @dataclass
 class Rank:
-    """One rank of a launch: it calls the caller's function, once or several times, in a process of
-    its own.
-    """
+    """One rank of a launch: it calls the caller's function in a process of its own."""
 
     setting: Setting
     number: int
@@ -62,10 +56,10 @@ class Rank:
     files: RankFiles
 
     def run(self) -> None:
-        """Move to this rank's place in the emulated network, call the function, and answer, until
-        the caller wants no more.
+        """Move to this rank's place in the emulated network, call the function, answer, and wait
+        until all ranks may leave.
 
-        A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
+        A rank that failed waits as well, until it is killed: if it ended by itself, the
         other ranks would fail too, with a broken connection, and hide the cause.
         """
         if self.setting.link is not None:
@@ -79,19 +73,13 @@ class Rank:
         faulthandler.enable(file=self.files.stacks, all_threads=False)
         feeds_bar = self.setting.progress and self.number == 0
         self.steps = Steps(self.files.report if feeds_bar else None)
-        self.report_outcome(self.join_and_call)
-        while isinstance(self.next_order(), Call):
-            self.report_outcome(self.call_function)
+        self.report_outcome()
+        # The caller's order is to leave. If there is none, the caller is gone.
+        with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
+            orders.recv()
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
-
-    def next_order(self) -> Any:
-        """Return the caller's next order; None if none comes in time, or the caller is gone."""
-        with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
-            if orders.poll(self.setting.idle):
-                return orders.recv()
-        return None
 
     def join_and_call(self) -> tuple[Any, float | None]:
         """Join the other ranks, and call the function: an error before the call is reported as one
@@ -117,13 +105,14 @@ class Rank:
             result = function(*args, **kwargs)
         return result, self.steps.unconnected_model()
 
-    def report_outcome(self, function: Callable[[], Any]) -> None:
-        """Write what `function` returned or raised to a file, and report that. A child that it has
-        forked, and that comes back from it, ends here.
+    def report_outcome(self) -> None:
+        """Write what the function returned or raised to a file, and report that. A child that it
+        has forked, and that comes back from it, ends here.
         """
         own_pid = os.getpid()
+        value: tuple | dict
         try:
-            value = function()
+            value = self.join_and_call()
             kind = "result"
         except BaseException as error:
             if os.getpid() != own_pid and not isinstance(error, SystemExit):
@@ -196,13 +185,13 @@ def refuse_strangers() -> None:
         names = ", ".join(map(str, strangers))
         raise LaunchError(
             f"user {names} of this machine has connected to this launch's ranks, which received"
-            " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
+            " nothing from there; where the system allows namespaces, nobody can connect"
         )
 
 
 def choose_device(setting: Setting, rank: int) -> None:
     """Set this rank's device and its number of threads."""
-    os.environ["DDP_COURSE_DEVICE"] = device = setting.devices[rank]
+    os.environ["MANYRANKS_DEVICE"] = device = setting.devices[rank]
     os.environ["OMP_NUM_THREADS"] = str(setting.threads)
     torch.set_num_threads(setting.threads)
     settle_on(device)
@@ -230,7 +219,7 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise an error in place of `breakpoint()`."""
     raise LaunchError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the"
-        ' function in this process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
+        " function without launch: after join() your own process is a job of one rank"
     )
 
 
@@ -268,7 +257,7 @@ def describe(error: BaseException) -> dict:
     """
     now = time.monotonic()
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
+    while frames is not None and frames.tb_frame.f_code.co_filename in own_code.CALLING:
         frames = frames.tb_next
     message = words_of(error)
     if "initialize the default process group twice" in message:
@@ -280,7 +269,7 @@ def describe(error: BaseException) -> dict:
     if any(words in message for words in NO_WAY_OUT) and linux.alone_in_network():
         message += (
             " (ranks have a network of their own: download before the launch, or set"
-            " DDP_COURSE_NETWORK=open)"
+            " MANYRANKS_NETWORK=open)"
         )
     if any(words in message for words in NO_MORE_THREADS):
         message += f" ({linux.PROCESS_LIMIT})"
@@ -303,7 +292,7 @@ def words_of(error: BaseException) -> str:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Return whether an exception only says that another rank is gone. One that the learner's code
+    """Return whether an exception only says that another rank is gone. One that the program itself
     raises does not.
     """
     if isinstance(error, dist.DistNetworkError):
@@ -320,4 +309,4 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     if not (sounds_so and frames):
         return False
     innermost, _ = frames[-1]
-    return innermost.f_code.co_filename.startswith(LIBRARIES)
+    return innermost.f_code.co_filename.startswith((*own_code.folders(), TORCH))

@@ -1,15 +1,15 @@
 """A process that has imported torch once, and waits: the server, which forks the agent of every
 launch.
 
-It also holds what every launch needs of the course, and reads that again once a file has changed,
-so that a launch runs what stands there. It never touches CUDA, which would not survive the fork. It
-is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is not
-forked begins here too, with its setting on its standard input.
+It also holds what launches need of the packages in `own_code`, and reads that again once a file has
+changed, so that a launch runs what stands there. It never touches CUDA, which would not survive the
+fork. It is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is
+not forked begins here too, with its setting on its standard input.
 
-The server's standard input brings a byte with the socket of each new launch. When the input ends,
-the caller is gone, and all launches are killed. No process outlives its agent, even if it has left
-the process group (setsid): orphans become children of the agent, and when the agent has ended, of
-the server.
+The server's standard input brings a byte with two open files of each new launch: its socket, and
+its setting. When the input ends, the caller is gone, and all launches are killed. No process
+outlives its agent, even if it has left the process group (setsid): orphans become children of the
+agent, and when the agent has ended, of the server.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -17,8 +17,9 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PACKAGES = os.path.abspath(f"{HERE}/../../..")  # the folder that has `ddp_course`
-sys.path[:] = [PACKAGES, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+# The second word is the folder in which Python finds this library.
+_, ROLE, FOUND_IN, *NEEDED = sys.argv
+sys.path[:] = [FOUND_IN, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
 
 import contextlib
 import gc
@@ -28,21 +29,16 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
-from ddp_course.running import linux
+from ddp_course.running import linux, own_code
 from ddp_course.running.launching import protocol
 
-AGENT = "ddp_course.running.launching.agent"
-COURSE_MODULES = [  # Launches and comparisons need these, with all that they import.
-    AGENT,
-    "ddp_course.running.launching.rank",
-    "ddp_course.running.links.link",
-    "ddp_course.running.clocks.group",
-    "ddp_course.running.clocks.threads",
-    "ddp_course.measuring.comparison",
-    "ddp_course.collectives",
-]
+AGENT = f"{protocol.__package__}.agent"
+# What caller and server say to each other must not change, so these modules are not read again.
+KEPT = (protocol.__name__, own_code.__name__)
 CALLER = os.getppid()
 # The server imports these before it serves.
 FIRST_MODULES = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
@@ -58,7 +54,7 @@ LATER_MODULES = [
 ]
 POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
 # An idle server ends; the next launch starts another.
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
+IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 900)
 
 
 def serve(control: socket.socket, forks: bool) -> None:
@@ -66,17 +62,24 @@ def serve(control: socket.socket, forks: bool) -> None:
     ranks (`forks`), import for these, after the first launch, what each would import otherwise.
     """
     modules_to_load = LATER_MODULES if forks else []
-    times_read: dict = {}
+    last_read: tuple = ()
     launches: dict = {}  # each agent's process id, with the socket to its launch's caller
     last_use = time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
     while os.getppid() == CALLER and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
         if ready:
-            if forks:
-                times_read = read_course(times_read)
-            if not fork_agent(control, launches):
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not request:  # the caller has closed the socket
                 break
+            connection = socket.socket(fileno=descriptors[0])
+            with open(descriptors[1], "rb") as setting:
+                surroundings = pickle.load(setting)
+                if forks:
+                    last_read = read_packages(surroundings.packages, last_read)
+                others = (control, *launches.values())
+                agent = fork_agent(connection, surroundings, setting, others)
+            launches[agent] = connection
         if launches:
             last_use = time.monotonic()
             reap(launches)
@@ -91,7 +94,7 @@ def serve(control: socket.socket, forks: bool) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def load(names: list) -> None:
+def load(names: Iterable[str]) -> None:
     """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises
     the error.
     """
@@ -105,46 +108,52 @@ def load(names: list) -> None:
     gc.enable()
 
 
-def read_course(times_read: dict) -> dict:
-    """Import the course's modules, again if the times at which its files were changed are not those
-    of the last reading; return these times.
+def read_packages(packages: dict, last_read: tuple) -> tuple:
+    """Import what launches need of these packages, again if they, or the times at which their files
+    were changed, are not those of the last reading; return packages and times.
     """
     times = {}
-    for file in Path(PACKAGES, "ddp_course").rglob("*.py"):
-        with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
-            times[file] = file.stat().st_mtime_ns
-    if times_read != times:
-        forget_course()
-        load(COURSE_MODULES)
-    return times
+    for package in packages.values():
+        for file in Path(package.folder).rglob("*.py"):
+            with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
+                times[file] = file.stat().st_mtime_ns
+    if last_read != (packages, times):
+        forget(packages)
+        for package in packages.values():
+            if package.found_in not in sys.path:
+                sys.path.insert(0, package.found_in)
+            load(package.modules)
+    return packages, times
 
 
-def forget_course() -> None:
-    """Let the next import read the course's files again."""
+def forget(packages: Iterable[str]) -> None:
+    """Let the next import read the files of these packages again."""
+    beginnings = tuple(f"{package}." for package in packages)
     for name in list(sys.modules):
-        # What caller and server say to each other must not change.
-        if name.startswith("ddp_course") and name != protocol.__name__:
+        if f"{name}.".startswith(beginnings) and name not in KEPT:
             del sys.modules[name]
 
 
-def fork_agent(control: socket.socket, launches: dict) -> bool:
-    """Fork the agent of a launch; return False if the caller has closed the socket."""
-    request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-    if not request:
-        return False
-    connection = socket.socket(fileno=descriptors[0])
+def fork_agent(
+    connection: socket.socket,
+    surroundings: protocol.Surroundings,
+    setting: IO[bytes],
+    others: Iterable[socket.socket],
+) -> int:
+    """Fork the agent of a launch, which closes the `others`; return its process id."""
     connection.set_inheritable(False)  # ranks that are new processes must not have it
     pid = os.fork()
     if pid == 0:
-        for other in (control, *launches.values()):
+        for other in others:
             other.close()
-        become_agent(connection)
+        become_agent(connection, surroundings, setting)
     os.setpgid(pid, pid)  # parent and child both do this: nobody knows which of them runs first
-    launches[pid] = connection
-    return True
+    return pid
 
 
-def become_agent(connection: socket.socket) -> None:
+def become_agent(
+    connection: socket.socket, surroundings: protocol.Surroundings, setting: IO[bytes]
+) -> None:
     """Own the ranks of a launch, in the forked child. This never returns."""
     try:
         os.setpgid(0, 0)  # the agent, its ranks and their children form one process group
@@ -155,24 +164,25 @@ def become_agent(connection: socket.socket) -> None:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
         if descriptors:  # without files the caller is gone
             files = protocol.LaunchFiles(*descriptors)
-            with open(files.setting, "rb") as file:
-                take_over(*pickle.load(file))
-                setting = pickle.load(file)
-            importlib.import_module(AGENT).own_ranks(connection, setting, files)
+            take_over(surroundings)
+            with setting:
+                own_setting = pickle.load(setting)
+            importlib.import_module(AGENT).own_ranks(connection, own_setting, files)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
 
-def take_over(path: list, argv: list, folder: str, environ: dict) -> None:
-    """Take on the caller's surroundings, as `environment.surroundings` describes them."""
-    sys.path[:] = path
-    sys.argv[:] = argv
+def take_over(surroundings: protocol.Surroundings) -> None:
+    """Take on the caller's surroundings."""
+    sys.path[:] = surroundings.path
+    sys.argv[:] = surroundings.argv
     os.environ.clear()
-    os.environ.update(environ)
-    if os.path.isdir(folder):
-        os.chdir(folder)
+    os.environ.update(surroundings.environ)
+    own_code.packages.update(surroundings.packages)
+    if os.path.isdir(surroundings.folder):
+        os.chdir(surroundings.folder)
 
 
 def reap(launches: dict) -> None:
@@ -210,12 +220,11 @@ def end_what_is_left(agent: int, launches: dict) -> None:
 
 if __name__ == "__main__":
     # This is a server whose ranks are forked ("fork") or new ("spawn"), or such a new "rank".
-    role, *needed = sys.argv[1:]
-    if role != "spawn":  # with spawn only the ranks load torch, not the server
-        load(FIRST_MODULES + needed)
-    forget_course()
-    if role != "rank":
-        serve(socket.socket(fileno=os.dup(0)), forks=role == "fork")
+    if ROLE != "spawn":  # with spawn only the ranks load torch, not the server
+        load(FIRST_MODULES + NEEDED)
+    forget(own_code.packages)
+    if ROLE != "rank":
+        serve(socket.socket(fileno=os.dup(0)), forks=ROLE == "fork")
         os._exit(0)  # processes that wait for this end need not wait until torch is torn down
-    take_over(*pickle.load(sys.stdin.buffer))
+    take_over(pickle.load(sys.stdin.buffer))
     importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

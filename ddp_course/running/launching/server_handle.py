@@ -13,7 +13,7 @@ from ..errors import LaunchError
 from ..files import open_memory
 from ..linux import PROCESS_LIMIT
 from .decision import exit_code_in_words
-from .environment import SCRIPT, preloading_environment
+from .environment import preloading_environment, server_command
 from .setting import start_method
 
 NO_PROCESS = "Resource temporarily unavailable"
@@ -34,7 +34,7 @@ class Server:
         needed = [name for name in SLOW_MODULES if name in sys.modules]
         with far_end:
             self.process = subprocess.Popen(
-                [sys.executable, SCRIPT, start_method(), *needed],
+                server_command(start_method(), *needed),
                 stdin=far_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self.complaints,
@@ -82,9 +82,9 @@ def use_server(server: Server | None) -> None:
     servers[:] = [server] if server else []
 
 
-def ask_for_agent(far_end: socket.socket) -> Server:
-    """Have the server fork an agent, which talks over this socket; start a server if none is
-    usable, and return it. Raises LaunchError where no process can be started.
+def ask_for_agent(far_end: socket.socket, setting: IO[bytes]) -> Server:
+    """Have the server fork an agent, which talks over this socket and reads its `setting`; start a
+    server if none is usable, and return it. Raises LaunchError where no process can be started.
     """
     with _lock:
         if not (servers and servers[0].usable()):
@@ -94,7 +94,7 @@ def ask_for_agent(far_end: socket.socket) -> Server:
                 raise LaunchError(f"no launch server can be started: {PROCESS_LIMIT}") from None
         # If the server is just dying, the launch learns that from the end of its socket.
         with suppress(ConnectionError):
-            socket.send_fds(servers[0].control, [b"L"], [far_end.fileno()])
+            socket.send_fds(servers[0].control, [b"L"], [far_end.fileno(), setting.fileno()])
         return servers[0]
 
 

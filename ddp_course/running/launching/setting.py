@@ -20,19 +20,19 @@ SPARE_FILES = 64  # so many are left for what the caller's own program opens mea
 
 def start_method() -> str:
     """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
-    new, by "spawn". Raises ValueError if DDP_COURSE_START names another way.
+    new, by "spawn". Raises ValueError if MANYRANKS_START names another way.
     """
     usual = "spawn" if sys.platform == "darwin" else "fork"
-    return choice_of("DDP_COURSE_START", usual, ["fork", "spawn"])
+    return choice_of("MANYRANKS_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
     """Return where ranks meet: "auto" is a network of their own where the system allows that, else
     the machine's loopback, where they refuse other users; "private" insists; "open" does neither.
 
-    Raises ValueError if DDP_COURSE_NETWORK is anything else.
+    Raises ValueError if MANYRANKS_NETWORK is anything else.
     """
-    return choice_of("DDP_COURSE_NETWORK", "auto", ["auto", "private", "open"])
+    return choice_of("MANYRANKS_NETWORK", "auto", ["auto", "private", "open"])
 
 
 def choice_of(variable: str, usual: str, choices: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What each rank was doing when time ran out, in the learner's terms."""
+"""What each rank was doing when time ran out, in the terms of the program."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import flight_recorder, linux
+from .. import flight_recorder, linux, own_code
 from ..errors import RankState
 
 # Its groups are file, line, function.
@@ -22,9 +22,8 @@ STATUS = {
     "": UNKNOWN,
 }
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
-# Ends of paths: the files of the launcher, of torch's collectives, and of others that learners
-# have not called themselves.
-LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
+# Ends of paths: the files of torch's collectives, and of others that programs have not called
+# themselves.
 TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
@@ -152,7 +151,7 @@ def parse(dump: str) -> list:
     for part in parts:
         frames = []
         for file, line, function in FRAME.findall(part):
-            if file.endswith(LAUNCHER):
+            if file in own_code.CALLING:
                 break
             if not file.endswith(LIBRARY):
                 frames.insert(0, (file, int(line), function))

@@ -16,7 +16,7 @@ class Steps:
     def __init__(self, report: int | None):
         self.report = report
         self.done = 0
-        self.optimizer = cast(Any, None)  # the last one that made a step in this call
+        self.optimizer = cast(Any, None)  # the last one that made a step
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
@@ -30,7 +30,6 @@ class Steps:
         exchanged no message; else None. Where these sums differ, so do the models.
         """
         optimizer = self.optimizer
-        self.optimizer = None  # kept ranks have other calls, which may train nothing
         if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
             return None
         parameters = [each for group in optimizer.param_groups for each in group["params"]]

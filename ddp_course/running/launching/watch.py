@@ -22,7 +22,7 @@ from .decision import (
     results_of,
 )
 from .local import Ranks
-from .protocol import Leave, Refused, Setting
+from .protocol import Refused, Setting
 
 TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
 UNCONNECTED = (
@@ -39,9 +39,8 @@ class Launch:
     def __init__(self, setting: Setting):
         self.bar = Bar(setting.progress)
         self.ranks = Ranks(setting, self.print, self.bar.advance_to)
-        keeps = setting.idle is not None
         now = time.monotonic()
-        self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout, keeps)
+        self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout)
         self.events: list[Event] = []
         self.ending: Ending | None = None
         # When time is up, this is what each rank did, and the cause.
@@ -71,7 +70,7 @@ class Launch:
             self.ending = decide(self.phase, self.events, now)
             phase = next_phase(self.phase, self.events, now)
             if phase.stage is Stage.LEAVING and phase != self.phase and not self.ending:
-                self.ranks.order(Leave())
+                self.ranks.let_go()
             self.phase = phase
         if isinstance(self.ending, TimedOut):
             results = results_of(self.events)

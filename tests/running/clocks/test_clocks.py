@@ -236,7 +236,7 @@ def test_a_loop_of_questions_comes_to_an_end():
 
 @pytest.mark.parametrize("fuzz", ["", "2"])
 def test_the_same_bits_on_any_machine(fuzz, monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_FUZZ", fuzz)
+    monkeypatch.setenv("MANYRANKS_FUZZ", fuzz)
     results = comparison.run(
         "digits", 2, 3, "1,3,4,5,9,torch", device=Device("2.4GFLOP/s"), link="100Mbit"
     )

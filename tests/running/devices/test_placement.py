@@ -101,13 +101,13 @@ def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
     for last, backend in (("host/U3", BOTH), (gpu_identity("cuda:0"), "gloo")):
         store = dist.HashStore()
         for rank, name in enumerate(["", "host/U1", "host/U2", last]):
-            store.set(f"ddp_course/gpu/{rank}", name)
+            store.set(f"manyranks/gpu/{rank}", name)
         assert common_backend(store, 0, 4, "cuda:0") == backend
 
 
 def test_the_device_of_a_rank_under_torchrun(gpus, monkeypatch):
     gpus(2)
-    monkeypatch.delenv("DDP_COURSE_DEVICE", raising=False)
+    monkeypatch.delenv("MANYRANKS_DEVICE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert rank_device() == torch.device("cuda:1")
     gpus(0)

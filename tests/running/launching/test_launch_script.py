@@ -42,7 +42,7 @@ def faults_in_a_script(folder, world_sizes, start):
     lines = [
         "import json, linecache",
         HEADER,
-        f"os.environ['DDP_COURSE_START'] = {start!r}",
+        f"os.environ['MANYRANKS_START'] = {start!r}",
         SCRIPT_END,
     ]
     lines += [

@@ -20,7 +20,7 @@ from ddp_course.running.launching import server_handle, setting
 @pytest.fixture(autouse=True)
 def spawn(monkeypatch):
     """Spawn instead of forking, and see that no rank is left."""
-    monkeypatch.setenv("DDP_COURSE_START", "spawn")
+    monkeypatch.setenv("MANYRANKS_START", "spawn")
     before = children()
     yield
     assert children() - before <= {server.process.pid for server in server_handle.servers}
@@ -109,7 +109,7 @@ def test_a_python_that_cannot_start_is_told(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("platform, chosen", [("darwin", "spawn"), ("linux", "fork")])
 def test_which_systems_fork(monkeypatch, platform, chosen):
-    monkeypatch.delenv("DDP_COURSE_START")
+    monkeypatch.delenv("MANYRANKS_START")
     monkeypatch.setattr(sys, "platform", platform)
     assert setting.start_method() == chosen
 
@@ -121,6 +121,6 @@ def test_windows_is_sent_to_wsl(monkeypatch):
 
 
 def test_an_unknown_way_to_start_is_refused(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_START", "forkserver")
-    with pytest.raises(ValueError, match='DDP_COURSE_START is "forkserver"; choose fork or spawn'):
+    monkeypatch.setenv("MANYRANKS_START", "forkserver")
+    with pytest.raises(ValueError, match='MANYRANKS_START is "forkserver"; choose fork or spawn'):
         launch(os.getpid, world_size=1)

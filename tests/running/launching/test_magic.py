@@ -1,9 +1,7 @@
 """`%%ranks` in a real kernel, and what nbval makes of it and of the progress bar."""
 
-import re
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 
 import nbformat
@@ -31,7 +29,7 @@ unsendable = (n for n in range(3))
 def starting_by(method):
     """Kernels that are started now launch their ranks in this way."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DDP_COURSE_START", method)
+        environment.setenv("MANYRANKS_START", method)
         yield
 
 
@@ -87,85 +85,24 @@ def test_mistakes_are_told(kernel, cell, error, words):
     assert words in output.message + output.stderr
 
 
-KEPT = [  # cells that run one after the other, and what they show, or a word of their error
-    ("rate = 1", ""),
-    ("%%ranks 2 --keep\nx = torch.ones(1) * rank\ndef later(): return defined_later * rate", ""),
+CELLS = [  # cells that run one after the other, and what they show, or a word of their error
     ("rate = 5", ""),
     (
-        "%%ranks\ndefined_later = 7\nx.item(), rate, later()",
-        "[rank 0] (0.0, 5, 35)\n[rank 1] (1.0, 5, 35)\n",
+        "%%ranks 2\nx = torch.ones(1) * rank\nx.item(), rate",
+        "[rank 0] (0.0, 5)\n[rank 1] (1.0, 5)\n",
     ),
-    ("%%ranks\nundefined", "'undefined' is not defined"),
-    ("%%ranks --pull absent\nrank", '"absent" is to be pulled'),
-    ("%%ranks 3\n1", "2 ranks are kept"),
-    ("%%ranks --pull x\ndist.all_reduce(x); later()", "[rank 0] 35\n[rank 1] 35\n"),
-    ("%ranks stop", ""),
-    ("%ranks stop", "no ranks are kept\n"),
-    ("%%ranks 2\n'later' in globals()", "[rank 0] False\n[rank 1] False\n"),
-    ("%ranks --help", "--keep"),
+    ("%%ranks 2\n'x' in globals()", "[rank 0] False\n[rank 1] False\n"),
+    ("%ranks --help", "--pull"),
+    ("%ranks 2", "begin it with %%ranks"),
 ]
 
 
-def test_kept_ranks_have_their_variables_in_the_next_cells(kernel):
-    for cell, expected in KEPT:
+def test_each_cell_starts_anew_with_the_notebooks_names(kernel):
+    for cell, expected in CELLS:
         output = kernel.run(cell)
         if expected.endswith("\n"):
             assert output.stdout == expected, cell
         assert expected in output.stdout + output.stderr + output.message, cell
-    assert kernel.run("x").result == "tensor([1.])"
-
-
-ALONE = """%%ranks 2 --keep
-model = torch.nn.Linear(2, 1)
-model.weight.data.fill_(rank)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()"""
-
-
-def test_kept_ranks_that_train_alone_are_named_in_that_cell_and_in_no_other(kernel):
-    assert "no collective ran" in kernel.run(ALONE).stderr
-    assert kernel.run("%%ranks\nrank;").stderr == ""
-    kernel.run("%ranks stop")
-
-
-ENDED = "The kept ranks have ended, and their variables with them"
-
-
-@pytest.mark.parametrize(
-    ("cell", "error"),
-    [
-        ("%%ranks\nimport os\nif rank == 1: os._exit(3)", "exited: with code 3"),
-        ("%%ranks\nif rank == 1: raise ValueError('alone')\ndist.barrier()", "ValueError: alone"),
-        ("%%ranks --timeout 1\nwhile True: pass", "not finished after 1 s"),
-        ("import os\nos.kill(victim, 9)\n", ""),
-        ("import time\ntime.sleep(4)", ""),  # nobody wants them for longer than they wait
-        ("interrupt", ""),
-    ],
-)
-def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DDP_COURSE_IDLE", "2" if "sleep" in cell else "900")
-        with running_kernel() as kernel:
-            assert not kernel.run(SETUP).error
-            assert not kernel.run(
-                "%%ranks 2 --keep --pull victim\nimport os\nvictim = os.getpid()"
-            ).error
-            if cell == "interrupt":
-                stop = threading.Timer(3, kernel.manager.interrupt_kernel)
-                stop.start()
-                output = kernel.run("%%ranks\nimport time\nwhile True: time.sleep(0.1)")
-                assert output.error == "KeyboardInterrupt"
-            else:
-                output = kernel.run(cell)
-            assert error in output.message
-            if "%%ranks" not in cell and cell != "interrupt":
-                output = kernel.run("%%ranks\nvictim")
-                assert output.error in ("RankError", "LaunchError")
-            assert ENDED in output.stderr
-            assert kernel.run("%%ranks 2\n'victim' in globals()").stdout.count("False") <= 2
-            left = [" ".join(process.cmdline()) for process in kernel.descendants()]
-            assert not [line for line in left if not re.search(r"launching/server\.py", line)]
 
 
 def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):

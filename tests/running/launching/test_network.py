@@ -40,29 +40,29 @@ def total_and_network():
     ],
 )
 def test_ranks_are_alone_in_a_network_of_their_own(monkeypatch, network, link, start):
-    monkeypatch.setenv("DDP_COURSE_START", start)
+    monkeypatch.setenv("MANYRANKS_START", start)
     if network:
-        monkeypatch.setenv("DDP_COURSE_NETWORK", network)
+        monkeypatch.setenv("MANYRANKS_NETWORK", network)
     first, second = launch(total_and_network, world_size=2, link=link)
     assert first == second == (2.0, first[1], True)
     assert first[1] != os.readlink("/proc/self/ns/net")
 
 
 def test_an_open_launch_stays_in_the_callers_network(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_NETWORK", "open")
+    monkeypatch.setenv("MANYRANKS_NETWORK", "open")
     for total, network, _ in launch(total_and_network, world_size=2):
         assert total == 2.0 and network == os.readlink("/proc/self/ns/net")
 
 
 def test_a_misspelt_network_is_refused(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_NETWORK", "privat")
+    monkeypatch.setenv("MANYRANKS_NETWORK", "privat")
     with pytest.raises(ValueError, match='"privat"; choose auto or private or open'):
         launch(total_and_network, world_size=2)
 
 
 @needs_namespaces
 def test_a_rank_that_wants_to_download_is_told_why_it_cannot():
-    with pytest.raises(Exception, match=r"(?s)download before the launch, or set DDP_COURSE_NETW"):
+    with pytest.raises(Exception, match=r"(?s)download before the launch, or set MANYRANKS_NETW"):
         launch(lambda: socket.create_connection(("192.0.2.1", 80)), world_size=1)
 
 
@@ -91,10 +91,10 @@ def test_where_namespaces_are_forbidden_private_is_refused_and_auto_works(tmp_pa
         "print(launch(groups, world_size=3))"
     )
     for start in ("fork", "spawn"):
-        auto = run_where_namespaces_are_forbidden(source, tmp_path, DDP_COURSE_START=start)
+        auto = run_where_namespaces_are_forbidden(source, tmp_path, MANYRANKS_START=start)
         assert auto.stdout == "[5.0, 5.0, 5.0]\n", auto.stderr
-    private = run_where_namespaces_are_forbidden(source, tmp_path, DDP_COURSE_NETWORK="private")
-    assert "LaunchError: DDP_COURSE_NETWORK is private, which this system forbids" in private.stderr
+    private = run_where_namespaces_are_forbidden(source, tmp_path, MANYRANKS_NETWORK="private")
+    assert "LaunchError: MANYRANKS_NETWORK is private, which this system forbids" in private.stderr
 
 
 @needs_namespaces

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from ddp_course.running import own_code
 from ddp_course.running.flight_recorder import Call, marks
 from ddp_course.running.launching.stacks import (
     missing_from_ours,
@@ -57,7 +58,7 @@ def test_torchs_own_are_named_only_when_that_is_sure(entered, missed):
     assert missing_from_torchs(entered) == missed
 
 
-DUMP = """Thread 0x1 (most recent call first):
+DUMP = f"""Thread 0x1 (most recent call first):
   File "/usr/lib/python3/threading.py", line 1 in wait
   File "/home/ann/train.py", line 3 in worker
 
@@ -68,8 +69,8 @@ Current thread 0x3 (most recent call first):
   File "/site-packages/torch/distributed/c10d_logger.py", line 9 in wrapper
   File "/home/ann/train.py", line 7 in step
   File "/home/ann/train.py", line 9 in main
-  File "/site-packages/ddp_course/running/launching/rank.py", line 5 in call
-  File "/site-packages/ddp_course/running/launching/agent.py", line 8 in be_rank
+  File "{own_code.LIBRARY.folder}/launching/rank.py", line 5 in call
+  File "{own_code.LIBRARY.folder}/launching/agent.py", line 8 in be_rank
 """
 
 
