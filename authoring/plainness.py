@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     "ddp_course",
-    "ddp_grading",
+    "ddp_exercises.grading",
     "ddp_predictions",
     "exercises/checks",
     "benchmarks",

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # A package may weigh so much.
     "ddp_course": 115_600,
-    "ddp_grading": 14_727,
+    "ddp_exercises.grading": 14_727,
     "ddp_predictions": 10_809,
 }
 DENSEST = 11.0  # A room may have so many nodes per line of code.

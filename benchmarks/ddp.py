@@ -19,9 +19,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course.running.errors import EmulationError
-from ddp_course.running.launching.launch import launch
-from ddp_course.running.links import Link
+from manyranks.errors import EmulationError
+from manyranks.launching.launch import launch
+from manyranks.links import Link
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios, take_turns, timed

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from ddp_course import stage3_paramserver, stage4_ring, wire
-from ddp_course.measuring import theory
-from ddp_course.running import links
-from ddp_course.running.files import replace_file
-from ddp_course.running.launching.launch import launch
+from ddp_course.lab.measuring import theory
+from manyranks import links
+from manyranks.files import replace_file
+from manyranks.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed
 from .link_figure import LARGE, link_figure

@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from ddp_course import Device, Link, launch, wire
 from ddp_course.job import Job, make_job
-from ddp_course.measuring import comparison
-from ddp_course.measuring.results import Comparison
-from ddp_course.running.launching.server_handle import servers, use_server
+from ddp_course.lab.measuring import comparison
+from ddp_course.lab.measuring.results import Comparison
+from manyranks.launching.server_handle import servers, use_server
 
 from .harness import Benchmark, Part, Promise, Row
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CheckpointError
-from .running import files
+from manyranks import files
 
 WRITER = ".writer"
 PATIENCE_SECONDS = 3.0

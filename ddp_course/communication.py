@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .running.torch_inside import tree_leaves
+from manyranks.torch_inside import tree_leaves
 from .torch_private import group_like
 from .wire import warm_up
 

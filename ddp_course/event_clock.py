@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .running.clocks import now as perf_counter
+from manyranks.clocks import now as perf_counter
 
 
 class EventClock:

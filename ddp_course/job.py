@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from . import problems
-from .running.devices import Device
+from manyranks.devices import Device
 from .stage8_pipeline import layers_of, split
 from .stage9_tensor import split_layers
 

@@ -10,7 +10,7 @@ restarted run. So a restarted run goes on from the newest checkpoint as if nothi
 same batches, same dropout masks, same bits. A finished run ends at once.
 """
 
-from .running.parent import end_with_torchrun
+from manyranks.joining.parent import end_with_torchrun
 
 if __name__ == "__main__":
     end_with_torchrun()  # This comes first: importing torch takes seconds.
@@ -33,11 +33,11 @@ import torch.distributed as dist
 from . import checkpoint, ladder, problems
 from .errors import CheckpointError, CourseError
 from .job import Job, make_job
-from .measuring import finite
+from manyranks import finite
 from .options import positive_number, whole_number
-from .running.devices import placement, rank_device
-from .running.errors import ManyranksError
-from .running.join import join
+from manyranks.devices import placement, rank_device
+from manyranks.errors import ManyranksError
+from manyranks.joining.join import join
 
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
 
@@ -219,7 +219,7 @@ def train_to_next_checkpoint(
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
     model.load_state_dict(state["model"])
-    finite.watch(model)
+    watch_finite(model)
     seed_this_rank(job.seed, state)
     gpus = None
     if rank_device().type == "cuda":

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from . import stage1_single, stage4_ring, wire
-from .running.devices import rank_device
+from manyranks.devices import rank_device
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
 

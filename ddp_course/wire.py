@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from .event_clock import EventClock
-from .running import clocks, flight_recorder
-from .running.devices import emulation
-from .running.torch_inside import tensors_in
+from manyranks import clocks, flight_recorder
+from manyranks.devices import emulation
+from manyranks.torch_inside import tensors_in
 from .torch_private import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None

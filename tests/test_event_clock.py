@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_course import launch, variants, wire
-from ddp_course.measuring import recording, timeline
-from ddp_course.running.devices import rank_device
+from ddp_course.lab.measuring import recording, timeline
+from manyranks.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 UNIT = 0.001  # seconds, and the milliseconds of CUDA events

@@ -14,8 +14,8 @@ import denied
 import nbformat
 import pytest
 
-from ddp_course import claims
-from ddp_course.measuring.claims import KINDS
+from ddp_course.lab import claims
+from ddp_course.lab.measuring.claims import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = str(ROOT / "tests" / "support")

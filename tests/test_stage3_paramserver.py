@@ -13,7 +13,7 @@ from oracles import (
 )
 
 from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor, wire
-from ddp_course.running.errors import RankError
+from manyranks.errors import RankError
 
 SHAPES = [(5, 3), (), (17,)]
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage1_single, stage8_pipeline, wire
-from ddp_course.running.devices import Device
-from ddp_course.running.errors import RankError
+from manyranks.devices import Device
+from manyranks.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
     Backward,

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_course import launch, problems, stage1_single, stage9_tensor, wire
 from ddp_course.checkpoint import set_random_state
-from ddp_course.running.devices import Device
-from ddp_course.running.errors import RankError
+from manyranks.devices import Device
+from manyranks.errors import RankError
 
 MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # (data, tensor)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ddp_course
 from ddp_course import launch, torch_private
-from ddp_course.running import torch_inside
+from manyranks import torch_inside
 
 PACKAGE = Path(ddp_course.__file__).parent
 HOMES = [Path(torch_private.__file__), Path(torch_inside.__file__)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ddp_course import checkpoint, launch
-from ddp_course.running.errors import RankError
-from ddp_course.running.join import first_node, from_slurm, tasks_on_node
+from manyranks.errors import RankError
+from manyranks.joining.join import first_node, from_slurm, tasks_on_node
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]

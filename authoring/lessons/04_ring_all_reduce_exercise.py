@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import wire
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -19,11 +19,12 @@ those of the first. Why not send them already, while backward still works on the
 import torch
 import torch.distributed as dist
 
-from ddp_course import BucketedDDP, Device, Link, claims, launch, on_your_gpus, problems
-from ddp_course import ring_all_reduce, show, simulate, stage1_single, stage4_ring
-from ddp_course import stage5_bucketed, theory, timeline, timing, traces
-from ddp_course.checking import task
-from ddp_course.running import presets
+from ddp_course import BucketedDDP, Device, Link, launch, problems, ring_all_reduce
+from ddp_course import stage1_single, stage4_ring, stage5_bucketed
+from ddp_course.lab import claims, on_your_gpus, show, simulate, theory, timeline
+from ddp_course.lab import timing, traces
+from ddp_exercises import task
+from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 

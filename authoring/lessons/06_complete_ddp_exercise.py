@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_course import wire
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from .. import wire
-from ..running.errors import MismatchError
-from ..running.torch_inside import is_wrapper
+from manyranks.errors import MismatchError
+from manyranks.torch_inside import is_wrapper
 from ..torch_private import default_group
 
 

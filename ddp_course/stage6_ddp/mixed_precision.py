@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import torch
 from torch.func import functional_call
 
-from ..running.torch_inside import after_backward, backward_pass, tensors_in, tree_map_only
+from manyranks.torch_inside import after_backward, backward_pass, tensors_in, tree_map_only
 from ..torch_private import uncompiled, with_weights
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from ..running.torch_inside import tree_leaves, tree_map_only
+from manyranks.torch_inside import tree_leaves, tree_map_only
 
 
 def used_by(outputs):

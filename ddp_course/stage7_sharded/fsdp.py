@@ -11,8 +11,8 @@ from contextlib import suppress
 import torch
 
 from .. import communication, wire
-from ..running import flight_recorder
-from ..running.torch_inside import after_backward, backward_pass, tensors_in
+from manyranks import flight_recorder
+from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
 from ..torch_private import uncompiled

@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 
 from ..communication import failing_together
-from ..running import flight_recorder
+from manyranks import flight_recorder
 from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
 from ..stage6_ddp.unused import graph_behind

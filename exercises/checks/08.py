@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import wire
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.diagnosis import kind_of
-from ddp_course.checking.errors import Wrong
-from ddp_course.checking.tasks import task
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.diagnosis import kind_of
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import task
 from ddp_course.stage8_pipeline import (
     Backward,
     BackwardInput,

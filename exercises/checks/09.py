@@ -7,9 +7,9 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.errors import Wrong
-from ddp_course.checking.tasks import task
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import task
 from ddp_course.stage4_ring import ring_all_reduce
 
 from .shared import in_words, require, several, tensors, worlds

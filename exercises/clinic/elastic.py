@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_course.running import on_hosts, virtual_hosts
+from manyranks.hosts import on_hosts, virtual_hosts
 
 TIMING = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
 PROGRAM = Path(__file__).resolve().with_name("slow_train.py")

@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks import predictions, published
 from benchmarks import scoreboard as tables_anew
-from ddp_course import Device, cli, stage8_pipeline
-from ddp_course.measuring import facts
-from ddp_course.running import presets
+from ddp_course import Device, stage8_pipeline
+from ddp_course.lab import cli
+from ddp_course.lab.measuring import facts
+from manyranks import presets
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.runs import read_run

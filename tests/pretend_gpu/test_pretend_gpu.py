@@ -131,7 +131,7 @@ def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_
 SHARDED = """
 import torch
 from ddp_course import launch
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
 from ddp_course.stage7_sharded import FullyShardedDataParallel
 
 WIDTH = 256

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import ladder, launch, problems
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 VECTORS = {"parameters": 6 * 64**2, "width": 64}

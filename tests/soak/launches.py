@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from launch_faults import FAULTS, HEADER, Fault
 
-from ddp_course.running.launching import server_handle
+from manyranks.launching import server_handle
 
 ALLOWED_GROWTH = 5 << 20  # Memory may grow by this many bytes.
 TORCH_CACHE = "torchinductor_"  # Torch makes one such folder per user when an optimizer is made.

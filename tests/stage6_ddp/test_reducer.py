@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.running.errors import RankError
+from manyranks.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage6_ddp.buckets import MIB
 

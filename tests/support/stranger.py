@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.running import linux
+from manyranks import linux
 
 NOBODY = 65534
 LAUNCHES = """
