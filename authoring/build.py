@@ -43,7 +43,7 @@ from ddp_course.lab.measuring.results import Comparison
 from ddp_course.lab.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ddp_course", "ddp_exercises.grading", "ddp_predictions")
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {
     "file_extension": ".py",

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
+    "manyranks",
     "ddp_course",
-    "ddp_exercises.grading",
+    "ddp_exercises",
     "ddp_predictions",
     "exercises/checks",
     "benchmarks",

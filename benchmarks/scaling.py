@@ -26,11 +26,11 @@ from ddp_course.lab.measuring.on_your_gpus import (
     sizes,
 )
 from ddp_course.lab.measuring.timeline import hidden_share
+from ddp_course.stage3_paramserver import average_on_server
+from ddp_course.stage6_ddp import DistributedDataParallel
 from manyranks.devices import rank_device
 from manyranks.files import replace_file
 from manyranks.launching.launch import launch
-from ddp_course.stage3_paramserver import average_on_server
-from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .harness import Row, medians, slowest, timed
 

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .errors import CheckpointError
 from manyranks import files
+
+from .errors import CheckpointError
 
 WRITER = ".writer"
 PATIENCE_SECONDS = 3.0

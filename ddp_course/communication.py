@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from manyranks.torch_inside import tree_leaves
+
 from .torch_private import group_like
 from .wire import warm_up
 

@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from . import problems
 from manyranks.devices import Device
+
+from . import problems
 from .stage8_pipeline import layers_of, split
 from .stage9_tensor import split_layers
 

@@ -30,14 +30,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from manyranks.devices import placement, rank_device
+from manyranks.errors import ManyranksError
+from manyranks import watch_finite
+from manyranks.joining.join import join
+
 from . import checkpoint, ladder, problems
 from .errors import CheckpointError, CourseError
 from .job import Job, make_job
-from manyranks import finite
 from .options import positive_number, whole_number
-from manyranks.devices import placement, rank_device
-from manyranks.errors import ManyranksError
-from manyranks.joining.join import join
 
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
 

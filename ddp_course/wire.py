@@ -20,10 +20,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from .event_clock import EventClock
 from manyranks import clocks, flight_recorder
 from manyranks.devices import emulation
 from manyranks.torch_inside import tensors_in
+
+from .event_clock import EventClock
 from .torch_private import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None

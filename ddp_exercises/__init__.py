@@ -11,6 +11,7 @@ import secrets
 from typing import Any
 
 from ddp_course.lab.learners_copy import keep
+
 from .errors import Wrong
 from .handing_over import HAND_OVER, hand_over
 from .hints import hint

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from manyranks.orders import every
-from manyranks.orders.verdict import judge
 from manyranks.clocks.stalls import Line
 from manyranks.errors import ManyranksError
+from manyranks.orders import every
+from manyranks.orders.verdict import judge
+
 from .attempt import Attempt, make_attempts
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.torch_private import other_collectives
+
 from .errors import TooSlow, Wrong
 from .plain import pack, unpack
 from .tasks import Task, find

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from manyranks.torch_inside import tree_leaves
+
 from .attempt import Evidence
 from .plain import ODD, apart, largest
 from .tasks import Task, known_wrong

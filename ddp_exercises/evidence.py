@@ -17,6 +17,7 @@ from manyranks.clocks.stalls import in_words, who_waits
 from manyranks.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError, Wait
 from manyranks.launching.launch import launch
 from manyranks.links import Link
+
 from .attempt import Attempt, Evidence, assemble, make_attempts
 from .errors import TooSlow
 from .tasks import Task, cells_with, check_files, find, known_wrong, of_exercise, solution

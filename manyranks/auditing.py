@@ -2,9 +2,8 @@
 
     audit(source)      -> a line for each mistake; [] for a script without one
 
-`source` is the text of a script for torchrun, like `ddp_course.script`. While it runs, the audit
-notes what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that
-steps.
+`source` is the text of a script for torchrun. While it runs, the audit notes what its DataLoaders
+yield, what `torch.save` is given, and the weights of the optimizer that steps.
 """
 
 import linecache

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from ddp_course import errors
-from ddp_exercises import errors as exercise_errors
 from ddp_course.lab.measuring.results import Comparison
-from manyranks import errors as launch_errors
 from ddp_course.lab.showing.plots import comparison_message
+from ddp_exercises import errors as exercise_errors
+from manyranks import errors as launch_errors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

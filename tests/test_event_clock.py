@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_course import launch, variants, wire
 from ddp_course.lab.measuring import recording, timeline
-from manyranks.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.devices import rank_device
 
 UNIT = 0.001  # seconds, and the milliseconds of CUDA events
 

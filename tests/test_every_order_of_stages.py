@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from manyranks import every_order
 from ddp_course import job, ladder, stage3_paramserver, stage4_ring
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
@@ -21,6 +20,7 @@ from ddp_course.stage8_pipeline import (
     train,
     zero_bubble,
 )
+from manyranks import every_order
 
 RANKS = 3
 

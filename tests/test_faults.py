@@ -9,13 +9,12 @@ from oracles import tiny_batches, tiny_model
 from soak.faults import soak
 from torch.nn.functional import cross_entropy
 
-from manyranks import launch
-from manyranks import finite
-from manyranks.errors import LaunchTimeout, NotFiniteError, RankError
 from ddp_course.stage3_paramserver import gradients
 from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage7_sharded import FullyShardedDataParallel
+from manyranks import launch, watch_finite
+from manyranks.errors import LaunchTimeout, NotFiniteError, RankError
 
 
 def poisoned(wrap):

@@ -15,8 +15,7 @@ import torch
 import yaml
 
 from ddp_course import checkpoint
-from manyranks import launch
-from manyranks import links
+from manyranks import launch, links
 from manyranks.hosts import virtual_hosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

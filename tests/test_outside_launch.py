@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course import DistributedDataParallel, FullyShardedDataParallel, stage9_tensor
-from manyranks import launch
-from manyranks import flight_recorder
 from ddp_course.stage3_paramserver import average_on_server
 from ddp_course.stage4_ring import ring_all_reduce
+from manyranks import flight_recorder, launch
 
 SECONDS = 3.0
 

@@ -13,8 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage1_single, stage8_pipeline, wire
-from manyranks.devices import Device
-from manyranks.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
     Backward,
@@ -31,6 +29,8 @@ from ddp_course.stage8_pipeline import (
     timetable,
     zero_bubble,
 )
+from manyranks.devices import Device
+from manyranks.errors import RankError
 
 
 def interleaved_zero_bubble(ranks, microbatches):

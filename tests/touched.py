@@ -1,8 +1,8 @@
 """Which tests a change touches: `python tests/touched.py REVISION` prints their files and folders.
 
-A module is tested by the file or folder of tests with its name: `manyranks/joining/join.py` by
-tests/manyranks/test_join.py, and where there is none by the nearest folder, tests/manyranks. The table
-has what a name alone does not say.
+A module is tested by the file or folder of tests with its name: `ddp_course/wire.py` by
+tests/test_wire.py, and where there is none by the nearest folder: `manyranks/launching/rank.py` by
+tests/manyranks/launching. The table has what a name alone does not say.
 """
 
 import subprocess
@@ -16,9 +16,10 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_course/stage": "tests/test_ladder.py tests/test_notebooks.py",
     "manyranks/launching": "tests/manyranks/launching tests/test_faults.py",
     "ddp_exercises": "tests/exercises",
-    "ddp_exercises.grading": "tests/exercises",
     "ddp_predictions": "tests/predictions",
-    "ddp_course/lab/measuring": "tests/lab/measuring tests/lab/commands tests/manyranks/clocks/test_clocks.py",
+    "ddp_course/lab/measuring": (
+        "tests/lab/measuring tests/lab/commands tests/manyranks/clocks/test_clocks.py"
+    ),
     "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
     "ddp_course/collectives": "tests/lab/measuring/test_theory.py tests/test_contributing.py",
@@ -38,13 +39,13 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "setup.py": "tests/test_packaging.py",
     "pyproject.toml": "tests/test_packaging.py",
 }
-PACKAGES = ("ddp_course", "ddp_exercises.grading", "ddp_predictions")
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def named_like(path: str) -> str | None:
     """The test file or folder that has the name of a module, or of the nearest folder around it."""
     parts = list(Path(path).with_suffix("").parts)
-    if parts[0] in PACKAGES:
+    if parts[0] == "ddp_course":
         parts = parts[1:]
     while parts:
         folder = Path("tests", *parts)

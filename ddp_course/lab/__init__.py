@@ -1,18 +1,20 @@
 """What notebooks show and measure: comparisons, timelines, closed forms, figures, commands.
 
-    compare      every stage trains on the same batches, beside each other and the theory
-    show         figures, sliders, guesses, and the package's own source
-    theory       closed forms of collectives        simulate   a step, layer by layer
-    timeline     what each rank did, and when       timing     seconds of a function on ranks
-    claims       what people say, put to the test   facts      what others measured
-    traces       profiles of real GPUs              on_your_gpus   the stages on real devices
+compare      every stage trains on the same batches, beside each other and the theory
+show         figures, sliders, guesses, and the package's own source
+theory       closed forms of collectives        simulate   a step, layer by layer
+timeline     what each rank did, and when       timing     seconds of a function on ranks
+claims       what people say, put to the test   facts      what others measured
+traces       profiles of real GPUs              on_your_gpus   the stages on real devices
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
-    from . import showing as show
+    from . import showing
+
+    show = showing
     from .commands import compare as compare
     from .commands import doctor as doctor
     from .measuring import claims as claims

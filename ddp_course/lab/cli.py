@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 
+from manyranks.errors import ManyranksError
+
 from ..errors import CourseError
 from .waiting import say_while
-from manyranks.errors import ManyranksError
 
 # Each command has a module with main(args), which returns the exit code (None for 0), and perhaps
 # add_options(parser).

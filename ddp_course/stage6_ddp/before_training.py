@@ -8,9 +8,10 @@ together, or hang. These checks find such a rank before training begins, and nam
 import torch
 import torch.distributed as dist
 
-from .. import wire
 from manyranks.errors import MismatchError
 from manyranks.torch_inside import is_wrapper
+
+from .. import wire
 from ..torch_private import default_group
 
 

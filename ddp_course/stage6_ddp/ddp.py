@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
+from manyranks.torch_inside import tree_map_only
+
 from ..communication import keep_for_backward
 from ..replicas import check_replicas
-from manyranks.torch_inside import tree_map_only
 from ..torch_private import unnoticed_by_autograd
 from . import before_training
 from .bucket_sums import by_algorithm, by_backend, by_hook

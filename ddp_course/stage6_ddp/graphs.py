@@ -6,6 +6,7 @@ static_graph              a gradient may come in no part or in several, but in t
 """
 
 from manyranks.torch_inside import after_backward, tensors_in
+
 from .reducer import Reducer
 from .unused import (
     CHANGED,

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from .. import wire
 from manyranks.torch_inside import after_backward
+
+from .. import wire
 from ..torch_private import as_plain_tensors, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment

@@ -5,6 +5,7 @@ from contextlib import suppress
 import torch
 
 from manyranks.torch_inside import tree_leaves
+
 from ..torch_private import as_plain_tensors
 from .flat import Flat, Shard, gather_chunks
 from .parts import label

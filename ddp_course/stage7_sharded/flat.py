@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import communication, wire
 from manyranks.torch_inside import tree_map_only
+
+from .. import communication, wire
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage6_ddp.unused import count_users
 from ..torch_private import allow_foreach, as_plain_tensors, timeout_of

@@ -10,9 +10,10 @@ from contextlib import suppress
 
 import torch
 
-from .. import communication, wire
 from manyranks import flight_recorder
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
+
+from .. import communication, wire
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
 from ..torch_private import uncompiled

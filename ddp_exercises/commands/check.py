@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ddp_exercises import SO_FAR
-from ddp_exercises.errors import GradingError
 from ddp_course.lab.learners_copy import find_copy, keep
 from ddp_course.lab.waiting import say_while
 from ddp_course.options import whole_number
+from ddp_exercises import SO_FAR
+from ddp_exercises.errors import GradingError
 
 from ..grading import overview
 from ..grading.grader import Judge, grade_one

@@ -6,8 +6,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_exercises.errors import GradingError
 from ddp_course.options import positive_number, whole_number
+from ddp_exercises.errors import GradingError
 from manyranks.files import writable_folder
 from manyranks.linux import usable_cores
 

@@ -19,8 +19,8 @@ from ddp_exercises.diagnosis import Verdict, nothing, verdict
 from ddp_exercises.errors import GradingError
 from ddp_exercises.evidence import ONE_HOST, SLOWER, gather, known_attempts, solution_attempt
 from ddp_exercises.tasks import cell_of, find
-from manyranks.orders import every
 from manyranks.launching.launch import launch
+from manyranks.orders import every
 
 from .guard import enter
 from .remarks import remarks

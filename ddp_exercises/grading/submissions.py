@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import nbformat
 import yaml
 
+from ddp_course.lab.folders import course_folder
 from ddp_exercises import UNSOLVED
 from ddp_exercises.errors import GradingError
 from ddp_exercises.tasks import cell_of, solution
-from ddp_course.lab.folders import course_folder
 
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of
 from .results import clean

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course import wire
+from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import load_tasks, task
 from manyranks.errors import MismatchError
-from ddp_course.stage4_ring import ring_all_reduce
-from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .shared import (
     RING,

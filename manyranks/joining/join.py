@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ..devices.placement import backend_for, gpu_identity, placement, settle_on
 from ..errors import LaunchError
-from .parent import end_with_torchrun
 from ..torch_inside import serve_store_on
+from .parent import end_with_torchrun
 
 # The ranks of each Slurm job meet at a port of their own.
 FIRST_PORT = 20_000

@@ -9,9 +9,9 @@ enter(rank)             moves a rank onto the network, before the rank makes any
 Each mode also has a `title` for messages; MODES has the name by which a Link chooses it.
 """
 
-from ..hosts import virtual_hosts
 from ..clocks import Table
 from ..errors import EmulationError
+from ..hosts import virtual_hosts
 from ..launching.protocol import LOOPBACK
 from ..launching.setting import start_method
 

@@ -15,11 +15,11 @@ from ddp_exercises.attempt import Attempt
 from ddp_exercises.diagnosis import nothing
 from ddp_exercises.errors import Wrong
 from ddp_exercises.evidence import STILL_RUNNING, TOO_LATE, gather
-from ddp_exercises.tasks import cells_with, find, of_exercise, solution
-from manyranks.orders import every
-from manyranks.errors import LaunchTimeout
 from ddp_exercises.grading.grader import grade
 from ddp_exercises.grading.submissions import load_exercises
+from ddp_exercises.tasks import cells_with, find, of_exercise, solution
+from manyranks.errors import LaunchTimeout
+from manyranks.orders import every
 
 EXERCISES = (3, 4, 5, 7, 8, 9)
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise) if task.every_order]

@@ -12,14 +12,14 @@ from answers import ROOT, submission_of
 
 from benchmarks import grade as bench
 from ddp_course.lab import cli
-from ddp_exercises.plain import ODD, pack, unpack
-from ddp_exercises.tasks import find
 from ddp_exercises.grading import guard, remarks, report
 from ddp_exercises.grading.grader import grade
 from ddp_exercises.grading.remarks import likeness
 from ddp_exercises.grading.results import Result, TaskResult, clean, merged
 from ddp_exercises.grading.submissions import find_submissions, load_exercises
 from ddp_exercises.grading.tables import as_csv
+from ddp_exercises.plain import ODD, pack, unpack
+from ddp_exercises.tasks import find
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_course.lab import cli
-from ddp_exercises.errors import GradingError
 from ddp_exercises.commands.grade import not_graded_yet
+from ddp_exercises.errors import GradingError
 from ddp_exercises.grading.gradebooks import as_canvas, as_moodle, grade_files
 from ddp_exercises.grading.people import read_roster
 from ddp_exercises.grading.results import Result, TaskResult

@@ -12,10 +12,10 @@ import pytest
 from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course.lab import cli
-from ddp_exercises.tasks import solution
 from ddp_exercises.grading import grader, run_cells
 from ddp_exercises.grading.people import Owner
 from ddp_exercises.grading.submissions import load_exercises, read_submission, walk
+from ddp_exercises.tasks import solution
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"

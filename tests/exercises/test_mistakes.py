@@ -11,8 +11,8 @@ import pytest
 import torch
 from answers import edited, hand_in
 
-from ddp_course.lab import cli
 from ddp_course import wire
+from ddp_course.lab import cli
 from ddp_exercises import check
 
 LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1"

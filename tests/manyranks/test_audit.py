@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
-from ddp_course.lab import cli
 from ddp_course import script
+from ddp_course.lab import cli
 from manyranks.auditing import audit
 
 SOURCE = inspect.getsource(script)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from manyranks.joining import join
 from manyranks.errors import LaunchError
+from manyranks.joining import join
 
 JOINS_LATE = """
 import time

@@ -83,7 +83,9 @@ def test_a_type_checker_knows_the_front(tmp_path):
         env={**os.environ, "MYPYPATH": str(HOME.parent)},
     )
     for number, said in enumerate(CHECKED.values(), len(imports) + 1):
-        [line] = [line for line in done.stdout.splitlines() if line.startswith(f"program.py:{number}:")]
+        [line] = [
+            line for line in done.stdout.splitlines() if line.startswith(f"program.py:{number}:")
+        ]
         assert said in line
 
 

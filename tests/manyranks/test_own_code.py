@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-from manyranks import Link, launch
+from manyranks import Link, launch, own_code
 from manyranks.errors import DeadlockError
-from manyranks import own_code
 from manyranks.launching import server_handle
 
 PART = """
@@ -57,7 +56,9 @@ def test_a_deadlock_in_a_registered_package_names_the_line_that_called_it(part, 
     monkeypatch.setenv("MANYRANKS_START", start)
     server_handle.use_server(None)
     try:
-        with pytest.raises(DeadlockError, match=r"test_own_code\.py line \d+: part\.receive") as caught:
+        with pytest.raises(
+            DeadlockError, match=r"test_own_code\.py line \d+: part\.receive"
+        ) as caught:
             launch(both_receive_first, world_size=2, link=Link("100Mbit"))
     finally:
         server_handle.use_server(None)

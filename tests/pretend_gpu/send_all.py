@@ -23,7 +23,7 @@ from ddp_course import (
     stage8_pipeline,
     wire,
 )
-from manyranks import finite
+from manyranks import watch_finite
 from manyranks.devices import rank_device
 from pretend_gpu import tensors
 from pretend_gpu.train_all import distances

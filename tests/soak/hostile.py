@@ -28,11 +28,11 @@ from ddp_course import (
     launch,
     stage9_tensor,
 )
-from manyranks.errors import LaunchError, LaunchTimeout
-from manyranks.joining.join import from_slurm
 from ddp_course.stage3_paramserver import average_on_server, broadcast_parameters, gradients
 from ddp_course.stage4_ring import average_on_ring
 from ddp_course.stage5_bucketed import BucketedDDP
+from manyranks.errors import LaunchError, LaunchTimeout
+from manyranks.joining.join import from_slurm
 
 RIGHT = "right"
 REFUSED = "refused"

@@ -44,8 +44,12 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     "ddp_exercises/grading/comments.py": "tests/exercises/test_comments.py",
     "ddp_exercises/grading/gradebooks.py": "tests/exercises/test_gradebooks.py",
     "ddp_exercises/grading/people.py": "tests/exercises/test_people.py",
-    "ddp_exercises/grading/tables.py": "tests/exercises/test_people.py tests/exercises/test_gradebooks.py",
-    "ddp_exercises/grading/re*.py": "tests/exercises/test_grade_reports.py tests/exercises/test_gradebooks.py",
+    "ddp_exercises/grading/tables.py": (
+        "tests/exercises/test_people.py tests/exercises/test_gradebooks.py"
+    ),
+    "ddp_exercises/grading/re*.py": (
+        "tests/exercises/test_grade_reports.py tests/exercises/test_gradebooks.py"
+    ),
 }
 MARKS = "not slow and not weekly"
 CONFIG = """[cosmic-ray]

@@ -33,10 +33,10 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from oracles import ALL_REDUCES  # noqa: E402
 
 from ddp_course import launch  # noqa: E402
-from manyranks.errors import LaunchError  # noqa: E402
 from ddp_course.stage4_ring import ring_all_reduce, whole_gradient_ring  # noqa: E402
 from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
+from manyranks.errors import LaunchError  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 # None is about sparse gradients: torch 2.13 spoils dense ones beside them.

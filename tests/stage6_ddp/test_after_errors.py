@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course import launch
-from manyranks.errors import LaunchError
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.errors import LaunchError
 
 STAGES = {
     "5": lambda model: BucketedDDP(model, 0.0001),

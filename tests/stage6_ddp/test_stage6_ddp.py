@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_course import launch, stage1_single, stage6_ddp, wire
-from manyranks.errors import LaunchError
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import bucket_assignment, size_limits
+from manyranks.errors import LaunchError
 
 CLASSES = {"torch": TorchDDP, "ours": stage6_ddp.DistributedDataParallel}
 

@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
+from manyranks.devices.placement import placement, usable_gpus
+from manyranks.files import replace_file, writable_folder
+from manyranks.joining.join import join
+from manyranks.joining.parent import JOB
+from manyranks.links import MODES
+
 from ... import ladder
-from ..waiting import say_while
+from ...options import positive_number, whole_number
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run
 from ..measuring.on_your_gpus import large_problem, name_devices
 from ..measuring.results import Comparison
-from ...options import positive_number, whole_number
-from manyranks.devices.placement import placement, usable_gpus
-from manyranks.files import replace_file, writable_folder
-from manyranks.joining.join import join
-from manyranks.links import MODES
-from manyranks.joining.parent import JOB
 from ..showing.plots import compare_figure
 from ..showing.source import Shown
+from ..waiting import say_while
 from . import as_typed
 
 

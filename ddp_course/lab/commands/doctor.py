@@ -101,6 +101,7 @@ def after_a_sum() -> tuple[str, list[str], str]:
     import torch.distributed as dist
 
     from manyranks.devices.placement import rank_device, usable_gpus
+
     from ...wire import on_nccl
 
     number = torch.ones(1, device=rank_device())

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from manyranks.files import replace_file
+
 from ..folders import course_folder
 from ..learners_copy import RECORD
 from ..waiting import say_while
-from manyranks.files import replace_file
 from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")

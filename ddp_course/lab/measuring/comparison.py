@@ -12,14 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import ladder
-from ...job import Job, make_job
-from ..waiting import say_while
-from ...ladder import Stage
 from manyranks.devices import Device, full_speed, placement, rank_device
 from manyranks.errors import NotFiniteError
 from manyranks.launching.launch import launch
 from manyranks.links import Link
+
+from ... import ladder
+from ...job import Job, make_job
+from ...ladder import Stage
+from ..waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
 from .recording import Recording

@@ -4,11 +4,12 @@ Without GPUs the ranks of one machine share its cores, so the compute that shoul
 slows it down. Emulated devices take the time that accelerators would take: see `running.devices`.
 """
 
-from ...job import Job
 from manyranks.devices import Device
 from manyranks.devices.placement import usable_gpus
 from manyranks.errors import EmulationError
 from manyranks.links import Link
+
+from ...job import Job
 
 # A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python
 # needs.

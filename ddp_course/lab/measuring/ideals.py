@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from manyranks.devices import Device
+from manyranks.links import Link
+
 from ...job import Job, profile_of_step
 from ...ladder import Stage
 from ...problems import Batch
-from manyranks.devices import Device
-from manyranks.links import Link
 from ...stage7_sharded.blocks import assign_blocks, default_blocks
 from ...stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ... import ladder, problems, stage1_single
 from manyranks.devices import rank_device
 from manyranks.devices.placement import usable_gpus
 from manyranks.launching.launch import launch
+
+from ... import ladder, problems, stage1_single
 from .comparison import run
 from .results import Comparison, StageResult
 from .timing import stopwatch

@@ -7,9 +7,10 @@ train(model, record.stamped(batches), lr)
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from ... import wire
 from manyranks import clocks
 from manyranks.devices import Emulation, full_speed, rank_device
+
+from ... import wire
 from . import timeline
 
 # The first steps are not timed: caches fill, connections open, and DDP lays out its buckets.

@@ -18,10 +18,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ... import wire
-from ...event_clock import EventClock
 from manyranks.devices import device_number
 from manyranks.torch_inside import around
+
+from ... import wire
+from ...event_clock import EventClock
 
 # A device computes nothing during spans of these names in its compute lane.
 BLOCKING = ("communication", "wait")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import wire
 from manyranks.devices import rank_device
 from manyranks.launching.launch import launch
 from manyranks.links import Link
+
+from ... import wire
 
 
 def time_collective(

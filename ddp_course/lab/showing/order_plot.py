@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from IPython import get_ipython
 from IPython.display import display
 
-from manyranks.orders.verdict import MOST_OF_A_RANK, Verdict
 from manyranks.errors import Awaited
+from manyranks.orders.verdict import MOST_OF_A_RANK, Verdict
+
 from .plots import Picture, panels
 
 COLOURS = {"send": "#0072B2", "receive": "#007F5C"}

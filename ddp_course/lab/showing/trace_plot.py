@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from manyranks.devices.placement import usable_gpus
+from manyranks.launching.launch import launch
+
 from ..measuring import traces
 from ..measuring.on_your_gpus import find_size, profile_step
 from ..measuring.timeline import hidden_share
-from manyranks.devices.placement import usable_gpus
-from manyranks.launching.launch import launch
 from .plots import Picture, draw_lane, name_rows, name_spans, panels
 
 # The lower panel shows this much of the step before and after the first all-reduce begins.

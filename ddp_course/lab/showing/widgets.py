@@ -192,6 +192,7 @@ def alpha_beta_explorer(
     `theory`.
     """
     from manyranks.units import bits_per_second, seconds
+
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
 
     costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
@@ -240,10 +241,11 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     `share`: the time to send the gradients once over a link, `latency`: that of a message, both in
     percent of a step of one device.
     """
+    from manyranks.devices import Device
+
     from ... import ladder
     from ...job import make_job
     from ..measuring import ideals
-    from manyranks.devices import Device
 
     job = make_job("digits", world_size)
     device = Device("1GFLOP/s")  # Any would do: only ratios are shown.

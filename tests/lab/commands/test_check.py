@@ -5,9 +5,8 @@ import json
 import nbformat
 import pytest
 
-from ddp_course.lab import cli, show
+from ddp_course.lab import cli, learners_copy, show
 from ddp_exercises import check
-from ddp_course.lab import learners_copy
 
 
 @pytest.fixture

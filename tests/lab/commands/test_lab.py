@@ -10,9 +10,8 @@ import time
 import pytest
 import tqdm
 
-from ddp_course.lab import cli
+from ddp_course.lab import cli, waiting
 from ddp_course.lab.commands import as_typed, compare, lab
-from ddp_course.lab import waiting
 from ddp_course.lab.learners_copy import RECORD
 from ddp_course.lab.measuring import comparison
 

@@ -3,8 +3,8 @@
 import pytest
 
 from ddp_course import Device, Link, ladder
-from ddp_course.lab import theory
 from ddp_course.job import make_job
+from ddp_course.lab import theory
 from ddp_course.lab.measuring import emulated, ideals
 
 BYTES = 4 * 88_092

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ddp_course.lab import show, simulate, traces
 from ddp_course import stage5_bucketed
+from ddp_course.lab import show, simulate, traces
 
 
 def test_the_two_a100s_reduce_the_buckets_of_stage_5():

@@ -18,15 +18,15 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
-from ddp_course.lab import show, simulate, theory
 from ddp_course import stage1_single, stage4_ring, stage5_bucketed
+from ddp_course.lab import show, simulate, theory
 from ddp_course.lab.commands.lab import STYLE
 from ddp_course.lab.measuring.results import Comparison, StageResult
-from manyranks.orders.verdict import Event, judge
-from manyranks.clocks.stalls import Line
-from manyranks.errors import Awaited
 from ddp_course.lab.showing import order_plot, plots, simulator_plots, sketches, widgets
 from ddp_predictions import answers
+from manyranks.clocks.stalls import Line
+from manyranks.errors import Awaited
+from manyranks.orders.verdict import Event, judge
 
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.virtual_time import digest
-from manyranks import Device, Link, launch
 from ddp_course import wire
 from ddp_course.lab.measuring import comparison
-from manyranks import clocks
+from manyranks import Device, Link, clocks, launch
 from manyranks.clocks.table import real_sleep
 
 LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond

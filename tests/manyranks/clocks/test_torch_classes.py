@@ -18,8 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
-from manyranks import Device, Link, launch
-from manyranks import clocks
+from manyranks import Device, Link, clocks, launch
 from manyranks.clocks.table import real_sleep
 
 RANKS = 4

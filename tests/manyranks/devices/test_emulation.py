@@ -12,7 +12,6 @@ import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, weights
 from torch.utils.flop_counter import FlopCounterMode
 
-from manyranks import Device, Link, launch
 from ddp_course import (
     problems,
     stage1_single,
@@ -25,7 +24,7 @@ from ddp_course import (
     stage8_pipeline,
     stage9_tensor,
 )
-from manyranks import clocks
+from manyranks import Device, Link, clocks, launch
 from manyranks.devices import emulation, full_speed
 from manyranks.errors import EmulationError
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from manyranks import Link, launch
 from ddp_course import ring_all_reduce
+from manyranks import Link, launch
 from manyranks.errors import EmulationError, LaunchError
 from manyranks.launching import server_handle, setting
 

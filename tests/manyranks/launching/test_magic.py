@@ -38,9 +38,7 @@ def kernel(request):
     """A kernel with the extension and a few names in it, whose ranks come to life in both ways."""
     with starting_by(request.param), running_kernel() as kernel:
         assert not kernel.run(SETUP).error
-        asked = kernel.run(
-            "from manyranks.launching.setting import start_method\nstart_method()"
-        )
+        asked = kernel.run("from manyranks.launching.setting import start_method\nstart_method()")
         assert asked.result == repr(request.param)
         yield kernel
 

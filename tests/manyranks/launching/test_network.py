@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyranks import Link, launch
-from manyranks import linux
+from manyranks import Link, launch, linux
 from manyranks.links import available
 
 SUPPORT = Path(__file__).parents[2] / "support"

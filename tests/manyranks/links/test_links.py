@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyranks import launch
 from ddp_course import stage3_paramserver, stage4_ring, wire
-from manyranks import links
-from manyranks.hosts import virtual_hosts
+from manyranks import launch, links
 from manyranks.errors import EmulationError
+from manyranks.hosts import virtual_hosts
 from manyranks.links import Link
 
 MODES = [

@@ -19,8 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import ddp_course
-from manyranks import launch
-from manyranks import links
+from manyranks import launch, links
 from manyranks.errors import LaunchError
 from manyranks.links import Link
 
@@ -233,10 +232,7 @@ def test_an_ordinary_user_can_have_virtual_hosts():
 @HOSTS
 def test_namespaces_that_are_forbidden_leave_the_wire():
     denied = Path(__file__).parents[2] / "support" / "denied.py"
-    program = (
-        "from manyranks import links; print(links.Link());"
-        " print(links.available()['hosts'])"
-    )
+    program = "from manyranks import links; print(links.Link()); print(links.available()['hosts'])"
     ended = subprocess.run(
         [sys.executable, denied, "-c", program], capture_output=True, text=True, timeout=120
     )

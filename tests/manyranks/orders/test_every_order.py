@@ -17,8 +17,8 @@ from interleavings import (
     with_race,
 )
 
-from manyranks import Link, every_order, launch
 from ddp_course import ring_all_reduce
+from manyranks import Link, every_order, launch
 from manyranks.errors import RankError
 
 DEADLOCK = "deadlock"
