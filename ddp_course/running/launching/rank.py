@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 # Tracebacks leave out the frames of these files.
 OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
-# Words by which messages of errors are known.
+# Words by which others' errors are known: of torch, NCCL, gloo and the system no type tells more.
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
