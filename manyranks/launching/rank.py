@@ -31,7 +31,7 @@ from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Starte
 from .steps import Steps
 
 TORCH = str(Path(torch.__file__).parent)
-# Words by which messages of errors are known.
+# Words by which others' errors are known: of torch, NCCL, gloo and the system no type tells more.
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
