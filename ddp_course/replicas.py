@@ -1,14 +1,14 @@
 """Replicas: only what is whole on every rank can be broadcast and averaged.
 
-A stage that leaves a part of a parameter on each rank gives that parameter a method
+A stage that leaves a part of a parameter on each rank gives that parameter, or the layer, a method
 `refuse_average(name, group)`, which raises ValueError where the ranks of `group` have other parts.
 """
 
 from typing import Any
 
 
-def check_replicas(parameters: dict[str, Any], group: Any) -> None:
-    """Raise ValueError if one of {name: parameter} has no average over the ranks of `group`."""
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "refuse_average"):
-            parameter.refuse_average(name, group)
+def check_replicas(by_name: dict[str, Any], group: Any) -> None:
+    """Raise ValueError if a parameter or layer has no average over the ranks of `group`."""
+    for name, each in by_name.items():
+        if hasattr(each, "refuse_average"):
+            each.refuse_average(name, group)

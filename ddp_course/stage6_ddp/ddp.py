@@ -111,7 +111,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
-        replicated = dict(self.module.named_parameters())
+        # A layer may refuse even if its parameters are ignored.
+        replicated = {**dict(self.module.named_modules()), **dict(self.module.named_parameters())}
         for name in self.parameters_to_ignore:
             replicated.pop(name, None)
         check_replicas(replicated, self.process_group)

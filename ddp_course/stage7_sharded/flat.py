@@ -43,8 +43,8 @@ class Shard(PartOfParameter):
     def refuse_average(self, name, group):
         """Raise ValueError: each rank has other elements."""
         raise ValueError(
-            f"parameter {name} is sharded by FullyShardedDataParallel, which averages gradients"
-            " itself; use it alone"
+            f"{name or 'the model'} is sharded by FullyShardedDataParallel, which averages"
+            " gradients itself; use it alone"
         )
 
 

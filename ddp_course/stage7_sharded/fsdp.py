@@ -44,6 +44,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     load_state_dict = _load_from_state_dict = refuse_with(
         "load a state dict into the model before it is wrapped, or after restore()"
     )
+    refuse_average = Shard.refuse_average
     _apply = refuse_with(
         "a sharded model cannot be moved or converted; do that before it is wrapped"
     )
