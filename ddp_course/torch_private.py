@@ -1,7 +1,7 @@
 """What stages and exercises need of torch that it does not promise, and that may differ between
 versions. It was seen on 2.10 and 2.13.
 
-What launching needs as well is in `running/torch_inside.py`; no other module names a private part
+What launching needs as well is in `manyranks/torch_inside.py`; no other module names a private part
 of torch, and a test sees to it. (Stage 5 queues its callback as torch's own tutorials do, because a
 lesson shows that line.)
 """
