@@ -96,8 +96,9 @@ class Launch:
                     self.bar.print(UNCONNECTED.format(self.phase.world_size), "stderr")
                 return [each.result for each in returned]
             case Failures([culprit, *_] as failures) if culprit.waits:
-                returned = set(range(self.phase.world_size)) - {wait.rank for wait in culprit.waits}
-                raise DeadlockError(culprit.message, culprit.waits, sorted(returned), failures)
+                waiting = {wait.rank for wait in culprit.waits}
+                ended = [rank for rank in range(self.phase.world_size) if rank not in waiting]
+                raise DeadlockError(culprit.message, culprit.waits, ended, failures)
             case Failures(failures):
                 raise RankError(failures, self.phase.world_size)
             case Refused(error):
