@@ -3,18 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # On a terminal pip shows its progress; elsewhere it says only what went wrong. It is the standard error that is looked at,
-# since in the shell's $() the standard output is never a terminal.
-PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || echo --quiet)
+# since in the shell's $() the standard output is never a terminal. What setuptools warns of concerns those who package.
+PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || echo --quiet)
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
 
-help:  ## this list
+help:  # this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
 
-setup: $(VENV)/installed  ## install into .venv what learners need
-tools: $(VENV)/tools  ## and the tools of those who change the course
+setup: $(VENV)/installed  # install into .venv what learners need
+tools: $(VENV)/tools  # and the tools of those who change the course
 
 # On a terminal a growing line of dots, until the shell of this line has ended, be it by Ctrl-C.
 dots = { [ ! -t 2 ] || while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } &
@@ -41,6 +41,17 @@ $(VENV)/tools: requirements-dev.lock $(VENV)/installed
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	@$(BIN)/ddp-course compare $(ARGS)
 
+lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and open them in JupyterLab
+	@$(BIN)/ddp-course lab work $(ARGS)
+
+# What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.
+QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \
+	tests/test_stage2_dataparallel.py tests/test_stage3_paramserver.py tests/test_stage4_ring.py \
+	tests/test_stage5_bucketed.py tests/test_wire.py tests/manyranks/test_units.py tests/manyranks/test_library.py \
+	tests/manyranks/devices
+test-quick: tools  ## in a minute and a half what a contributor needs
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
+
 # Three files at a time: the launches of one file share a server.
 run_tests = $(BIN)/python -m pytest --durations=20 -m "$(1) and not weekly" $(BESIDE) tests
 
@@ -51,48 +62,9 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-lessons: tools  ## lessons to their end, without 10 and 15; widgets and the site in a browser
-	$(call run_tests,slow and lessons)
-
-test-rest: tools  ## all other tests that cost much: lessons 10 and 15, torch's whole suite, torchrun, known answers, faults
-	$(call run_tests,slow and not lessons)
-
-test-all: setup  ## make test, make test-lessons, then make test-rest
-	$(MAKE) test
-	$(MAKE) test-lessons
-	$(MAKE) test-rest
-
-# What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.
-QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \
-	tests/test_stage2_dataparallel.py tests/test_stage3_paramserver.py tests/test_stage4_ring.py \
-	tests/test_stage5_bucketed.py tests/test_wire.py tests/manyranks/test_units.py tests/manyranks/devices
-test-quick: tools  ## in a minute and a half what a contributor needs
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
-
-lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and open them in JupyterLab
-	@$(BIN)/ddp-course lab work $(ARGS)
-
-gpu: tools  ## what can only be seen on GPUs: right, safe, fast?
-	$(BIN)/python -m benchmarks gpu $(ARGS)
-
-gpu-rehearsal: tools  ## every lesson and solution on 1, 2, 4 and 8 pretended GPUs
-	PYTHONPATH=tests $(BIN)/python -m pretend_gpu.rehearsal $(ARGS)
-
-bench: tools  ## measure speed ratios side by side: make bench ring
-	$(BIN)/python -m benchmarks $(BENCHMARK) $(ARGS)
-
-BENCHMARK := $(and $(filter bench,$(firstword $(MAKECMDGOALS))),$(word 2,$(MAKECMDGOALS)))
-ifneq ($(BENCHMARK),)
-$(BENCHMARK):;@:  # the word after bench is a benchmark and no target
-endif
-
-notebooks: tools  ## build and run the notebooks from authoring/lessons
-	$(BIN)/python authoring/build.py --execute $(ARGS)
-
-site: tools  ## the course as a web page, in site/
-	$(BIN)/python authoring/site.py $(ARGS)
-
-lint: tools  ## style, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again, errors that docstrings name
+# Style, types, imports, notebooks in step with their sources, weights of rooms, plain code, cells that can run again, errors
+# that docstrings name.
+lint: tools  ## what a machine can say of code and lessons
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -102,6 +74,37 @@ lint: tools  ## style, types, imports, notebooks in step with their sources, wei
 	$(BIN)/python authoring/plainness.py
 	$(BIN)/python authoring/rebound.py
 	$(BIN)/python authoring/raises.py
+
+test-lessons: tools  ## lessons to their end, without 10 and 15; widgets and the site in a browser
+	$(call run_tests,slow and lessons)
+
+test-rest: tools  ## all other tests that cost much: lessons 10 and 15, torch's whole suite, torchrun, known answers, faults
+	$(call run_tests,slow and not lessons)
+
+test-all: setup  # make test, make test-lessons, then make test-rest
+	$(MAKE) test
+	$(MAKE) test-lessons
+	$(MAKE) test-rest
+
+notebooks: tools  ## build and run the notebooks from authoring/lessons
+	$(BIN)/python authoring/build.py --execute $(ARGS)
+
+site: tools  # the course as a web page, in site/
+	$(BIN)/python authoring/site.py $(ARGS)
+
+gpu: tools  ## what can only be seen on GPUs: right, safe, fast?
+	$(BIN)/python -m benchmarks gpu $(ARGS)
+
+gpu-rehearsal: tools  # every lesson and solution on 1, 2, 4 and 8 pretended GPUs
+	PYTHONPATH=tests $(BIN)/python -m pretend_gpu.rehearsal $(ARGS)
+
+bench: tools  ## measure speed ratios side by side: make bench ring
+	$(BIN)/python -m benchmarks $(BENCHMARK) $(ARGS)
+
+BENCHMARK := $(and $(filter bench,$(firstword $(MAKECMDGOALS))),$(word 2,$(MAKECMDGOALS)))
+ifneq ($(BENCHMARK),)
+$(BENCHMARK):;@:  # the word after bench is a benchmark and no target
+endif
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -7,7 +7,6 @@
     docs/figures/compare.json                ->  the caption of the figure in README.md
     authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
     figures stored in notebooks/             ->  docs/figures/lesson_NN_*.png, for README.md
-    ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
 else after its first words, and its id is made of the name, so that a rebuild is the same to the
@@ -20,7 +19,6 @@ check.
 """
 
 import argparse
-import ast
 import base64
 import hashlib
 import json
@@ -43,7 +41,6 @@ from ddp_course.lab.measuring.results import Comparison
 from ddp_course.lab.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {
     "file_extension": ".py",
@@ -98,13 +95,10 @@ def main(arguments=None):
 
 
 def write_documents(root):
-    """Write what README.md, docs/MAP.md and docs/figures have from sources, where they are."""
+    """Write what README.md and docs/figures have from sources, where they are."""
     front = root / "README.md"
     if front.exists():
         front.write_text(readme(root))
-    map_page = root / "docs" / "MAP.md"
-    if map_page.exists():
-        map_page.write_text(map_of_files(root))
     if (root / "docs" / "figures").exists():
         for path, drawing in pictures(root).items():
             path.write_text(drawing, encoding="utf-8")
@@ -375,28 +369,6 @@ def ladder_table():
     return "\n".join(rows)
 
 
-def map_of_files(root):
-    """The text of docs/MAP.md with a table per folder: each module, and the first paragraph of its
-    docstring.
-    """
-    before, _, after = (root / "docs" / "MAP.md").read_text().split("<!-- files -->")
-    rows_of_folder = {}
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            docstring = ast.get_docstring(ast.parse(path.read_text()))
-            if docstring:
-                paragraph = " ".join(docstring.split("\n\n")[0].split())
-                cell = paragraph.replace("|", "\\|")
-                rows = rows_of_folder.setdefault(path.parent.relative_to(root), [])
-                rows.append(f"| `{path.name}` | {cell} |")
-    parts = [f"{before}<!-- files -->"]
-    for folder, rows in rows_of_folder.items():
-        head = f"**`{folder}/`**\n\n| module | what |\n|---|---|"
-        parts.append("\n".join([head, *rows]))
-    parts.append(f"<!-- files -->{after}")
-    return "\n\n".join(parts)
-
-
 def pictures(root):
     """{path: text} of the drawings of an iteration."""
     folder = root / "docs" / "figures"
@@ -454,14 +426,11 @@ def report_differences(root, built, complete):
 
 
 def differing_documents(root):
-    """A line for each of README.md, docs/MAP.md and the drawings that is not as its source."""
+    """A line for each of README.md and the drawings that is not as its source."""
     lines = []
     front = root / "README.md"
     if front.exists() and readme(root) != front.read_text():
         lines.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
-    map_page = root / "docs" / "MAP.md"
-    if map_page.exists() and map_of_files(root) != map_page.read_text():
-        lines.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
     for path, drawing in pictures(root).items():
         if path.exists() and path.read_text(encoding="utf-8") != drawing:
             lines.append(f"docs/figures/{path.name} differs from authoring/drawings.py")

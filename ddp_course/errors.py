@@ -1,4 +1,4 @@
-"""The course's own errors; those of a launch and of what is emulated are in `manyranks/errors.py`."""
+"""The course's own errors; those of launches are in `manyranks/errors.py`."""
 
 
 class CourseError(Exception):

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from manyranks import watch_finite
 from manyranks.devices import placement, rank_device
 from manyranks.errors import ManyranksError
-from manyranks import watch_finite
 from manyranks.joining.join import join
 
 from . import checkpoint, ladder, problems

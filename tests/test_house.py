@@ -1,4 +1,4 @@
-"""The promises about the package as a whole: imports point one way, and functions are short enough
+"""The promises about the packages as a whole: imports point one way, and functions are short enough
 to be read.
 """
 
@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = [
-    path
-    for name in ("course", "grading", "predictions")
-    for path in ROOT.glob(f"ddp_{name}/**/*.py")
-]
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
+MODULES = [path for name in PACKAGES for path in ROOT.glob(f"{name}/**/*.py")]
 
 
 def lint_imports(folder):
@@ -33,13 +30,11 @@ def lint_imports(folder):
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    """A copy of the package's modules and of the contracts."""
+    """A copy of the packages' modules and of the contracts."""
     folder = tmp_path_factory.mktemp("house")
-    shutil.copytree(
-        ROOT / "ddp_course",
-        folder / "ddp_course",
-        ignore=shutil.ignore_patterns("__pycache__", "*.ini"),
-    )
+    for package in PACKAGES:
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=without)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
@@ -53,36 +48,33 @@ def test_imports_point_one_way():
     "module, line, shown",
     [
         (
-            "wire.py",
-            "from .measuring import theory",
+            "ddp_course/wire.py",
+            "from .lab.measuring import theory",
             "ddp_course.wire -> ddp_course.lab.measuring.theory",
         ),
         (
-            "stage4_ring.py",
+            "ddp_course/stage4_ring.py",
             "from .stage5_bucketed import BucketedDDP",
             "ddp_course.stage4_ring -> ddp_course.stage5",
         ),
         (
-            "measuring/timing.py",
+            "ddp_course/lab/measuring/timing.py",
             "def late():\n    from ..commands import doctor",
             "-> ddp_course.lab.commands.doctor",
         ),
         (
-            "checking/plain.py",
-            "from ..showing import source",
+            "ddp_exercises/plain.py",
+            "from ddp_course.lab.showing import source",
             "ddp_exercises.plain -> ddp_course.lab.showing.source",
         ),
-        (
-            "running/launching/rank.py",
-            "from ..links import modes",
-            "-> manyranks.links.modes",
-        ),
-        ("leftovers.py", "", "leftovers"),
-        ("running/leftovers.py", "", "leftovers"),
+        ("manyranks/launching/rank.py", "from ..links import modes", "-> manyranks.links.modes"),
+        ("manyranks/units.py", "from ddp_course import errors", "manyranks.units -> ddp_course"),
+        ("ddp_course/leftovers.py", "", "leftovers"),
+        ("manyranks/leftovers.py", "", "leftovers"),
     ],
 )
 def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, line, shown):
-    path = house / "ddp_course" / module
+    path = house / module
     before = path.read_text() if path.exists() else None
     path.write_text(f"{before or ''}\n{line}\n")
     try:

@@ -18,7 +18,7 @@ from ddp_course import checkpoint
 from manyranks import launch, links
 from manyranks.hosts import virtual_hosts
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[1] / "deploy"
 CLUSTERS = DEPLOY.parent / "docs" / "CLUSTERS.md"
 MODEL = [
     "--problem=synthetic",
@@ -95,7 +95,7 @@ def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "300"]
     script = [
         sys.executable,
-        str(Path(__file__).parents[2] / "exercises/clinic/elastic.py"),
+        str(Path(__file__).parents[1] / "exercises/clinic/elastic.py"),
         str(tmp_path),
         *options,
     ]

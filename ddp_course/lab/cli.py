@@ -33,8 +33,8 @@ COMMANDS = {
 # These commands have their modules in other packages.
 PACKAGES = {
     "predict": "ddp_predictions",
-    "grade": "ddp_exercises.grading",
-    "check": "ddp_exercises.grading",
+    "grade": "ddp_exercises",
+    "check": "ddp_exercises",
 }
 
 

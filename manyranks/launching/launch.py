@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from ..devices.device import Device
 from ..errors import LaunchError, ManyranksError
@@ -21,6 +21,7 @@ from .protocol import EmulatedLink, Progress
 from .setting import describe_launch
 from .watch import Launch
 
+T = TypeVar("T")  # what the function returns
 DEFAULT_RANKS = 4
 # These errors are for whoever called: they are shown without the launcher's own frames.
 EXPECTED = (ManyranksError, ValueError, TypeError, KeyboardInterrupt)
@@ -28,7 +29,7 @@ LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
 
 
 def launch(
-    fn: Callable,
+    fn: Callable[..., T],
     *args: Any,
     world_size: int | None = None,
     device: str | Device | Sequence[Device] = "auto",
@@ -36,7 +37,7 @@ def launch(
     link: EmulatedLink | None = None,
     progress: Progress = False,
     **kwargs: Any,
-) -> list:
+) -> list[T]:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
     results in rank order.
 

@@ -85,7 +85,7 @@ CHEATS = {
         " return stage4_ring.reduce_scatter(tensor, group)"
     ),
     "4.3": (
-        "from ddp_course.folders import course_folder\n\ndef allgather(chunks, group=None):\n"
+        "from ddp_course.lab.folders import course_folder\n\ndef allgather(chunks, group=None):\n"
         "    exec((course_folder('solutions') / '04_ring_all_reduce.ipynb').read_text())"
     ),
     "4.4": (

@@ -15,8 +15,8 @@ from textwrap import indent
 import psutil
 import pytest
 from answers import hand_in, submission_of
-from ddp_course.folders import course_folder
 
+from ddp_course.lab.folders import course_folder
 from ddp_exercises.attempt import Evidence
 from ddp_exercises.grading import grader, guard, landlock, run_cells
 from ddp_exercises.grading.grader import grade

@@ -34,7 +34,7 @@ def run_alone(program, folder):
         text=True,
         timeout=120,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, "MANYRANKS_IDLE": "1"},
+        env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

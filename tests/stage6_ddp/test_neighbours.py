@@ -269,7 +269,7 @@ def test_one_rank_may_copy_the_wrapper():
 def around_a_sharded_model():
     sharded = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert_raises(
-        lambda: DistributedDataParallel(sharded), ValueError, "contains a FullyShardedDataParallel"
+        lambda: DistributedDataParallel(sharded), ValueError, "sharded by FullyShardedDataParallel"
     )
     assert_raises(
         lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), sharded)), ValueError

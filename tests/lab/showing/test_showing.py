@@ -460,6 +460,6 @@ def test_the_letters_on_a_rank_can_be_read_on_paper_and_in_the_dark(colour):
 
 
 def test_lab_and_site_turn_figures_dark_by_the_filter_that_is_tested():
-    css = Path(__file__).parents[2] / "authoring" / "web" / "assets" / "course.css"
+    css = Path(__file__).parents[3] / "authoring" / "web" / "assets" / "course.css"
     for text in (STYLE, css.read_text()):
         assert "filter: invert(.93) hue-rotate(180deg);" in text

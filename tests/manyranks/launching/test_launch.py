@@ -389,12 +389,12 @@ def test_children_of_ranks_go_with_the_server(capfd):
 
 
 def test_edited_package_files_are_seen(tmp_path):
-    shutil.copytree(Path(server_handle.__file__).parents[2], tmp_path / "ddp_course")
+    shutil.copytree(Path(server_handle.__file__).parents[1], tmp_path / "manyranks")
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nfrom manyranks import launch\n"
         "def read():\n    from manyranks.launching import rank\n    return rank.VALUE\n"
-        "module = Path(__file__).with_name('ddp_course') / 'running' / 'launching' / 'rank.py'\n"
+        "module = Path(__file__).with_name('manyranks') / 'launching' / 'rank.py'\n"
         "for value in (1, 22):\n"
         "    module.write_text(module.read_text() + f'\\nVALUE = {value}\\n')\n"
         "    print(launch(read, world_size=2))\n"
