@@ -100,7 +100,7 @@ def exactness(args: argparse.Namespace) -> Part:
     """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one
     per GPU.
     """
-    rows = []
+    rows: list[Row] = []
     for where, counts, asked in placements(args.device):
         for world_size in counts:
             with patch.dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE=asked):

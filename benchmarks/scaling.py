@@ -77,7 +77,7 @@ def scaling(counts: list[int], device: str) -> list[Row]:
                 device=device,
                 timeout=180,
             )
-            row = {"scaling": way, "devices": count, "parameters": size.parameters}
+            row: Row = {"scaling": way, "devices": count, "parameters": size.parameters}
             rows.append({**row, "dtype": dtype, "samples": samples, "step_s": seconds})
     alone = {row["scaling"]: row["step_s"] for row in rows if row["devices"] == 1}
     for row in rows:

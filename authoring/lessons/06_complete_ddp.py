@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
-from ddp_course import problems, ring_all_reduce, script, stage5_bucketed, stage6_ddp
-from ddp_course import wire
+from ddp_course import problems, ring_all_reduce, script, stage5_bucketed, stage6_ddp, wire
 from ddp_course.lab import claims, on_your_gpus, show
 from ddp_exercises import task
 from manyranks import audit

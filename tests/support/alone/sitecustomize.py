@@ -1,17 +1,20 @@
-"""On the path of a process, this refuses every import that the library must do without."""
+"""On the path of a process, this hides all that the library must do without."""
 
 import sys
 
-REFUSED = ("ddp_course", "ddp_exercises", "ddp_predictions", "jupyterlab", "matplotlib", "sklearn")
+HIDDEN = ("ddp_course", "ddp_exercises", "ddp_predictions", "jupyterlab", "matplotlib", "sklearn")
 
 
-class Refusing:
-    """A finder that comes first and finds nothing: it raises for what is refused."""
+class Hiding:
+    """A finder that finds what another one finds, but for what is hidden."""
+
+    def __init__(self, finder):
+        self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in REFUSED:
-            raise ImportError(f"the library alone has no {name}")
-        return None
+        if name.split(".")[0] in HIDDEN:
+            return None
+        return self.finder.find_spec(name, path, target)
 
 
-sys.meta_path.insert(0, Refusing())
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
