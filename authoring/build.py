@@ -7,6 +7,7 @@
     docs/figures/compare.json                ->  the caption of the figure in README.md
     authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
     figures stored in notebooks/             ->  docs/figures/lesson_NN_*.png, for README.md
+    authoring/clinic/*.py                    ->  exercises/clinic/patient_NN.py
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
 else after its first words, and its id is made of the name, so that a rebuild is the same to the
@@ -39,6 +40,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from ddp_course import ladder
 from ddp_course.lab.measuring.results import Comparison
 from ddp_course.lab.showing.plots import link_text
+from ddp_exercises.tasks import edit_solution
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -53,6 +55,8 @@ NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b
 TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
 TASK_TITLE = re.compile(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", re.MULTILINE)
 README_FIGURES = (("04", "half-way"), ("07", "prefetch"), ("08", "four"))  # (lesson, cell)
+PATIENT = re.compile(r"^# %% (\d+) (.+)$", re.MULTILINE)
+HEALTHY = "Healthy: it trains for three epochs."
 WIDGET_ID = re.compile(r"[0-9a-f]{32}")
 LOCAL_NAMES = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
 
@@ -104,6 +108,8 @@ def write_documents(root):
             path.write_text(drawing, encoding="utf-8")
         for path, png in stored_figures(root).items():
             path.write_bytes(png)
+    for path, script in patients(root).items():
+        path.write_text(script, encoding="utf-8")
 
 
 def build_all(root, only=None):
@@ -434,7 +440,27 @@ def differing_documents(root):
     for path, drawing in pictures(root).items():
         if path.exists() and path.read_text(encoding="utf-8") != drawing:
             lines.append(f"docs/figures/{path.name} differs from authoring/drawings.py")
+    for path, script in patients(root).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != script:
+            lines.append(f"exercises/clinic/{path.name} differs from authoring/clinic")
     return lines
+
+
+def patients(root):
+    """{path: script} of the clinic's patients: the healthy script with the edits of each."""
+    folder = root / "authoring" / "clinic"
+    if not folder.exists():
+        return {}
+    healthy = (folder / "healthy.py").read_text(encoding="utf-8")
+    _, *pieces = PATIENT.split((folder / "patients.py").read_text(encoding="utf-8"))
+    scripts = {}
+    for start in range(0, len(pieces), 3):
+        number, symptom, edits = pieces[start : start + 3]
+        name = f"patient_{int(number):02}"
+        script = healthy.replace(HEALTHY, f"Patient {number}: {symptom}").replace("healthy", name)
+        path = root / "exercises" / "clinic" / f"{name}.py"
+        scripts[path] = edit_solution(script, edits, name)
+    return scripts
 
 
 def execute_all(root, built):
