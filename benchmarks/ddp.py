@@ -55,8 +55,9 @@ HOSTS_BANDWIDTH = "1Gbit"
 
 
 def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> Any:
-    """Rank 0's result of a launch on the CPU. A busy machine must not cost all rows, so the time
-    limit is an hour.
+    """Rank 0's result of a launch on the CPU.
+
+    A busy machine must not cost all rows, so the time limit is an hour.
     """
     return launch(function, *args, world_size=world_size, device="cpu", timeout=3600, **settings)[0]
 

@@ -411,8 +411,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
-    """Refuse to measure without a GPU; name the GPU in the report. A part that fails does not cost
-    the others.
+    """Refuse to measure without a GPU; name the GPU in the report.
+
+    A part that fails does not cost the others.
     """
 
     def measure_on_device(args: argparse.Namespace) -> Part:

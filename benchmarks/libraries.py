@@ -54,8 +54,9 @@ class Simulation:
         return self.network.link, (("host out", home), ("host in", away))
 
     def play(self, ranks: Iterable[Generator]) -> float:
-        """Play what each rank does; returns the seconds. RuntimeError if ranks wait for each other
-        for ever.
+        """Play what each rank does; returns the seconds.
+
+        RuntimeError if ranks wait for each other for ever.
         """
         processes = [self.clock.process(rank) for rank in ranks]
         self.clock.run()
@@ -68,8 +69,9 @@ class Simulation:
         return self.clock.now
 
     def send(self, rank: int, target: int, nbytes: float, tag: int = 0) -> Any:
-        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags
-        arrive in order.
+        """Begin a message of `rank` to `target`; returns the event of its arrival.
+
+        Equal tags arrive in order.
         """
         arrival = self.clock.event()
         self.senders[rank, target, tag].append((arrival, nbytes))

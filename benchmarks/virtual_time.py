@@ -91,8 +91,10 @@ def problem_for(stage: str, world_size: int) -> str:
 
 
 def bound_of(stage: str, job: Job) -> float:
-    """How far a stage's step may be from its closed form. Where K does not divide what is sent,
-    chunks are unequal, of which the closed form knows nothing.
+    """How far a stage's step may be from its closed form.
+
+    Where K does not divide what is sent, chunks are unequal, of which the closed form knows
+    nothing.
     """
     if stage in NEARLY:
         return NEARLY[stage]
@@ -233,9 +235,10 @@ def exchange() -> float:
 
 
 def hosts(args: argparse.Namespace) -> Part:
-    """Stages in real time on virtual hosts, beside virtual time. With messages of megabytes they
-    must agree; with the small ones of the default comparison TCP's slow start shows, of which
-    virtual time knows nothing.
+    """Stages in real time on virtual hosts, beside virtual time.
+
+    With messages of megabytes they must agree; with the small ones of the default comparison TCP's
+    slow start shows, of which virtual time knows nothing.
     """
     rows = [
         *beside_hosts("messages of 2 MB", "synthetic", 5, **LARGE),

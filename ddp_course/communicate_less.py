@@ -1,5 +1,6 @@
-"""Communicate less: fewer bytes, less often, or without waiting. None gives the single device's
-weights any more.
+"""Communicate less: fewer bytes, less often, or without waiting.
+
+None gives the single device's weights any more.
 
     fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin
                                ones
@@ -156,6 +157,7 @@ def train_local(
     model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None
 ) -> list[float]:
     """Train on this rank's share alone; after `every` steps take the mean of all ranks' weights.
+
     Returns its losses.
 
     `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes

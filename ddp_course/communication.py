@@ -141,8 +141,9 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
 
 def run_jobs(jobs: Any) -> None:
-    """Do what the thread does until it gets None. It has no reference to its owner, so that both
-    end together; a failed rank never waits for it.
+    """Do what the thread does until it gets None.
+
+    It has no reference to its owner, so that both end together; a failed rank never waits for it.
     """
     for future, function in iter(jobs.get, None):
         try:

@@ -50,8 +50,9 @@ class Profile(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A problem, and how it is trained. Data, sizes and work are made once, when they are asked
-    for.
+    """A problem, and how it is trained.
+
+    Data, sizes and work are made once, when they are asked for.
 
     `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the
     problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch, and

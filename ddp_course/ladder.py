@@ -1,5 +1,6 @@
-"""The one list of stages. What the comparison, the script, the figures and the grader know of a
-stage stands here.
+"""The one list of stages.
+
+What the comparison, the script, the figures and the grader know of a stage stands here.
 
 To add a stage: write its module, append a `Stage`. It then trains in `ddp-course compare --stages
 …`, in `ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported until a stage
@@ -17,9 +18,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step;
-    if it is empty, the module's function `train` does this. It gets those settings of the job that
-    `options` names.
+    """One rung.
+
+    `train(model, batches, lr, …)` trains in place and returns the loss of every step; if it is
+    empty, the module's function `train` does this. It gets those settings of the job that `options`
+    names.
 
     `bytes_sent(job)` is what the busiest rank sends in a step of a `job.Job`; None where
     nothing is sent. `step` says how a step goes on emulated devices: a name of

@@ -6,8 +6,9 @@ from argparse import ArgumentTypeError
 
 
 def whole_number(text: str, least: int = 1) -> int:
-    """Parse a whole number, for an option of a command, which names the option. Raises
-    ArgumentTypeError for other text.
+    """Parse a whole number, for an option of a command, which names the option.
+
+    Raises ArgumentTypeError for other text.
     """
     if not re.fullmatch(r"\s*\+?[0-9]{1,12}\s*", text) or int(text) < least:
         raise ArgumentTypeError(f'"{text}" must be a whole number, {least} to 999999999999')
@@ -16,6 +17,7 @@ def whole_number(text: str, least: int = 1) -> int:
 
 def positive_number(text: str) -> float:
     """Parse a positive number such as 0.25, for an option of a command, which names the option.
+
     Raises ArgumentTypeError for other text.
     """
     try:

@@ -361,8 +361,9 @@ class MethodModule(nn.Module):
 
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
-    """Return (layers, width) of the GPT whose size is nearest to `parameters`. Raises ValueError
-    outside of 20 thousand to 200 million parameters.
+    """Return (layers, width) of the GPT whose size is nearest to `parameters`.
+
+    Raises ValueError outside of 20 thousand to 200 million parameters.
     """
     if not 20_000 <= parameters <= 200_000_000:
         raise ValueError(

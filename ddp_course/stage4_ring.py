@@ -1,5 +1,6 @@
-"""Stage 4: no server. Every rank talks to its two neighbours only, and all links are busy all the
-time.
+"""Stage 4: no server.
+
+Every rank talks to its two neighbours only, and all links are busy all the time.
 
 The whole-gradient ring passes complete gradients around, K-1 times: T = (K-1) p/b. The chunked ring
 cuts the gradient into K chunks and passes one chunk a step, 2(K-1) times: T = 2(K-1)/K p/b, nearly
@@ -57,8 +58,9 @@ def ring_all_reduce(tensor, group=None):
 
 
 def reduce_scatter(chunks, group=None):
-    """K-1 steps: send a chunk right, add what comes from the left. Rank r ends up with the sum of
-    chunk r+1.
+    """K-1 steps: send a chunk right, add what comes from the left.
+
+    Rank r ends up with the sum of chunk r+1.
     """
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty_like(max(chunks, key=len))

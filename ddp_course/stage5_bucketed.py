@@ -111,8 +111,10 @@ class BucketedDDP(torch.nn.Module):
             parameter.register_post_accumulate_grad_hook(report)
 
     def forward(self, *args, **kwargs):
-        """Run the module. RuntimeError after an exception in backward that came when buckets had
-        left, and when parameters were frozen or unfrozen.
+        """Run the module.
+
+        RuntimeError after an exception in backward that came when buckets had left, and when
+        parameters were frozen or unfrozen.
         """
         check_pass(self)
         self.start_over()

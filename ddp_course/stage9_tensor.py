@@ -1,5 +1,6 @@
-"""Stage 9: layers are split too. Each rank holds a slice of every large matrix, and T ranks work on
-the same samples.
+"""Stage 9: layers are split too.
+
+Each rank holds a slice of every large matrix, and T ranks work on the same samples.
 
 A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ, by which x is
 multiplied):
@@ -103,6 +104,7 @@ class SumOver:
 
 class Cut(NamedTuple):
     """Which slice of a tensor of this `shape` a rank has: the `indices` of dimension `dim`.
+
     `all_reduce(tensor)` sums over the ranks that have the other slices.
     """
 
@@ -174,8 +176,9 @@ class SplitLinear(nn.Module):
             return self.outputs(x)
 
     def make_whole(self):
-        """Return the layer as it was before it was split, with the weights of now. Raises
-        RuntimeError if a slice was exchanged for another tensor.
+        """Return the layer as it was before it was split, with the weights of now.
+
+        Raises RuntimeError if a slice was exchanged for another tensor.
         """
         for name in self.split_along:
             parameter = getattr(self, name)
@@ -219,8 +222,9 @@ class RowLinear(SplitLinear):
 
 
 class Pair(NamedTuple):
-    """A column-split layer of `parent` and the row-split one after it, by their names. They are
-    split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
+    """A column-split layer of `parent` and the row-split one after it, by their names.
+
+    They are split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
     `columns[unit]` its inputs of the second.
     """
 
@@ -263,6 +267,7 @@ def pairs_of(sequential, uses):
 
 def has_hooks(module):
     """Whether `module` computes more than its class, by way of hooks on it or on its parameters.
+
     Hooks on finished gradients do not count: of a part they can compute nothing wrong.
     """
     hooks = [

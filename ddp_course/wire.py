@@ -179,8 +179,9 @@ def naming_absent(group: Group = None) -> Iterator[None]:
 
 
 class Transfer:
-    """A message on its way, once `begin` has started it. `wait()` returns when the tensor may be
-    used again (sent) or read (received).
+    """A message on its way, once `begin` has started it.
+
+    `wait()` returns when the tensor may be used again (sent) or read (received).
     """
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
@@ -192,9 +193,10 @@ class Transfer:
         self.works: list[Any] = []
 
     def wait(self) -> None:
-        """Block until the message has left (send) or arrived (receive). An empty tensor sends
-        nothing. Raises RuntimeError, with the peer's name, if the connection is lost or the time is
-        up.
+        """Block until the message has left (send) or arrived (receive).
+
+        An empty tensor sends nothing. Raises RuntimeError, with the peer's name, if the connection
+        is lost or the time is up.
         """
         if not self.works:
             return

@@ -260,8 +260,9 @@ def answer_of(run: Run, assumed: Any = ()) -> Answer:
 
 
 def predict(**fields: Any) -> Answer:
-    """How long a step takes; `fields` are columns as `runs` reads them. ValueError names one that
-    cannot be.
+    """How long a step takes; `fields` are columns as `runs` reads them.
+
+    ValueError names one that cannot be.
     """
     return answer_of(*read_run(fields))
 

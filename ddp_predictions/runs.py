@@ -122,6 +122,7 @@ class Reader:
 
     def rate(self, name: str) -> float:
         """Bits per second of a link: a number of Gbit/s, a text like "25Gbit", or a known link.
+
         Raises ValueError, which names the field, for other text.
         """
         value = self.fields.get(name)
@@ -189,8 +190,9 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
 
 
 def read_shape(reader: Reader) -> Row:
-    """The architecture's fields: from the row, else from the model of that name. Raises ValueError,
-    which names the field, for a shape that cannot be or is not foretold.
+    """The architecture's fields: from the row, else from the model of that name.
+
+    Raises ValueError, which names the field, for a shape that cannot be or is not foretold.
     """
     fields = reader.fields
     name = str(fields.get("model", "")).split(" ")[0].lower()
@@ -227,6 +229,7 @@ def read_shape(reader: Reader) -> Row:
 
 def read_recompute(reader: Reader) -> float:
     """The part of the forward pass that is run again, from words like "full" or "selective (…)".
+
     Raises ValueError, which names the field, for other words.
     """
     word = reader.text("recompute", "none", "nothing recomputed").split(" ")[0]
@@ -237,6 +240,7 @@ def read_recompute(reader: Reader) -> float:
 
 def read_accumulate(reader: Reader, run: Run) -> int:
     """Micro-batches per copy and step, from `accumulate` or from the sequences of a whole step.
+
     Raises ValueError, which names the field, for a batch that does not come out even.
     """
     if "batch" not in reader.fields:

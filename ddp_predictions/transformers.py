@@ -295,8 +295,9 @@ def averaging(run: Run, machine: Machine, forward: float, backward: float, numbe
 
 
 def output_seconds(run: Run, machine: Machine, layer: float, numbers: Any) -> float:
-    """Seconds for a micro-batch's output words. A stage that has one `layer` less than the others
-    has that layer's seconds for them.
+    """Seconds for a micro-batch's output words.
+
+    A stage that has one `layer` less than the others has that layer's seconds for them.
     """
     logits = run.vocab * run.tokens / run.tensor
     seconds = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)

@@ -1,5 +1,7 @@
-"""Other algorithms for an all-reduce. Each sums `tensor` over the ranks of `group` in place, like
-`ring_all_reduce`, for any number of ranks.
+"""Other algorithms for an all-reduce.
+
+Each sums `tensor` over the ranks of `group` in place, like `ring_all_reduce`, for any number of
+ranks.
 
 For p bytes over K ranks, links of bandwidth b and latency a, additions free:
 

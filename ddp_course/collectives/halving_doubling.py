@@ -51,6 +51,7 @@ def halve_and_double(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Exchange halves of `part` with a partner, sum the own half by recursion, fetch the other.
+
     This rank is at `place` in `ranks`, and its partner `distance` places on or back.
     """
     if distance == len(ranks):

@@ -79,8 +79,9 @@ def same_on_all_ranks(parameters, group=None):
 
 
 def first_difference(expected, actual, rank):
-    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not. Both
-    lists have the (name, form) of each parameter.
+    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not.
+
+    Both lists have the (name, form) of each parameter.
     """
     for index, ((name, form), (other_name, other_form)) in enumerate(
         zip(expected, actual, strict=False)

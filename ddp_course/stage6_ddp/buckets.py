@@ -143,8 +143,9 @@ class Bucket:
                 parameter.grad = view
 
     def without_graph(self, grad):
-        """Return `grad` without its graph. Raise RuntimeError, as torch does, if the bucket has
-        several gradients.
+        """Return `grad` without its graph.
+
+        Raise RuntimeError, as torch does, if the bucket has several gradients.
         """
         if len(self.parameters) > 1:
             raise RuntimeError(HIGHER_ORDER)
@@ -207,8 +208,9 @@ class SparseBucket:
 
 @cache
 def reciprocal(divisor, dtype):
-    """1 / `divisor` as a tensor, for gradients of `dtype`. It is made once, because that takes
-    longer than the copy of a small gradient.
+    """1 / `divisor` as a tensor, for gradients of `dtype`.
+
+    It is made once, because that takes longer than the copy of a small gradient.
     """
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 

@@ -23,8 +23,9 @@ from ..torch_private import uncompiled, with_weights
 
 
 class LowPrecision:
-    """A module that computes in few bits. `wanted` has the fields of torch's `_MixedPrecision`, a
-    dtype or None each:
+    """A module that computes in few bits.
+
+    `wanted` has the fields of torch's `_MixedPrecision`, a dtype or None each:
 
     param_dtype: of weights and inputs in forward. reduce_dtype: of the buckets; without one,
     param_dtype. buffer_dtype: of the module's floating-point buffers, from now on.

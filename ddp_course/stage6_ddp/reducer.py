@@ -1,5 +1,6 @@
-"""When each bucket leaves. The reducer listens to every gradient and keeps the ranks' collectives
-in one order.
+"""When each bucket leaves.
+
+The reducer listens to every gradient and keeps the ranks' collectives in one order.
 
     forward     expect(): the next backward pass is to be synchronised; a new `Pass` begins
     backward    gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in
@@ -181,8 +182,9 @@ class Reducer:
         return [index]
 
     def mark_ready(self, index):
-        """Put a gradient into its bucket, and send off every bucket whose turn it is. Raises
-        RuntimeError for a gradient that was ready before in this pass.
+        """Put a gradient into its bucket, and send off every bucket whose turn it is.
+
+        Raises RuntimeError for a gradient that was ready before in this pass.
         """
         if index in self.current.ready:
             raise RuntimeError(ready_twice(self.names[index]))

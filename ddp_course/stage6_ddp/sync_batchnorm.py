@@ -115,6 +115,7 @@ class Normalise(Function):
 
 def whole_batch_statistics(inputs, group=None):
     """Mean and biased variance of each channel over all ranks' inputs, and N, by one collective.
+
     Raises ValueError for a single value per channel, which has no variance.
     """
     channels = inputs.transpose(0, 1).flatten(1)

@@ -12,8 +12,9 @@ from torch.distributed.algorithms.join import JoinHook
 
 
 class Shadow(JoinHook):
-    """What a rank without data does. `divide_by_initial_world_size` chooses the divisor of the
-    other ranks' sum:
+    """What a rank without data does.
+
+    `divide_by_initial_world_size` chooses the divisor of the other ranks' sum:
 
     True: by K, as if the missing shares were zero, so every sample of the epoch weighs the same.
     False: by the number of ranks that still have data, so the late samples weigh more.

@@ -1,5 +1,6 @@
-"""Stage 7: no rank keeps everything. Each keeps a shard, and asks the others for the rest when it
-needs it.
+"""Stage 7: no rank keeps everything.
+
+Each keeps a shard, and asks the others for the rest when it needs it.
 
 Training P float32 parameters with Adam takes 16 P bytes: 4 P of parameters, 4 P of gradients, 8 P
 of Adam's two moments. Data parallelism keeps all of it on every rank. Lay the parameters end to end

@@ -16,8 +16,9 @@ HARMLESS |= {"shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires
 
 
 class Sharded(torch.nn.Parameter):
-    """A parameter while its block does not compute: only its shape and kind are here. All else is
-    refused.
+    """A parameter while its block does not compute: only its shape and kind are here.
+
+    All else is refused.
 
     A parameter's class is exchanged for this one and back, as that of a
     `torch.nn.UninitializedParameter` is.

@@ -24,8 +24,9 @@ sum_chunks = wire.collective(reduce_scatter)
 
 
 class Shard(PartOfParameter):
-    """This rank's elements of a parameter that is cut into shards, for an optimizer. They lie in
-    the memory of the flat tensor, and must stay there.
+    """This rank's elements of a parameter that is cut into shards, for an optimizer.
+
+    They lie in the memory of the flat tensor, and must stay there.
     """
 
     refusal = (

@@ -210,9 +210,10 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def before_backward(self, block, version):
-        """Gather the block again, as it was in forward, and make room for its gradients. Raises
-        RuntimeError for create_graph=True, for a backward pass inside another or after one that
-        failed, and if the weights have changed since the forward pass.
+        """Gather the block again, as it was in forward, and make room for its gradients.
+
+        Raises RuntimeError for create_graph=True, for a backward pass inside another or after one
+        that failed, and if the weights have changed since the forward pass.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -284,8 +285,9 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm. All
-        ranks call this.
+        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm.
+
+        All ranks call this.
         """
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
@@ -334,8 +336,9 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def restore(self):
-        """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns
-        it.
+        """Make the module an ordinary one again, whole on every rank; all ranks call this.
+
+        Returns it.
         """
         self.prepare_to_gather("restore()")
         for block in self.blocks:
@@ -347,8 +350,9 @@ class FullyShardedDataParallel(torch.nn.Module):
 
 
 def refuse_parts(module, prefix, keep_vars):
-    """The hook: a state dict of this model alone would have this rank's shards in it. Raises
-    RuntimeError, unless the tensors themselves are wanted (`keep_vars`).
+    """The hook: a state dict of this model alone would have this rank's shards in it.
+
+    Raises RuntimeError, unless the tensors themselves are wanted (`keep_vars`).
     """
     if not keep_vars:
         raise RuntimeError("the model is sharded; call state_dict() of its wrapper, on all ranks")

@@ -74,9 +74,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average(self):
-        """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards. Raises
-        RuntimeError for a parameter that lies in other memory than before, and for new gradients
-        after clipping.
+        """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards.
+
+        Raises RuntimeError for a parameter that lies in other memory than before, and for new
+        gradients after clipping.
         """
         if any(
             p.data_ptr() != view.data_ptr()

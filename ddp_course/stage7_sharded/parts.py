@@ -158,8 +158,9 @@ allow_foreach(Part)
 
 
 class OwnGradient(Part):
-    """A gradient before the average: whole, but of this rank's samples. Only linear functions may
-    precede the sum, and what they return has to be averaged too.
+    """A gradient before the average: whole, but of this rank's samples.
+
+    Only linear functions may precede the sum, and what they return has to be averaged too.
     """
 
     refusal = (

@@ -1,5 +1,6 @@
-"""Stage 8: the model is split, not the data. Each rank holds a few layers, and micro-batches stream
-through.
+"""Stage 8: the model is split, not the data.
+
+Each rank holds a few layers, and micro-batches stream through.
 
 Rank r computes stage r of the model. With one batch at a time, all ranks but one would wait; cut
 into M micro-batches, the ranks work on different ones at once. A schedule lists what each rank

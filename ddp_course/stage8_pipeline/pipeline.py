@@ -111,8 +111,9 @@ class Pipeline:
         self.transfers.finish()
 
     def forward(self, instruction):
-        """Compute a stage's outputs, and send them on; the last stage computes the loss. Raises
-        ValueError for a loss of several numbers.
+        """Compute a stage's outputs, and send them on; the last stage computes the loss.
+
+        Raises ValueError for a loss of several numbers.
         """
         microbatch = instruction.microbatch
         stage = instruction.stage
@@ -138,8 +139,9 @@ class Pipeline:
         self.kept[microbatch, stage] = received, outputs
 
     def backward(self, instruction):
-        """Compute the gradients of the weights and of the input from that of the outputs. A
-        `BackwardInput` leaves the weights, and keeps what `backward_weight` needs.
+        """Compute the gradients of the weights and of the input from that of the outputs.
+
+        A `BackwardInput` leaves the weights, and keeps what `backward_weight` needs.
         """
         place = (instruction.microbatch, instruction.stage)
         received, outputs = self.kept.pop(place)

@@ -44,8 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Answer for one run or a table; without either show the scoreboard. Raises ValueError for a
-    table and a run together.
+    """Answer for one run or a table; without either show the scoreboard.
+
+    Raises ValueError for a table and a run together.
     """
     names = [name.replace("-", "_") for name in (*TEXTS, "batch")]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -60,8 +61,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Print the answer for the run of the options, and write its picture where asked. Raises
-    ValueError for a config.json that cannot be read.
+    """Print the answer for the run of the options, and write its picture where asked.
+
+    Raises ValueError for a config.json that cannot be read.
     """
     fields = given
     if args.config:

@@ -48,9 +48,10 @@ def enter(table: Table, rank: int) -> None:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """Within this block the caller's function runs; after it the main thread has no clock. If the
-    function has failed, other ranks that wait for this one are in no deadlock. In real time, and in
-    a child that the function has forked, this does nothing.
+    """Within this block the caller's function runs; after it the main thread has no clock.
+
+    If the function has failed, other ranks that wait for this one are in no deadlock. In real time,
+    and in a child that the function has forked, this does nothing.
     """
     try:
         yield

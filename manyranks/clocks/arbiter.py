@@ -72,6 +72,7 @@ def ready_at(table: Table, moment: int) -> list[Entry]:
 
 def first_in_turn(table: Table, moment: int) -> Place:
     """Return the place of the thread that goes on at `moment`: the first by rank, then by number.
+
     A place is given to a new thread when its thread has ended, so places are in no order.
     """
     due = (table.threads["timer"] == moment).nonzero()[0].tolist()
@@ -139,8 +140,9 @@ def book_message(table: Table, entry: Entry) -> None:
 
 
 def book_collective(table: Table, entry: Entry) -> None:
-    """Book a collective on all ways of its members' hosts. Without bytes it uses no way, on one
-    host it takes no time.
+    """Book a collective on all ways of its members' hosts.
+
+    Without bytes it uses no way, on one host it takes no time.
     """
     hosts = hosts_of(table, entry)
     if len(hosts) == 1:
@@ -179,8 +181,9 @@ def tell_receivers_of_any(table: Table, receiver: int, moment: int) -> None:
 
 
 def find(table: Table, key: int) -> Entry:
-    """Return the entry with this key; a new one, in stage 0, if there is none yet. Raises
-    RuntimeError if the table is full.
+    """Return the entry with this key; a new one, in stage 0, if there is none yet.
+
+    Raises RuntimeError if the table is full.
     """
     for entry in table.dropped:
         entry.readers -= 1

@@ -187,8 +187,9 @@ def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
 
 
 def several_compute() -> bool:
-    """Return whether another thread of this rank may compute, too. A thread that is no daemon may;
-    of a daemon that is known once it has computed.
+    """Return whether another thread of this rank may compute, too.
+
+    A thread that is no daemon may; of a daemon that is known once it has computed.
     """
     clock = own()
     if clock is None:

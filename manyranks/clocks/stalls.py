@@ -42,8 +42,9 @@ LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
 
 
 class Line(NamedTuple):
-    """A line of a program, with the name of its file; a cell of a notebook has none. `in_program`
-    is False for a line of a library.
+    """A line of a program, with the name of its file; a cell of a notebook has none.
+
+    `in_program` is False for a line of a library.
     """
 
     file: str

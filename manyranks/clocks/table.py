@@ -108,8 +108,9 @@ class Ways(Structure):
 
 
 class Table:
-    """The memory; `hosts` has the host of each rank. Ranks of one host reach each other without
-    links.
+    """The memory; `hosts` has the host of each rank.
+
+    Ranks of one host reach each other without links.
     """
 
     def __init__(
@@ -139,8 +140,10 @@ class Table:
             self.clear()
 
     def lay_out(self) -> None:
-        """Map the memory. `threads["floor"]` is the field `floor` of all `places`, as an array, and
-        `rows["stage"]` the field `stage` of all `entries`.
+        """Map the memory.
+
+        `threads["floor"]` is the field `floor` of all `places`, as an array, and `rows["stage"]`
+        the field `stage` of all `entries`.
         """
 
         wait_bytes = WAIT_BYTES + RANK_BYTES * self.ranks

@@ -1,5 +1,6 @@
-"""Python's threads in virtual time. All that they share is built on locks, so a lock with a clock
-is enough.
+"""Python's threads in virtual time.
+
+All that they share is built on locks, so a lock with a clock is enough.
 
 Python's own conditions, events, semaphores, barriers, queues, futures and executors then run on the
 locks of this module. To take a lock is a turn: whoever comes first in virtual time gets it first.
@@ -71,8 +72,9 @@ class Lock:
         return not self.give_up(own_clock)
 
     def take_or_queue(self, own_clock: Clock, blocking: bool, timeout: float) -> int:
-        """Take the lock, or wait in line for it. A thread without a clock lets go in real time, so
-        try AGAIN while it has the lock.
+        """Take the lock, or wait in line for it.
+
+        A thread without a clock lets go in real time, so try AGAIN while it has the lock.
         """
         with self.guard:
             if self.real.acquire(False):

@@ -175,8 +175,9 @@ class Emulation:
         self.copied += nbytes
 
     def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the call of a module, or the backward pass from tensors: either is `work`. A thread
-        that has no device yet runs it on the device of the first of its tensors.
+        """Run the call of a module, or the backward pass from tensors: either is `work`.
+
+        A thread that has no device yet runs it on the device of the first of its tensors.
         """
         if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
             return run(work, *args, **kwargs)

@@ -83,8 +83,9 @@ def address(number: int) -> str:
 
 
 def name_hosts(host_count: int) -> None:
-    """Put the hosts' names into an /etc/hosts that only these namespaces see. Its file loses its
-    own name at the end, and lives as long as the mount.
+    """Put the hosts' names into an /etc/hosts that only these namespaces see.
+
+    Its file loses its own name at the end, and lives as long as the mount.
     """
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]

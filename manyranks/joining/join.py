@@ -88,8 +88,9 @@ def check_step(store: dist.Store, rank: int) -> None:
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
-    """Return the backend that suits all ranks. Each names its GPU, as under Slurm all ranks may
-    have a `cuda:0`.
+    """Return the backend that suits all ranks.
+
+    Each names its GPU, as under Slurm all ranks may have a `cuda:0`.
     """
     store.set(f"manyranks/gpu/{rank}", gpu_identity(device))
     gpus = [store.get(f"manyranks/gpu/{other}").decode() for other in range(world_size)]

@@ -100,9 +100,10 @@ def enter_own_network(wish: str) -> bool:
 
 
 def prepare_store(setting: Setting, has_own_network: bool, table: Any) -> Meeting:
-    """Return where the ranks meet. The socket on which rank 0 serves their store is bound here, so
-    that two launches never clash. Where other users could reach it there is none, and the store is
-    a file in memory.
+    """Return where the ranks meet.
+
+    The socket on which rank 0 serves their store is bound here, so that two launches never clash.
+    Where other users could reach it there is none, and the store is a file in memory.
     """
     address = LOOPBACK if setting.link is None else setting.link.network.master_address
     if has_own_network or setting.network == "open" or sys.platform != "linux":
@@ -170,8 +171,9 @@ def start_anew(
 def be_rank(
     setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> None:
-    """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
-    down.
+    """Run one rank until its last thread has ended.
+
+    This never returns: gloo's threads are not torn down.
     """
     from .rank import Rank  # This loads torch, which an agent that forks no rank must not do.
 
@@ -191,8 +193,9 @@ def be_rank(
 
 
 def wait_for(ranks_by_pid: dict[int, int], connection: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends. Orphans of ranks become children of this
-    process, too; of their end nobody is told.
+    """Tell the caller each rank's exit code as it ends.
+
+    Orphans of ranks become children of this process, too; of their end nobody is told.
     """
     while ranks_by_pid:
         pid, status = os.wait()

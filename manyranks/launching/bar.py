@@ -11,8 +11,10 @@ DRAWING_SECONDS = 1.0  # the bar is drawn this often
 
 
 class Bar:
-    """The bar in the caller. It appears with the first step, or after a second without one, and its
-    seconds run between steps, too.
+    """The bar in the caller.
+
+    It appears with the first step, or after a second without one, and its seconds run between
+    steps, too.
     """
 
     def __init__(self, progress: Progress):
@@ -44,8 +46,9 @@ class Bar:
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
-        """Print a line above the bar, on "stdout" or "stderr". A stream that is closed or lacks a
-        character must not cost the results.
+        """Print a line above the bar, on "stdout" or "stderr".
+
+        A stream that is closed or lacks a character must not cost the results.
         """
         file = getattr(sys, stream)
         above_bar = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)

@@ -30,8 +30,9 @@ def used_names(source: str) -> set:
 
 
 def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
-    """Run a cell on this rank with the names in `given`; print the value of its last expression. On
-    rank 0 return the values of the names in `pull`.
+    """Run a cell on this rank with the names in `given`; print the value of its last expression.
+
+    On rank 0 return the values of the names in `pull`.
     """
     statements, expression = compile_cell(source, filename)
     rank = dist.get_rank()

@@ -49,8 +49,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Returned:
-    """A rank's function has returned. If it trained a model and the rank exchanged no message,
-    `model` is the sum of the weights, else None.
+    """A rank's function has returned.
+
+    If it trained a model and the rank exchanged no message, `model` is the sum of the weights, else
+    None.
     """
 
     rank: int

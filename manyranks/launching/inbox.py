@@ -68,8 +68,9 @@ class Messages:
 
 
 class Inbox:
-    """The `readers` of the open files to which the processes of a launch write, by descriptor. The
-    inbox closes these files.
+    """The `readers` of the open files to which the processes of a launch write, by descriptor.
+
+    The inbox closes these files.
     """
 
     def __init__(self) -> None:

@@ -104,8 +104,9 @@ class Ranks:
         self.inbox.readers[connection.detach()] = Messages(self.hear_agent)
 
     def open_for(self, rank: int) -> RankFiles:
-        """Open a rank's files, and return them. Its ends of the pipes stay open here too, as macOS
-        loses those that are closed in transit.
+        """Open a rank's files, and return them.
+
+        Its ends of the pipes stay open here too, as macOS loses those that are closed in transit.
         """
         orders, own_end = os.pipe()
         self.orders.append(own_end)
@@ -124,8 +125,9 @@ class Ranks:
         )
 
     def hear_agent(self, message: Any) -> None:
-        """Note what the agent says, or the server about the agent. When the socket ends, no process
-        of the launch is left.
+        """Note what the agent says, or the server about the agent.
+
+        When the socket ends, no process of the launch is left.
         """
         match message:
             case AgentStarted(pid):

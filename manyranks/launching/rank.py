@@ -91,8 +91,9 @@ class Rank:
         return self.call_function()
 
     def call_function(self) -> tuple[Any, float | None]:
-        """Call the function that the caller has packed. Return its result, and the answer of
-        `Steps.unconnected_model`.
+        """Call the function that the caller has packed.
+
+        Return its result, and the answer of `Steps.unconnected_model`.
         """
         with mmap.mmap(self.launch_files.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
@@ -106,8 +107,9 @@ class Rank:
         return result, self.steps.unconnected_model()
 
     def report_outcome(self) -> None:
-        """Write what the function returned or raised to a file, and report that. A child that it
-        has forked, and that comes back from it, ends here.
+        """Write what the function returned or raised to a file, and report that.
+
+        A child that it has forked, and that comes back from it, ends here.
         """
         own_pid = os.getpid()
         value: tuple | dict
@@ -292,8 +294,9 @@ def words_of(error: BaseException) -> str:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Return whether an exception only says that another rank is gone. One that the program itself
-    raises does not.
+    """Return whether an exception only says that another rank is gone.
+
+    One that the program itself raises does not.
     """
     if isinstance(error, dist.DistNetworkError):
         return True

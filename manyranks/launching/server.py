@@ -58,8 +58,10 @@ IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 900)
 
 
 def serve(control: socket.socket, forks: bool) -> None:
-    """Fork an agent for each request until the caller is gone or idle. Where agents fork their
-    ranks (`forks`), import for these, after the first launch, what each would import otherwise.
+    """Fork an agent for each request until the caller is gone or idle.
+
+    Where agents fork their ranks (`forks`), import for these, after the first launch, what each
+    would import otherwise.
     """
     modules_to_load = LATER_MODULES if forks else []
     last_read: tuple = ()

@@ -59,8 +59,9 @@ class Server:
         return f"the launch server {ending_in_words(code)}\n{complaints}"
 
     def close(self) -> None:
-        """End the server, and with it all running launches. If this process was forked by the one
-        that started the server, only let go of it.
+        """End the server, and with it all running launches.
+
+        If this process was forked by the one that started the server, only let go of it.
         """
         self.control.close()
         if self.owner == os.getpid():

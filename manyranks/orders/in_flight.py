@@ -124,9 +124,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
             self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around an operation of a group, remember what it begins. Its first argument (a barrier
-        has none) is what the network writes, unless it only sends it; tensors in the second one are
-        read.
+        """Around an operation of a group, remember what it begins.
+
+        Its first argument (a barrier has none) is what the network writes, unless it only sends it;
+        tensors in the second one are read.
         """
         self.delay()
         work = run(group, *args, **kwargs)
@@ -199,8 +200,9 @@ def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Show `watch` what this rank's threads post, wait for and touch. A sleep takes next to no
-    time: it is no wait.
+    """Show `watch` what this rank's threads post, wait for and touch.
+
+    A sleep takes next to no time: it is no wait.
     """
     asks = partial(watch.question, "it asks whether a message has arrived")
     receives = partial(watch.question, "it receives from any rank")

@@ -43,8 +43,9 @@ def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: st
 
 
 def verdict(outcomes: dict[str, bool]) -> str:
-    """The verdict on outcomes by condition. Where of "K = 2", "K = 4", "K = 16", … only the first
-    two hold, it is "holds up to K = 4".
+    """The verdict on outcomes by condition.
+
+    Where of "K = 2", "K = 4", "K = 16", … only the first two hold, it is "holds up to K = 4".
     """
     conditions = list(outcomes)
     met = [name for name, holds in outcomes.items() if holds]

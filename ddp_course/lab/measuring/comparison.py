@@ -120,8 +120,9 @@ def run_stage(
     link: Link | None,
     single_weights: torch.Tensor | None,
 ) -> list[RankReport]:
-    """Train with one stage on all its ranks; return what each reports. `single_weights` are those
-    that stage 1 ended with, None while it runs.
+    """Train with one stage on all its ranks; return what each reports.
+
+    `single_weights` are those that stage 1 ended with, None while it runs.
     """
     if isinstance(device, Device):
         names = [f"cpu:{number}" for number in range(job.world_size)]

@@ -23,6 +23,7 @@ def device_and_link(
     job: Job, device: Device | str, speed: str, link: Link | str | None, mode: str
 ) -> tuple[Device | str, Link | None]:
     """The (device, link) that a comparison runs on, from what was asked for; see `comparison.run`.
+
     Raises EmulationError where a speed is asked for of GPUs, which have one of their own.
     """
     chosen_link = link if isinstance(link, Link) else None

@@ -95,8 +95,9 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
 
 
 def sizes(world_size: int) -> Iterator[Size]:
-    """Yield growing sizes: wider and deeper models, then larger batches. All stages can share them:
-    there are layers and attention heads for every rank.
+    """Yield growing sizes: wider and deeper models, then larger batches.
+
+    All stages can share them: there are layers and attention heads for every rank.
     """
     batch = 4 * world_size  # Stage 8 cuts a batch into four.
     width = 32 * world_size

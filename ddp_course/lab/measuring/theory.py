@@ -32,8 +32,9 @@ class Costs(NamedTuple):
 
     @classmethod
     def of_link(cls, bits_per_second: float, latency: float = 0.0) -> "Costs":
-        """The costs of a link with this bandwidth (bits per second) and latency (seconds). Raises
-        ValueError for a bandwidth of 0 or less.
+        """The costs of a link with this bandwidth (bits per second) and latency (seconds).
+
+        Raises ValueError for a bandwidth of 0 or less.
         """
         if not bits_per_second > 0:
             raise ValueError(

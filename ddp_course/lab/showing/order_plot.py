@@ -38,8 +38,10 @@ def verdict(found: Verdict) -> None:
 
 
 def timeline(verdict: Verdict) -> Picture:
-    """A row for each rank, and on it a bar for each message, from its post to its wait. A bar that
-    nobody has waited for is hatched, a cross is where a rank stops, and the lines stand below.
+    """A row for each rank, and on it a bar for each message, from its post to its wait.
+
+    A bar that nobody has waited for is hatched, a cross is where a rank stops, and the lines stand
+    below.
     """
     lanes_by_rank = lanes_of_ranks(verdict.events)
     lines = lines_of(verdict)

@@ -134,8 +134,9 @@ def ring_stepper(world_size: int = 4) -> Any:
 
 
 class Prediction(ipywidgets.VBox):
-    """A question with `answers` to choose from. The choice is kept until `reveal` shows it beside
-    the truth.
+    """A question with `answers` to choose from.
+
+    The choice is kept until `reveal` shows it beside the truth.
     """
 
     def __init__(self, question, answers):

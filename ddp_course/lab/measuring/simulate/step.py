@@ -33,8 +33,9 @@ class Network(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. Seconds: `step_s` in all, `compute_s` without communication,
-    `communication_s` of all buckets.
+    """A simulated step.
+
+    Seconds: `step_s` in all, `compute_s` without communication, `communication_s` of all buckets.
 
     `buckets` are bytes, in the order sent; `spans` are those of rank 0, from the beginning of the
     step.
