@@ -31,8 +31,10 @@ FOLDER = "FOLDER"  # In the arguments this word stands for a temporary folder.
 
 @dataclass
 class Epoch:
-    """One pass of a rank over a DataLoader: its samples, whether set_epoch can shuffle them, and
-    whether an optimizer made a step meanwhile.
+    """One pass of a rank over a DataLoader.
+
+    It has the samples, whether set_epoch can shuffle them, and whether an optimizer made a step
+    meanwhile.
     """
 
     samples: list[int]
@@ -41,8 +43,10 @@ class Epoch:
 
 
 class Report(NamedTuple):
-    """What one rank did: the epochs that it trained on, the names of the tensors in each file that
-    it saved, its weights at the end.
+    """What one rank did.
+
+    It has the epochs that the rank trained on, the names of the tensors in each file that it saved,
+    and its weights at the end.
     """
 
     epochs: list[Epoch]
@@ -51,9 +55,7 @@ class Report(NamedTuple):
 
 
 def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
-    """Run the script on two ranks and say what is wrong with it, mistake by mistake, and what was
-    not seen.
-    """
+    """Run the script on two ranks; return a line for each mistake, and for what was not seen."""
     with tempfile.TemporaryDirectory() as folder:
         given = [argument.replace(FOLDER, folder) for argument in arguments]
         reports = launch(run_watched, source, given, world_size=2, device="cpu")
@@ -91,8 +93,9 @@ def mistakes(ranks: list[Report]) -> Iterator[str]:
 
 
 def run_watched(source: str, arguments: list[str]) -> Report:
-    """Run the script as this rank's `__main__` and note what it does; the patches here end with the
-    rank's process.
+    """Run the script as this rank's `__main__` and note what it does.
+
+    The patches here end with the rank's process.
     """
     epochs = []
     saves = []
@@ -131,9 +134,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
 
 
 def run_script(source: str, arguments: list[str]) -> None:
-    """Run the script as `__main__`, in the environment that torchrun gives; what it prints is not
-    shown.
-    """
+    """Run the script as `__main__`, in the environment that torchrun gives, without its output."""
     rank = str(dist.get_rank())
     world_size = str(dist.get_world_size())
     os.environ.update(
@@ -147,8 +148,9 @@ def run_script(source: str, arguments: list[str]) -> None:
 
 
 def samples_of(batch: Any) -> list[int]:
-    """A checksum of each sample's content, which identifies the sample whatever its data set and
-    sampler are.
+    """A checksum of each sample's content.
+
+    It identifies the sample whatever its data set and sampler are.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     checksums = []

@@ -62,8 +62,9 @@ class Wait:
 
 @dataclass
 class Failure:
-    """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process
-    that ended.
+    """How one rank failed.
+
+    `type_name` is the exception's name, or "killed", "exited" for a process that ended.
 
     `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
     the machine's monotonic clock; `consequence` marks a broken connection, which follows from
@@ -89,8 +90,9 @@ class Failure:
 
 
 class RankError(LaunchError):
-    """A rank of a launch raised an exception or ended without a result; `failures` has the culprit
-    first.
+    """A rank of a launch raised an exception or ended without a result.
+
+    `failures` has the culprit first.
     """
 
     def __init__(self, failures: list, world_size: int):
@@ -116,8 +118,9 @@ class RankError(LaunchError):
 
 @dataclass
 class RankState:
-    """What a rank was doing when time ran out: `stack` as text, and the last collective it
-    entered.
+    """What a rank was doing when time ran out.
+
+    `stack` is text, and `collective` the last one that it entered.
     """
 
     rank: int
@@ -127,8 +130,9 @@ class RankState:
 
 
 class LaunchTimeout(LaunchError):
-    """A launch was not finished in time; `states` says for each rank where it was, and in which
-    collective.
+    """A launch was not finished in time.
+
+    `states` says for each rank where it was, and in which collective.
 
     `cause` tells which ranks did not enter the collective that the others wait in, if that is
     known; their states come first.
@@ -179,9 +183,7 @@ class MismatchError(ManyranksError, RuntimeError):
 
 
 class EmulationError(ManyranksError, ValueError):
-    """An emulated link or device was described with impossible values, or cannot be had on this
-    machine.
-    """
+    """An emulated link or device has impossible values, or cannot be had on this machine."""
 
 
 class NotFiniteError(ManyranksError):

@@ -1,6 +1,4 @@
-"""Files: folders that can be written to, files that are replaced whole or not at all, and locks
-between processes.
-"""
+"""Files: replaced whole or not at all, locked between processes, or only in memory."""
 
 import os
 import socket
@@ -14,8 +12,9 @@ from filelock import FileLock, Timeout
 
 
 def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
-    no obstacle then.
+    """Open a new file that no folder lists, in memory where the system can do that.
+
+    A full disk is no obstacle then.
     """
     in_memory = hasattr(os, "memfd_create")
     file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
@@ -25,8 +24,9 @@ def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be
-    written there.
+    """Return `folder` as a Path, and make it if it is missing.
+
+    Raises ValueError if nothing can be written there.
     """
     path = Path(folder)
     try:
@@ -51,8 +51,9 @@ def replace_file(path: Path, content: bytes, option: str = "--out") -> Path:
 
 
 def write_whole(path: Path, content: bytes, mode: int) -> Path:
-    """Put `content` at `path`: at any moment, even if the power fails, the old or the new file is
-    there, whole.
+    """Put `content` at `path`, whole.
+
+    At any moment, even if the power fails, the old or the new file is there.
 
     The new file is this user's own, whatever lay at `path` before.
     """
@@ -78,8 +79,9 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 
 @contextmanager
 def claimed(path: Path, patience: float) -> Iterator[None]:
-    """Keep other processes out of this block with the same `path`, a file that names the process
-    inside.
+    """Keep other processes out of this block with the same `path`.
+
+    The file names the process inside.
 
     Raises BlockingIOError, which names the other process, if that stays in the block for more than
     `patience` seconds.

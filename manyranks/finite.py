@@ -1,5 +1,6 @@
-"""NaN and infinity, named where they arise: an average spreads them to all ranks, and hides where
-they came from.
+"""NaN and infinity, named where they arise.
+
+An average spreads them to all ranks, and hides where they came from.
 """
 
 import math
@@ -13,8 +14,9 @@ from .torch_inside import after_backward, backward_pass
 
 
 def watch_finite(model: nn.Module) -> list:
-    """Check each gradient of `model` on this rank before it is averaged; call this before wrapping
-    the model.
+    """Check each gradient of `model` on this rank before it is averaged.
+
+    Call this before wrapping the model.
 
     `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks'
     handles. The check is one sum per parameter: a sum is finite only if all its terms are. On a GPU
@@ -37,8 +39,9 @@ def watch_finite(model: nn.Module) -> list:
 
 
 class SumsOfPass:
-    """The sums of the gradients of one backward pass, by the parameters' `names`: each is started
-    as its gradient is made, and all are read when the pass is over.
+    """The sums of the gradients of one backward pass, by the parameters' `names`.
+
+    Each is started as its gradient is made, and all are read when the pass is over.
     """
 
     def __init__(self, names):
@@ -79,9 +82,7 @@ def this_rank() -> int:
 
 
 def check(gradient: torch.Tensor, name: str) -> None:
-    """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite
-    elements.
-    """
+    """Raise NotFiniteError if the `gradient` of parameter `name` has NaN or infinite elements."""
     if gradient.is_sparse:
         return
     # A part of a sharded parameter's gradient refuses to be summed as one.

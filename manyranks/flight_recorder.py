@@ -1,5 +1,6 @@
-"""What each rank's last collective was: readable by the other ranks, and from outside when a rank
-hangs.
+"""What each rank's last collective was.
+
+Other ranks can read it, and so can the launcher when a rank hangs.
 
 The ranks of a launch share one table in memory. Each of our collectives records in it what it is
 about to reduce, before it sends anything, and reads what the other ranks recorded for the same
@@ -36,8 +37,9 @@ _inside = threading.local()  # Its `tag` is that of the collective which this th
 
 
 class Call(Structure):
-    """One collective of one rank, laid out as in C: `sequence` counts the calls in `group`; times
-    are monotonic.
+    """One collective of one rank, laid out as in C.
+
+    `sequence` counts the calls in `group`; times are monotonic.
 
     `digest` and `group` are the numbers (`number_of`) of the call's whole text and of the group's
     name. `marks` is True at the ranks of the group that are among the first 128. At `end` the call
@@ -85,8 +87,9 @@ def entry(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> Iterator[None]:
-    """Record a collective while it runs; `tensors` is the tensor, or the list of tensors, that it
-    works on.
+    """Record a collective while it runs.
+
+    `tensors` is the tensor, or the list of tensors, that it works on.
 
     Only the outermost collective is recorded, not those inside it. Raises MismatchError when
     another member of `group` came to the same call with other tensors or another collective.
@@ -106,8 +109,9 @@ def entry(
 
 
 def tag() -> int:
-    """Return a number that stands for the collective this thread is in, the same on all ranks; 0
-    outside of any.
+    """Return a number for the collective that this thread is in, the same on all ranks.
+
+    It is 0 outside of any.
     """
     return getattr(_inside, "tag", 0)
 
@@ -138,8 +142,9 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
 
 @cache
 def marks(members: tuple) -> Any:
-    """Return an array that is True at each rank of a group; only the job's first 128 ranks have a
-    place in it.
+    """Return an array that is True at each rank of a group.
+
+    Only the job's first 128 ranks have a place in it.
     """
     array = (c_bool * MOST_MEMBERS)()
     for rank in members:
@@ -149,8 +154,9 @@ def marks(members: tuple) -> Any:
 
 
 def number_of(text: str) -> int:
-    """Return a number from 1 to 2**30 that stands for `text` and is the same in all processes: it
-    fits into the tag of a message.
+    """Return a number from 1 to 2**30 for `text`, the same in all processes.
+
+    It fits into the tag of a message.
     """
     return 1 + (crc32(text.encode()) >> 2)
 
@@ -165,8 +171,9 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
 
 
 def compare(other: Call, rank: int, own: Call) -> None:
-    """Raise MismatchError if `other`, which `rank` recorded for the same call, differs in
-    collective or tensors.
+    """Raise MismatchError if `other`, which `rank` recorded for the same call, differs.
+
+    The collective and its tensors are compared.
     """
     for _ in range(2):  # The other rank may have been writing its record at the first reading.
         if (other.group, other.sequence) != (own.group, own.sequence) or other.digest == own.digest:
@@ -178,9 +185,7 @@ def compare(other: Call, rank: int, own: Call) -> None:
 
 
 def calls(descriptor: int, world_size: int) -> dict:
-    """Return the last collectives of each rank that has recorded any, in the order in which the
-    rank entered them.
-    """
+    """Return the last collectives of each rank that has recorded any, in the order of its calls."""
     with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
         table = (Call * CALLS_PER_RANK * world_size).from_buffer_copy(memory)
     by_rank = {}

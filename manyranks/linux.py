@@ -1,5 +1,6 @@
-"""Calls of the operating system that Python's own library lacks: how processes end, namespaces, a
-container's limits.
+"""Calls of the operating system that Python's own library lacks.
+
+They are about how processes end, namespaces, and a container's limits.
 
 At its top it imports the standard library only, so that the preloaded server and other small
 processes can load it. The functions about processes do nothing on other systems; those about
@@ -43,8 +44,9 @@ PROCESS_LIMIT = (
 
 @cache
 def libc() -> Any:
-    """Return the C library: Python has no prctl and mount of its own, and has unshare and setns
-    only since 3.12.
+    """Return the C library.
+
+    Python has no prctl and mount of its own, and has unshare and setns only since 3.12.
     """
     return ctypes.CDLL(None, use_errno=True)
 
@@ -63,8 +65,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; exit at once if `parent`, a process
-    id, has ended.
+    """Have the kernel kill this process when its parent ends.
+
+    Exit at once if `parent`, a process id, has ended.
 
     Linux forgets this when a process changes its credentials, as by entering a user namespace: call
     this again then.
@@ -80,8 +83,9 @@ def adopt_orphans() -> None:
 
 
 def use_huge_pages() -> None:
-    """Move this process's memory into pages of 2 MiB, of which a fork copies fewer; Linux before
-    6.1 refuses, which is ignored. Source: madvise(2).
+    """Move this process's memory into pages of 2 MiB, of which a fork copies fewer.
+
+    Linux before 6.1 refuses, which is ignored. Source: madvise(2).
     """
     for line in read(Path("/proc/self/maps")).splitlines():
         area, rights, *_ = line.split()
@@ -91,8 +95,9 @@ def use_huge_pages() -> None:
 
 
 def unshare_as_anyone(flags: int) -> None:
-    """Move this process into new namespaces; users without that right first enter a user namespace,
-    where they have it.
+    """Move this process into new namespaces.
+
+    Users without that right first enter a user namespace, where they have it.
 
     The process keeps its user and group there. It must have one thread only. Raises OSError where
     that is forbidden.
@@ -127,8 +132,10 @@ def raise_loopback() -> None:
 
 
 def enter_own_network() -> None:
-    """Move this process, which must have one thread only, into a network in which there is nothing
-    but a loopback. Raises OSError where that is forbidden; the process is then as it was.
+    """Move this process into a network in which there is nothing but a loopback.
+
+    It must have one thread only. Raises OSError where that is forbidden; the process is then as it
+    was.
 
     A child tries first: some systems let an ordinary user into a user namespace, and then forbid
     everything in it (AppArmor in Ubuntu 24.04).
@@ -156,8 +163,9 @@ def alone_in_network() -> bool:
 
 
 def users_connected() -> set[int]:
-    """Return the numbers of other users with a connection to a listening socket of this process;
-    -1 stands for a far end that this machine does not know.
+    """Return the numbers of other users who are connected to a socket of this process.
+
+    Only listening sockets count; -1 stands for a far end that this machine does not know.
     """
     own_inodes = set()
     for file in Path("/proc/self/fd").iterdir():
@@ -181,8 +189,9 @@ def users_connected() -> set[int]:
 
 
 def usable_cores() -> int:
-    """Return how many processor cores this process may keep busy, by its affinity and its
-    containers' share of time.
+    """Return how many processor cores this process may keep busy.
+
+    Its affinity and its containers' share of time decide.
     """
     return max(1, math.floor(processor_share()))
 
@@ -204,8 +213,9 @@ def processor_share() -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes that new processes may use: the machine's free memory, or less if a
-    container allows less.
+    """Return the bytes that new processes may use.
+
+    That is the machine's free memory, or less if a container allows less.
     """
     free = available_memory()
     for folder in cgroup_folders("memory"):
@@ -231,8 +241,9 @@ def available_memory() -> int:
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of all visible groups around it: each
-    may set a limit.
+    """Return the folders of this process's control group and of all groups around it.
+
+    Each may set a limit.
 
     `controller` is "memory" or "cpu". In version 1 every controller has a tree of its own, in
     version 2 all share one.

@@ -9,9 +9,11 @@ from .errors import EmulationError
 
 
 class Accelerator(NamedTuple):
-    """An accelerator: its `rate` in floating-point operations per second of dense 16-bit
-    arithmetic, its memory's bandwidth in bytes per second (`memory`) and capacity. `cycles` are
-    those of all its multiprocessors together, per second.
+    """An accelerator by its numbers.
+
+    `rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is the
+    bandwidth of its memory in bytes per second, and it has a capacity. `cycles` are those of all
+    its multiprocessors together, per second.
 
     `link` joins it to its neighbours in a host (a name in LINKS); `network` is in bits per second
     of all cards of such a host.
@@ -60,8 +62,9 @@ with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
 
 
 def bandwidth(text: str) -> float:
-    """The bits per second of a link of LINKS, or of a text such as "25Gbit"; raises EmulationError
-    for others.
+    """The bits per second of a link of LINKS, or of a text such as "25Gbit".
+
+    Raises EmulationError for others.
     """
     return LINKS[text].bandwidth if text in LINKS else units.bits_per_second(text)
 

@@ -1,5 +1,6 @@
-"""What launching and virtual time need of torch that it does not promise, and that may differ
-between versions. It was seen on 2.10 and 2.13.
+"""What launching and virtual time need of torch that it does not promise.
+
+It may differ between versions, and was seen on 2.10 and 2.13.
 
 No other module of the library names a private part of torch; a test sees to it. A move to another
 torch starts here, and with the tests.
@@ -32,7 +33,8 @@ backward_pass = torch._C._current_graph_task_id
 
 
 def tensors_in(*operands: Any) -> list[torch.Tensor]:
-    """Return the tensors among operands, and in their lists, tuples, dicts and dataclasses;
+    """Return the tensors among operands, and in their lists, tuples, dicts and dataclasses.
+
     `tree_leaves` takes twice as long.
     """
     tensors: list[torch.Tensor] = []
@@ -71,17 +73,16 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Have `function()` called when the running backward pass has computed everything, before it
-    returns.
-    """
+    """Have `function()` called when the running backward pass is over, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def serve_store_on(
     listener: socket.socket, patience: timedelta = timedelta(minutes=5)
 ) -> dist.TCPStore:
-    """Serve a key-value store on a bound socket, and on no other address, so that two jobs never
-    clash.
+    """Serve a key-value store on a bound socket, and on no other address.
+
+    So two jobs never clash.
     """
     host, port = listener.getsockname()[:2]
     own: dict[str, Any] = {
@@ -106,8 +107,9 @@ def after_each_group(action: Callable[[], None]) -> None:
 
 
 def messages() -> int:
-    """Return how many of torch's own collectives, sends and receives this process has begun, in all
-    process groups.
+    """Return how many of torch's own messages and collectives this process has begun.
+
+    They are counted in all process groups.
     """
     # The stubs do not know that groups count their operations.
     groups: Any = distributed_c10d._world.pg_map

@@ -12,8 +12,9 @@ MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; raises EmulationError for
-    other text.
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s".
+
+    Raises EmulationError for other text.
     """
     return _parse(
         text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)"
@@ -26,8 +27,9 @@ def seconds(text: str | int) -> float:
 
 
 def flops_per_second(text: str | int) -> float:
-    """Parse a rate of floating-point operations such as "2GFLOP/s"; raises EmulationError for other
-    text.
+    """Parse a rate of floating-point operations such as "2GFLOP/s".
+
+    Raises EmulationError for other text.
     """
     return _parse(text, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
 

@@ -1,5 +1,6 @@
-"""Virtual time: each thread of each rank has a clock; operations and messages move it on, and
-nobody sleeps.
+"""Virtual time: operations and messages move a thread's clock on, and nobody sleeps.
+
+Each thread of each rank has a clock.
 
 docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `enter` gives a rank
 its clocks.
@@ -30,8 +31,9 @@ __all__ = [
 
 
 def enter(table: Table, rank: int) -> None:
-    """Give the threads of this process, which is `rank`, clocks, and have torch make groups with
-    clocks where it would use gloo.
+    """Give the threads of this process, which is `rank`, clocks.
+
+    torch makes groups with clocks from then on, where it would use gloo.
     """
     from .. import torch_inside
     from . import group, stalls, threads

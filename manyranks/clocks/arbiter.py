@@ -1,5 +1,6 @@
-"""The arbiter: it books messages and collectives, and ends turns and timers, in the order of
-virtual time.
+"""The arbiter of virtual time.
+
+It books messages and collectives, and ends turns and timers, in the order of virtual time.
 
 There is no process of that name: whoever stops, or passes the moment for which the arbiter waits,
 does its work. All functions are called under the table's lock.
@@ -29,8 +30,9 @@ ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
 
 
 def settle(table: Table) -> None:
-    """Do all that is due, up to the first moment at which a thread may still do something; find out
-    whether nothing can go on.
+    """Do all that is due, up to the first moment at which a thread may still do something.
+
+    It finds out whether nothing can go on.
     """
     head = table.head
     while True:

@@ -55,8 +55,9 @@ class Clock:
                 arbiter.settle(self.table)
 
     def take_turn(self) -> None:
-        """Wait for this thread's turn at this moment, if the rank has other threads: all touch what
-        they share in the order of virtual time.
+        """Wait for this thread's turn at this moment, if the rank has other threads.
+
+        So all touch what they share in the order of virtual time.
         """
         if process.threads > 1:
             self.sleep_until(self.moment, TURN)
@@ -68,8 +69,10 @@ class Clock:
         self.stand(what)
 
     def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
-        """Stop this clock, under the lock, until another thread releases it, or the moment `timer`
-        has come, or what the `ticket` is for is booked.
+        """Stop this clock, under the lock, until something lets it go on.
+
+        That is another thread that releases it, the moment `timer`, or the booking of what the
+        `ticket` is for.
         """
         place = self.place
         place.clock = self.moment
@@ -84,8 +87,9 @@ class Clock:
         arbiter.settle(self.table)
 
     def stand(self, what: Awaited) -> None:
-        """Sleep, without the lock, until this clock has been released; raises DeadlockError, which
-        says `what` the thread waits for, if it never can be.
+        """Sleep, without the lock, until this clock has been released.
+
+        Raises DeadlockError, which says `what` the thread waits for, if it never can be.
         """
         table = self.table
         place = self.place
@@ -122,17 +126,13 @@ def own() -> Clock | None:
 
 
 def moment() -> int:
-    """Return this thread's time in picoseconds; that of the real clock for a thread that has no
-    clock.
-    """
+    """Return this thread's time in picoseconds; the real clock's where it has no clock."""
     clock = own()
     return round(real_clock() * 1e12) if clock is None else clock.moment
 
 
 def now() -> float:
-    """Return this thread's time in seconds; that of `time.perf_counter` for a thread that has no
-    clock.
-    """
+    """Return this thread's time in seconds; `time.perf_counter()` where it has no clock."""
     clock = own()
     return real_clock() if clock is None else clock.moment / 1e12
 
@@ -152,8 +152,9 @@ def take_turn() -> None:
 
 
 def ask(answer: bool) -> bool:
-    """Return the answer to a question; a "no" takes some time, if this thread has a clock, so that
-    a loop of questions comes to an end.
+    """Return the answer to a question.
+
+    A "no" takes some time, if this thread has a clock, so that a loop of questions comes to an end.
     """
     if not answer:
         advance(QUESTION_S)
@@ -161,8 +162,10 @@ def ask(answer: bool) -> bool:
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:
-    """Return a clock for a thread that `parent`'s thread is about to start, and that is `needed` if
-    it is no daemon. Raises RuntimeError if the rank has as many threads as it may have.
+    """Return a clock for a thread that `parent`'s thread is about to start.
+
+    It is `needed` if the thread is no daemon. Raises RuntimeError if the rank has as many threads
+    as it may have.
     """
     table = parent.table
     with table.lock:

@@ -11,8 +11,9 @@ from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry,
 
 
 class Ticket(NamedTuple):
-    """What `wait` needs: an entry of the table, whether this side of it `sends`, and what is
-    waited for.
+    """What `wait` needs: an entry of the table, and what this side of it waits for.
+
+    `sends` says whether this side is the sender.
     """
 
     entry: Entry
@@ -62,8 +63,9 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
-    """Take part in a collective, which begins when all `members` (global ranks) have joined; return
-    a ticket.
+    """Take part in a collective; return a ticket.
+
+    It begins when all `members` (global ranks) have joined.
     """
     table = process.table
     process.calls[group] += 1
@@ -96,8 +98,9 @@ def join_new_group(name: str, members: list[int]) -> int:
 
 
 def come(key: int, sides: int, **fields: int) -> Entry:
-    """Note, under the lock, that one of the `sides` of a message or a collective has come; return
-    its entry, in which the first side writes the `fields`.
+    """Note, under the lock, that one of the `sides` of a message or a collective has come.
+
+    Return its entry, in which the first side writes the `fields`.
     """
     entry = arbiter.find(process.table, key or 1)  # the key 0 would be an entry that is free
     if not entry.stage:
@@ -111,8 +114,9 @@ def come(key: int, sides: int, **fields: int) -> Entry:
 
 
 def wait(ticket: Ticket) -> int:
-    """Wait until the message has left (sender) or arrived (receiver), or the collective has ended;
-    return when.
+    """Wait for a ticket's message or collective; return when it was over.
+
+    A message is over for its sender when it has left, for its receiver when it has arrived.
     """
     stand_until_booked(ticket)
     moment: Any = ticket.end  # It is known now.
@@ -166,8 +170,9 @@ def oldest_sender(group: int, tag: int) -> int:
 
 
 def is_next_send(entry: Entry) -> bool:
-    """Return whether an open message was posted by its sender, and is the next from there that this
-    rank has not begun to receive.
+    """Return whether an open message is the next from its sender that this rank may receive.
+
+    It must have been posted there, and this rank must not have begun to receive it.
     """
     channel = (entry.first, entry.second, entry.group, entry.tag)
     return entry.count == process.calls[channel, False] + 1

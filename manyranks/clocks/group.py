@@ -1,5 +1,6 @@
-"""A process group over gloo whose operations take virtual time: gloo moves the data, the table says
-when.
+"""A process group over gloo whose operations take virtual time.
+
+Gloo moves the data, the table says when.
 
 Each operation begins in gloo before it is posted in the table, so that gloo never waits for a rank
 that has not come.
@@ -85,9 +86,7 @@ class Work(dist.Work):
 
 
 class Future(torch.futures.Future):
-    """The future of a `Work`: who waits for it, or for a future that follows from it, waits in
-    virtual time.
-    """
+    """The future of a `Work`, or one that follows from it; to wait for it is to wait in virtual time."""
 
     def __init__(self, work: Work):
         super().__init__()
@@ -160,9 +159,11 @@ def tree_steps(size: int) -> int:
 
 
 class Form(NamedTuple):
-    """How long a collective takes: it is called `name`, gloo's `method` moves the data, and each of
-    its `steps`, which follow from the number of members, carries as many bytes as the argument
-    number `sized_by` has, or a K-th of them if that is `shared`.
+    """How long a collective takes.
+
+    It is called `name`, and gloo's `method` moves the data. Each of its `steps`, which follow from
+    the number of members, carries as many bytes as the argument number `sized_by` has, or a K-th of
+    them if that is `shared`.
     """
 
     name: str
@@ -244,8 +245,9 @@ class Group(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
-        """Join a collective of so many `steps`, each of which takes as long as a message of
-        `nbytes`; gloo's `work` has begun.
+        """Join a collective of so many `steps`, each as long as a message of `nbytes`.
+
+        Gloo's `work` has begun.
         """
         table = process.table
         duration = steps * (table.latency + table.bytes_take(nbytes))

@@ -1,5 +1,6 @@
-"""What is said when nothing can go on: a deadlock is an error of all ranks, a thread that holds up
-all is named.
+"""What is said when nothing can go on.
+
+A deadlock is an error of all ranks; a thread that holds up all others is named.
 
 This is the only place that has words for it: `WORDS`, and the functions `in_words` and `who_waits`.
 """
@@ -62,8 +63,9 @@ class Line(NamedTuple):
 
 
 def deadlock(clock: Any, what: Awaited) -> DeadlockError:
-    """Return the error of a thread in a deadlock: it names all ranks, what they wait for, since
-    when, and where.
+    """Return the error of a thread in a deadlock.
+
+    It names all ranks, what they wait for, since when, and where.
     """
     table = clock.table
     own_wait = Wait(table.rank, what, clock.moment / 1e12, *line_of(sys._getframe()))
@@ -141,8 +143,9 @@ def line_of(frame: Any) -> Line:
 
 
 def watch(table: Any) -> None:
-    """Say, on standard error, which line of this rank holds up virtual time, once for each such
-    line.
+    """Say, once for each such line, which line of this rank holds up virtual time.
+
+    It goes to standard error.
     """
     reported: set[str] = set()
     state_before = None

@@ -1,5 +1,6 @@
-"""The table that all ranks of a launch share: threads' clocks, links, and what is under way between
-ranks.
+"""The table that all ranks of a launch share.
+
+It has the threads' clocks, the links, and what is under way between ranks.
 
 It is a file without a name, which forked ranks and new processes inherit as an open file. It is
 laid out as in C, in whole numbers; all moments are picoseconds.

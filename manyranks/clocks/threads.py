@@ -134,8 +134,9 @@ class Lock:
 
 
 class Waiter(Lock):
-    """The lock on which one thread waits for a condition; the condition's own lock has put all in
-    order already.
+    """The lock on which one thread waits for a condition.
+
+    The condition's own lock has put all in order already.
     """
 
     takes_turns = False
@@ -150,9 +151,11 @@ class RLock(threading._RLock):
 
 
 def feeds_a_process(thread: threading.Thread) -> bool:
-    """Whether a thread writes what multiprocessing's queues send to another process, such as a
-    worker of a DataLoader. Such a process has no clock, and whoever waits for it does so in a
-    native call that stands still in virtual time: the thread must not wait for its turn meanwhile.
+    """Whether a thread writes what multiprocessing's queues send to another process.
+
+    That may be a worker of a DataLoader. Such a process has no clock, and whoever waits for it does
+    so in a native call that stands still in virtual time: the thread must not wait for its turn
+    meanwhile.
     """
     target = getattr(thread, "_target", None)
     return getattr(target, "__module__", None) == "multiprocessing.queues"
@@ -183,8 +186,9 @@ def give_clock(thread: threading.Thread, parent: Clock) -> None:
 
 
 def run_with_clock(thread: threading.Thread, run: Callable[[], None]) -> None:
-    """Run, in a new thread, what that has to do; whoever joins it goes on at the moment of its
-    end.
+    """Run, in a new thread, what that has to do.
+
+    Whoever joins it goes on at the moment of its end.
     """
     own_clock = thread.clock
     own_clock.table.idents[own_clock.slot] = threading.get_ident()

@@ -9,8 +9,9 @@ from .emulation import Emulation
 
 
 class Device:
-    """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or
-    None for no limit.
+    """An emulated accelerator: its `rate`, as "2GFLOP/s", and its `memory`, as "5GB/s" or None.
+
+    Without a memory bandwidth its memory takes no time.
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
     meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
@@ -25,8 +26,9 @@ class Device:
 
     @classmethod
     def like(cls, name: str) -> "Device":
-        """Return the accelerator `name` of the table `presets.ACCELERATORS`; raises EmulationError
-        for a name that is not in it.
+        """Return the accelerator `name` of the table `presets.ACCELERATORS`.
+
+        Raises EmulationError for a name that is not in it.
         """
         known = presets.accelerator(name)
         device = cls(f"{known.rate}FLOP/s", f"{known.memory}B/s")
@@ -42,31 +44,26 @@ class Device:
         return f"Device({self})"
 
     def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
-        """Return the seconds of an operation with these flops and bytes, and what bounds it:
-        "flops" or "memory".
-        """
+        """Return the seconds of an operation, and what bounds it: "flops" or "memory"."""
         computing = flops / self.rate
         moving = nbytes / self.memory if self.memory else 0.0
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
     def over(self, link: Any) -> "Device":
-        """Return this device for a process that has several: copies between them take the time of
-        `link`.
-        """
+        """Return this device for a process that has several, joined by `link`."""
         device = copy(self)
         device.link = link or self.link
         return device
 
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
-        """Return a context in which this process computes on such devices; copies between them take
-        `link`'s time.
+        """Return a context in which this process computes on such devices.
+
+        Copies between them take `link`'s time.
         """
         return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), and a known device's
-        name.
-        """
+        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), name and text."""
         return {
             "rate": self.rate,
             "memory": self.memory,
@@ -76,8 +73,9 @@ class Device:
 
 
 def for_ranks(device: Any, world_size: int) -> list[Device]:
-    """Return one Device for each of `world_size` ranks, from one for all or a list; raises
-    EmulationError otherwise.
+    """Return one Device for each of `world_size` ranks, from one for all or a list.
+
+    Raises EmulationError for anything else.
     """
     devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
     wrong = [each for each in devices if not isinstance(each, Device)]

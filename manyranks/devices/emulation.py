@@ -1,5 +1,6 @@
-"""The emulation at work: between Python and the arithmetic, every operation is given the time of a
-device.
+"""The emulation at work: it gives every operation the time of a device.
+
+It stands between Python and the arithmetic.
 
 torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the
 forward pass, in the backward pass and in the optimizer. The real arithmetic runs, the device's
@@ -31,8 +32,9 @@ listeners: list[Callable[[str], AbstractContextManager]] = []
 
 
 class Operation(NamedTuple):
-    """An operation of a device, `bound` by "flops" or "memory"; `start` and `end` are on the
-    device's clock.
+    """An operation of a device, `bound` by "flops" or "memory".
+
+    `start` and `end` are on the device's clock.
     """
 
     name: str
@@ -50,8 +52,9 @@ class Operation(NamedTuple):
 
 
 class Emulation:
-    """A context in which the operations of this process take the time of `device`, and copies that
-    of its link, if any.
+    """A context in which the operations of this process take the time of `device`.
+
+    Copies take that of its link, if it has one.
 
     With `record`, `operations` is the list of all `Operation`s. With `sleep=False` no thread waits:
     the clocks say how long the work would take.
@@ -101,9 +104,7 @@ class Emulation:
         return sum(self.busy.values())
 
     def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
-        """Perform one operation on emulated device `number`, and let the device's time for it
-        pass.
-        """
+        """Perform one operation on emulated device `number`, and let its time pass."""
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
         # Traffic matters where memory has a limit, and where tensors are on several devices.
@@ -124,9 +125,7 @@ class Emulation:
     def book(
         self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any
     ) -> None:
-        """Advance the clock of device `number` by the operation's time, and wait for that
-        moment.
-        """
+        """Advance the clock of device `number` by the operation's time, and wait until then."""
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         nbytes = 0
         if self.device.memory or self.operations is not None:
@@ -160,9 +159,7 @@ class Emulation:
             time.sleep(max(0.0, moment / 1e12 - time.perf_counter()))
 
     def fetch(self, number: int, *operands: Any) -> None:
-        """Let the time pass that operands on other devices take over the link to device
-        `number`.
-        """
+        """Let the time pass that operands on other devices take over the link to `number`."""
         tensors = tensors_in(*operands)
         nbytes = sum(tensor.nbytes for tensor in tensors if self.number_of(tensor) != number)
         link = self.device.link
@@ -207,16 +204,18 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 def destination(operation: Any, kwargs: dict, number: int) -> int:
-    """Return the emulated device of an operation's result: that of the operation, `number`, unless
-    it copies to a "cpu:1", which is device 1.
+    """Return the emulated device of an operation's result.
+
+    It is that of the operation, `number`, unless it copies to a "cpu:1", which is device 1.
     """
     device = kwargs.get("device") if operation is TO_COPY else None
     return number if device is None or device.index is None else device.index
 
 
 def device_number(tensor: torch.Tensor) -> int:
-    """Return which of this process's devices `tensor` is on: its GPU, or the emulated device that
-    it was moved to.
+    """Return the number of the device that `tensor` is on.
+
+    That is its GPU, or the emulated device that it was moved to.
     """
     if tensor.is_cuda:
         return tensor.device.index
@@ -224,8 +223,6 @@ def device_number(tensor: torch.Tensor) -> int:
 
 
 def full_speed() -> None:
-    """End the emulation of this rank's device: from here on, work takes no longer than it really
-    does.
-    """
+    """End the emulation of this rank's device: from here on work takes its real time."""
     if Emulation.current is not None:
         Emulation.current.stop()

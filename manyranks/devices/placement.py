@@ -19,8 +19,9 @@ QUIET_NCCL = {
 
 
 def placement(device: str, world_size: int) -> tuple[str, list[str]]:
-    """Return the ranks' backend and the name of each rank's device; `device` is "auto", "cpu",
-    "cuda" or one "cuda:1".
+    """Return the ranks' backend and the name of each rank's device.
+
+    `device` is "auto", "cpu", "cuda" or one "cuda:1".
 
     Each rank has its own GPU where there are enough: NCCL is for tensors on GPUs, gloo for those on
     the CPU. Otherwise ranks share GPUs with gloo, or with NCCL where the environment asks for it;
@@ -58,16 +59,18 @@ def say_sharing(world_size: int, gpus: int) -> None:
 
 
 def usable_gpus() -> int:
-    """Return how many GPUs CUDA can use; where CUDA sees GPUs that it cannot use, torch warns and
-    says why.
+    """Return how many GPUs CUDA can use.
+
+    Where CUDA sees GPUs that it cannot use, torch warns and says why.
     """
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def settle_on(device: str) -> None:
-    """Make `device` this process's own, before it has used CUDA: its GPU becomes the current one,
-    and NCCL is kept quiet. A process on the CPU is kept off all GPUs, where a context takes
-    hundreds of MiB.
+    """Make `device` this process's own, before it has used CUDA.
+
+    Its GPU becomes the current one, and NCCL is kept quiet. A process on the CPU is kept off all
+    GPUs, where a context takes hundreds of MiB.
     """
     if device.startswith("cuda"):
         for name, value in QUIET_NCCL.items():
@@ -78,15 +81,17 @@ def settle_on(device: str) -> None:
 
 
 def nccl_can_share() -> bool:
-    """Return whether this NCCL lets several ranks use one GPU if the environment asks for it: it
-    does from 2.30 on.
+    """Return whether this NCCL lets several ranks use one GPU if the environment asks for it.
+
+    It does from 2.30 on.
     """
     return torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
 def gpu_identity(device: str) -> str:
-    """Return a name that no other GPU has, whatever numbers processes use: host and UUID; "cpu" for
-    the CPU.
+    """Return a name that no other GPU has: host and UUID; "cpu" for the CPU.
+
+    Processes may number GPUs differently.
     """
     if not device.startswith("cuda"):
         return "cpu"
@@ -94,8 +99,10 @@ def gpu_identity(device: str) -> str:
 
 
 def backend_for(devices: list[str]) -> str:
-    """Return the backend for ranks on `devices`, a name for each rank, such as "cuda:0" or what
-    `gpu_identity` returns: NCCL needs a GPU per rank, unless it may share them.
+    """Return the backend for ranks on `devices`.
+
+    These are a name for each rank, such as "cuda:0" or what `gpu_identity` returns. NCCL needs a
+    GPU per rank, unless it may share them.
     """
     if "cpu" in devices or not torch.distributed.is_nccl_available():
         return "gloo"
@@ -105,8 +112,9 @@ def backend_for(devices: list[str]) -> str:
 
 
 def rank_device() -> torch.device:
-    """Return this rank's device: the launcher's choice, or under torchrun the GPU of its local
-    rank, or the CPU.
+    """Return this rank's device.
+
+    It is the launcher's choice, or under torchrun the GPU of its local rank, or the CPU.
     """
     chosen = os.environ.get("MANYRANKS_DEVICE")
     if not chosen:

@@ -1,5 +1,4 @@
-"""What an operation costs a device: its floating-point operations, and the bytes that it reads and
-writes.
+"""What an operation costs a device: its flops, and the bytes that it reads and writes.
 
 A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 52
@@ -32,8 +31,9 @@ NO_TRAFFIC = {  # These are no views for torch, but touch no element either.
 
 
 def flops_formula(operation: Any) -> Callable | None:
-    """Return torch's formula for `operation`'s flops from its arguments and result `out_val`; None
-    without one.
+    """Return torch's formula for `operation`'s flops from its arguments and result, or None.
+
+    The result is its argument `out_val`.
     """
     packet = operation.overloadpacket
     return flop_registry.get(ATTENTION.get(packet, packet))
@@ -41,8 +41,9 @@ def flops_formula(operation: Any) -> Callable | None:
 
 @cache
 def has_traffic(operation: Any) -> bool:
-    """Return whether `operation` reads or writes memory: views, empty tensors and collectives do
-    not.
+    """Return whether `operation` reads or writes memory.
+
+    Views, empty tensors and collectives do not.
     """
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC

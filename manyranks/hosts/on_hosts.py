@@ -27,8 +27,9 @@ def start(
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> subprocess.Popen:
-    """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build`
-    returned.
+    """Start `command` on host `number` of those that `virtual_hosts.build` returned.
+
+    The command is a list of words.
 
     The command ends with this process. Its output goes to the file descriptor `output`. Programs of
     this Python's own environment (such as torchrun) come before others of the same name: a
@@ -48,8 +49,9 @@ def start(
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill a process that `start` started, and all its descendants, as if its host had lost
-    power.
+    """Kill a process that `start` started, and all its descendants.
+
+    That is as if its host had lost power.
     """
     for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
         each.kill()

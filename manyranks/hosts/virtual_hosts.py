@@ -42,8 +42,9 @@ ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # Commands on a host get this variab
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
-    """Move this process into new namespaces and build the network; return one descriptor for each
-    host.
+    """Move this process into new namespaces and build the network.
+
+    Return one descriptor for each host.
 
     The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where that is
     not allowed.
@@ -66,8 +67,9 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
 
 
 def enter(hosts: Sequence[int], number: int) -> None:
-    """Move this process into host `number` for good; `hosts` are the descriptors that `build`
-    returned.
+    """Move this process into host `number` for good.
+
+    `hosts` are the descriptors that `build` returned.
     """
     linux.call("setns", hosts[number], 0)
     for host in hosts:
@@ -120,8 +122,7 @@ def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
 
 
 def plug_in(number: int, bits_per_second: float) -> None:
-    """Configure a host from inside: loopback, address, and the token bucket for the bytes that it
-    sends.
+    """Configure a host from inside: loopback, address, and the token bucket of its cable.
 
     TCP is told to use Reno on this route: BBR, the default of some kernels, probes for bandwidth by
     slowing down now and then, which made single measurements up to 40 % longer.
@@ -155,8 +156,9 @@ def limit(ip: Any, index: int, bits_per_second: float) -> None:
 
 
 def segment(bits_per_second: float) -> int:
-    """Return the bytes that TCP hands over in one piece: the token bucket lets a piece pass whole,
-    and then waits.
+    """Return the bytes that TCP hands over in one piece.
+
+    The token bucket lets a piece pass whole, and then waits.
     """
     in_a_burst = bits_per_second / 8 * BURST_SECONDS
     return int(min(max(in_a_burst, 2 * FRAME), LARGEST_PIECE))
@@ -164,8 +166,9 @@ def segment(bits_per_second: float) -> int:
 
 @cache
 def forbidden_by() -> str | None:
-    """Return one line about what forbids virtual hosts on this machine, or None; the machine is
-    tried only once.
+    """Return one line about what forbids virtual hosts on this machine, or None.
+
+    The machine is tried only once.
     """
     if sys.platform != "linux":
         return "virtual hosts need Linux"

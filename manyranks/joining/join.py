@@ -1,6 +1,4 @@
-"""Joining the job that torchrun or Slurm has started, or a job of a single rank where there is
-none.
-"""
+"""Join the job that torchrun or Slurm has started, or be a job of one rank."""
 
 import os
 import re
@@ -33,8 +31,7 @@ ALONE = {  # A job of one rank has this environment, and opens its store at any 
 
 
 def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
-    """Bring up the process group of the job that this process is part of; return (rank, world
-    size).
+    """Bring up the process group of this process's job; return (rank, world size).
 
     `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout`
     seconds. Under torchrun the environment says everything; the environment of Slurm's `srun` is
@@ -73,8 +70,9 @@ def slurm_step(environ: Mapping[str, str]) -> list[int]:
 
 
 def check_step(store: dist.Store, rank: int) -> None:
-    """Raise LaunchError if the store belongs to another step of Slurm: two steps may have drawn the
-    same port, and each would train the other's model.
+    """Raise LaunchError if the store belongs to another step of Slurm.
+
+    Two steps may have drawn the same port, and each would train the other's model.
     """
     own = ".".join(map(str, slurm_step(os.environ)))
     if rank == 0:
@@ -144,8 +142,9 @@ def look_up(old_store: dist.Store, host: str, patience: timedelta) -> dist.TCPSt
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment that torchrun would give, made from that of a task of `srun`; None
-    outside of a task.
+    """Return the environment that torchrun would give, made from that of a task of `srun`.
+
+    Return None outside of a task.
 
     Only `srun` sets SLURM_STEP_…: the batch script itself is no task, although it has a
     SLURM_PROCID too.
@@ -176,8 +175,9 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Return how many tasks node number `node` has, from Slurm's short form: "2(x3),1" means 2, 2,
-    2, 1.
+    """Return how many tasks node number `node` has.
+
+    Slurm's short form "2(x3),1" means 2, 2, 2, 1.
     """
     tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):

@@ -1,5 +1,6 @@
-"""Ranks of torchrun end with it: one that lived on would join the next job that takes the same
-port.
+"""Ranks of torchrun end with it.
+
+One that lived on would join the next job that takes the same port.
 
 torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun
 starts calls `end_with_torchrun` before it imports torch; this module imports no torch.
@@ -15,8 +16,9 @@ JOB = "TORCHELASTIC_RUN_ID"
 
 
 def end_with_torchrun() -> None:
-    """Have this process end as soon as the torchrun that started it does; without torchrun nothing
-    happens.
+    """Have this process end as soon as the torchrun that started it does.
+
+    Without torchrun nothing happens.
     """
     if JOB not in os.environ:
         return

@@ -33,9 +33,7 @@ from .protocol import (
 
 
 def own_ranks(connection: socket.socket, setting: Setting, files: LaunchFiles) -> None:
-    """Carry out one launch: start its ranks, tell the caller over this connection how each rank
-    ended, and exit.
-    """
+    """Carry out one launch: start its ranks, tell the caller how each ended, and exit."""
     send(connection.fileno(), AgentStarted(os.getpid()))
     # Standard input is empty, and what the agent itself prints goes to the log.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -57,8 +55,9 @@ def own_ranks(connection: socket.socket, setting: Setting, files: LaunchFiles) -
 
 
 def prepare_network(setting: Setting) -> bool:
-    """Enter the network where the ranks meet, and make the emulated link ready, if there is one;
-    return whether no other user can reach that network.
+    """Enter the network where the ranks meet, and make the emulated link ready, if there is one.
+
+    Return whether no other user can reach that network.
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
@@ -82,9 +81,10 @@ def prepare_clocks(setting: Setting) -> Any:
 
 
 def enter_own_network(wish: str) -> bool:
-    """Move this process into a network that no other process can reach, unless the `wish` is
-    "open"; return whether it is there. Raises LaunchError if that cannot be had, but must be
-    ("private").
+    """Move this process into a network that no other process can reach.
+
+    It stays where it is if the `wish` is "open". Return whether it moved. Raises LaunchError if it
+    cannot, but must ("private").
     """
     if wish == "open":
         return False
@@ -150,8 +150,9 @@ def start_ranks(
 def start_anew(
     setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> int:
-    """Start one rank in a new process, which inherits its open files by their numbers; return its
-    process id.
+    """Start one rank in a new process; return its process id.
+
+    It inherits its open files by their numbers.
     """
     # An agent that forks its ranks need not load these.
     from ..files import open_memory

@@ -18,8 +18,9 @@ class Bar:
     """
 
     def __init__(self, progress: Progress):
-        """`progress`: how many steps are expected, or True if nobody knows, or a pair of a name and
-        one of these; False if no bar is wanted.
+        """`progress` is how many steps are expected, or True if nobody knows.
+
+        It may also be a pair of a name and one of these; False if no bar is wanted.
         """
         if not isinstance(progress, tuple):
             progress = ("rank 0", progress)

@@ -12,8 +12,9 @@ PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 
 
 def compile_cell(source: str, filename: str) -> tuple:
-    """Compile a cell to its statements and its last expression, which is None if there is none or
-    ";" silences it.
+    """Compile a cell to its statements and its last expression.
+
+    The expression is None if there is none or ";" silences it.
     """
     tree = ast.parse(source, filename)
     expression = None

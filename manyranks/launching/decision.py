@@ -70,8 +70,9 @@ class Raised:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process has ended, of which the caller heard at `heard`; `words` are the last that
-    it wrote.
+    """A rank's process has ended, of which the caller heard at `heard`.
+
+    `words` are the last that it wrote.
     """
 
     rank: int
@@ -175,8 +176,9 @@ def results_of(events: Sequence[Event]) -> dict[int, Returned]:
 
 
 def failures_of(events: Sequence[Event]) -> dict[int, Raised | Ended]:
-    """Return the failure of each rank that has one: an error, or else a process that ended with a
-    code, or without a result.
+    """Return the failure of each rank that has one.
+
+    It is an error, or else a process that ended with a code, or without a result.
     """
     results = results_of(events)
     failed: dict[int, Raised | Ended] = {}

@@ -1,5 +1,6 @@
-"""With what a process that loads torch is started: the server by the caller, a rank anew by the
-agent.
+"""With what a process that loads torch is started.
+
+The caller starts the server so, and the agent a new rank.
 """
 
 import os
@@ -16,8 +17,9 @@ LONGEST_VARIABLE = 32_000
 
 
 def preloading_environment() -> dict[str, str]:
-    """Return the environment for a process that loads torch; its ranks get the caller's whole
-    environment later.
+    """Return the environment for a process that loads torch.
+
+    Its ranks get the caller's whole environment later.
     """
     short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
     # No warnings of torch's C++, and for NumPy no threads, which would not survive a fork.
@@ -30,8 +32,6 @@ def server_command(role: str, *modules: str) -> list[str]:
 
 
 def surroundings(**variables: str) -> Surroundings:
-    """Return what the ranks of this process share with it; their environment has these `variables`
-    added.
-    """
+    """Return what the ranks of this process share with it, with `variables` in the environment."""
     environ = {**os.environ, **variables}
     return Surroundings(sys.path, sys.argv, os.getcwd(), environ, own_code.packages)

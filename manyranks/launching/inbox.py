@@ -1,5 +1,6 @@
-"""The caller's inbox: it reads the pipes to which the processes of a launch write, in one loop,
-without threads or signal handlers on which a cell could hang.
+"""The caller's inbox: it reads the pipes to which the processes of a launch write.
+
+It does so in one loop, without threads or signal handlers on which a cell could hang.
 """
 
 import os
@@ -28,8 +29,10 @@ class Lines:
         return bool(piece)
 
     def show_lines(self, piece: bytes) -> None:
-        """Show the lines that `piece` completes; an empty piece is the end, where the rest is
-        shown. Of a progress bar show the text after its last carriage return.
+        """Show the lines that `piece` completes.
+
+        An empty piece is the end, where the rest is shown. Of a progress bar the text after its
+        last carriage return is shown.
         """
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
@@ -43,8 +46,9 @@ class Lines:
 
 
 class Messages:
-    """Reads the messages of a process, which `deliver` gets; instead of one that cannot be read it
-    gets an exception, and at the end None.
+    """Reads the messages of a process, which `deliver` gets.
+
+    Instead of one that cannot be read it gets an exception, and at the end None.
 
     A message is written in one piece. What is not there whole was written by something else: to
     wait for more of it would raise BlockingIOError.
@@ -84,8 +88,9 @@ class Inbox:
         return writing
 
     def read(self, seconds: float) -> bool:
-        """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing
-        came.
+        """Pass on what has arrived, after at most `seconds` of waiting.
+
+        Return False if nothing came.
         """
         ready: list[Any] = wait(list(self.readers), seconds)
         for descriptor in ready:

@@ -38,8 +38,9 @@ def launch(
     progress: Progress = False,
     **kwargs: Any,
 ) -> list[T]:
-    """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
-    results in rank order.
+    """Call `fn(*args, **kwargs)` on `world_size` (4) ranks; return the results in rank order.
+
+    Each rank has the process group up.
 
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
     accelerator (a `Device`) for each rank, or a list of them, in rank order. `timeout`:
@@ -62,8 +63,9 @@ def launch(
 
 
 def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
-    """Tell the caller if an argument looks like a world size; raises TypeError if the function does
-    not take it.
+    """Tell the caller if an argument looks like a world size.
+
+    Raises TypeError if the function does not take it.
     """
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
@@ -82,8 +84,9 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
 
 
 def plain(error: Any) -> BaseException:
-    """Return an error without our own frames, which would bury its message; notebooks show the
-    message alone, by the method that IPython asks for it.
+    """Return an error without our own frames, which would bury its message.
+
+    Notebooks show the message alone, by the method that IPython asks for it.
     """
     line = type(error).__name__
     if str(error):
@@ -93,8 +96,9 @@ def plain(error: Any) -> BaseException:
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
-    """Return the world size as an int; raises ValueError, with what was expected, for arguments of
-    the wrong kind.
+    """Return the world size as an int.
+
+    Raises ValueError, with what was expected, for arguments of the wrong kind.
     """
     if sys.platform == "win32":
         raise LaunchError("ranks need Linux or macOS: on Windows start this Python in WSL 2")
@@ -125,8 +129,9 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
-    """Return a file without a name with the pickled call and the sources of all cells; ranks map
-    the file uncopied. Raises TypeError, which names what cannot be sent.
+    """Return a file without a name with the pickled call and the sources of all cells.
+
+    Ranks map the file uncopied. Raises TypeError, which names what cannot be sent.
     """
     sources = {}
     for name, entry in list(linecache.cache.items()):

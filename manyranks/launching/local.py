@@ -1,5 +1,6 @@
-"""The processes of one launch, as the caller handles them: how they come to life, what they say,
-how they end.
+"""The processes of one launch, as the caller handles them.
+
+How they come to life, what they say, and how they end is here.
 
 Through one socket the agent gets open files. Some are files in memory: the setting, a log, the call
 and the flight recorder, and for each rank its stacks and its answer. The others are the far ends of
@@ -81,9 +82,7 @@ class Ranks:
         return self.files.enter_context(open_memory("launch", content))
 
     def start(self, call: IO[bytes]) -> None:
-        """Have the server fork an agent, and hand the launch's files over to it, with the packed
-        call.
-        """
+        """Have the server fork an agent, and hand the launch's files and the call over to it."""
         # Users may have set another card.
         own_surroundings = surroundings(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
         setting = self.open_file(pickle.dumps(own_surroundings) + pickling.dumps(self.setting))
@@ -188,9 +187,7 @@ class Ranks:
         return statuses, dumps, calls
 
     def close(self) -> None:
-        """Kill what still runs, wait until the server has reaped it, read the last lines, and close
-        pipes and files.
-        """
+        """Kill what still runs, wait for its end, read the last lines, and close all files."""
         self.told_to_end = True
         try:
             if self.server is not None:
@@ -232,8 +229,9 @@ def answer_of(rank: int, packed: bytes) -> Returned | Raised:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all programs that the ranks of a launch have started, by the mark in their
-    environment.
+    """Kill all programs that the ranks of a launch have started.
+
+    The mark in their environment tells them.
     """
     import psutil  # most launches do not need psutil
 

@@ -72,8 +72,9 @@ class RanksMagic(Magics):
                 raise plain(error) from None
 
     def run(self, options: Any, cell: str) -> None:
-        """Run a cell as `%%ranks` asks; raises UsageError if a name that is to be pulled is not
-        there.
+        """Run a cell as `%%ranks` asks.
+
+        Raises UsageError if a name that is to be pulled is not there.
         """
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
         # Tracebacks show the cell's lines by this name, which another cell does not have.

@@ -1,5 +1,6 @@
-"""What packs functions and results: cloudpickle, which can send what a cell defines; else what
-modules define.
+"""What packs functions and results.
+
+That is cloudpickle, which can send what a cell defines, or pickle for what modules define.
 """
 
 import copyreg
@@ -15,8 +16,9 @@ except ImportError:  # A machine with torch and numpy only is enough for `make g
 
 
 def pack_cached(function: Any) -> tuple:
-    """Pack a function under `functools.lru_cache` as its parts, if a cell has defined it: pickle
-    would send its name alone, which ranks do not have.
+    """Pack a function under `functools.lru_cache` as its parts, if a cell has defined it.
+
+    pickle would send its name alone, which ranks do not have.
     """
     if function.__module__ == "__main__":
         return cache_again, (function.__wrapped__, function.cache_parameters())
@@ -34,8 +36,9 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """Return the name of the first argument, or outer variable of the function, that cannot be
-    sent, and why; None if all can.
+    """Return the name of what cannot be sent, and why; None if all can.
+
+    It is the first argument, or outer variable of the function, that fails.
     """
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments

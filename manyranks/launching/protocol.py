@@ -72,8 +72,9 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the agent has made for the ranks: itself, the table of their clocks if time is virtual,
-    and where they meet.
+    """What the agent has made for the ranks.
+
+    It has the agent, the table of clocks if time is virtual, and where the ranks meet.
 
     The store is at an address and a port, where rank 0 serves it on the open socket `listener`;
     where other users could reach those, it is the open file `store_file`.
@@ -161,8 +162,9 @@ class Leave:
 
 
 def send(descriptor: int, message: Any) -> None:
-    """Send a message, which must be short, over a pipe or a socket; raises OSError if nobody reads
-    any more.
+    """Send a message, which must be short, over a pipe or a socket.
+
+    Raises OSError if nobody reads any more.
     """
     with Connection(os.dup(descriptor)) as connection:
         connection.send(message)

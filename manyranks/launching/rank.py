@@ -1,6 +1,4 @@
-"""What happens inside a rank: from the fork to the caller's function, and its result on the way
-back.
-"""
+"""What happens inside a rank: from the fork to the caller's function, and back."""
 
 import faulthandler
 import linecache
@@ -56,8 +54,9 @@ class Rank:
     files: RankFiles
 
     def run(self) -> None:
-        """Move to this rank's place in the emulated network, call the function, answer, and wait
-        until all ranks may leave.
+        """Move to this rank's place in the network, call the function, answer, and wait.
+
+        All ranks leave together.
 
         A rank that failed waits as well, until it is killed: if it ended by itself, the
         other ranks would fail too, with a broken connection, and hide the cause.
@@ -82,8 +81,9 @@ class Rank:
             dist.destroy_process_group()
 
     def join_and_call(self) -> tuple[Any, float | None]:
-        """Join the other ranks, and call the function: an error before the call is reported as one
-        of the function.
+        """Join the other ranks, and call the function.
+
+        An error before the call is reported as one of the function.
         """
         self.join_group()
         flight_recorder.attach(self.launch_files.recorder, self.number, self.setting.world_size)
@@ -134,8 +134,9 @@ class Rank:
         send(self.files.report, Answered())
 
     def join_group(self) -> None:
-        """Choose this rank's device, set the variables that torchrun would set, and bring the
-        process group up.
+        """Choose this rank's device and bring the process group up.
+
+        The variables that torchrun would set are set, too.
         """
         choose_device(self.setting, self.number)
         world_size = self.setting.world_size
@@ -174,8 +175,10 @@ class Rank:
 
 
 def refuse_strangers() -> None:
-    """Raise a LaunchError if another user of this machine is connected to this rank: gloo takes
-    whoever comes first for the rank that it expects, so nothing may be received from here on.
+    """Raise a LaunchError if another user of this machine is connected to this rank.
+
+    Gloo takes whoever comes first for the rank that it expects, so nothing may be received from
+    here on.
 
     Where only a connection's far end is gone, the error is a ConnectionError: mostly a rank ended.
     """
@@ -200,8 +203,9 @@ def choose_device(setting: Setting, rank: int) -> None:
 
 
 def redirect_output(out: int, err: int) -> None:
-    """Send to the caller, line by line, what this rank prints from now on; no input can be typed in
-    a rank.
+    """Send to the caller, line by line, what this rank prints from now on.
+
+    No input can be typed in a rank.
     """
     for name, pipe, descriptor in (("stdout", out, 1), ("stderr", err, 2)):
         os.dup2(pipe, descriptor)
@@ -254,8 +258,10 @@ class AnswerPickler(Pickler):
 
 
 def describe(error: BaseException) -> dict:
-    """Return an exception as the fields of a Failure: name, message, the traceback from the
-    caller's function on, the time, and what a deadlock has.
+    """Return an exception as the fields of a Failure.
+
+    These are its name, message, the traceback from the caller's function on, the time, and what a
+    deadlock has.
     """
     now = time.monotonic()
     frames = error.__traceback__

@@ -1,5 +1,4 @@
-"""A process that has imported torch once, and waits: the server, which forks the agent of every
-launch.
+"""The server: a process that has imported torch once, and forks the agent of every launch.
 
 It also holds what launches need of the packages in `own_code`, and reads that again once a file has
 changed, so that a launch runs what stands there. It never touches CUDA, which would not survive the
@@ -97,8 +96,9 @@ def serve(control: socket.socket, forks: bool) -> None:
 
 
 def load(names: Iterable[str]) -> None:
-    """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises
-    the error.
+    """Import modules; if one fails, its first user raises the error.
+
+    Dynamo fails where its cache cannot be made.
     """
     gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
     for name in names:
@@ -111,8 +111,10 @@ def load(names: Iterable[str]) -> None:
 
 
 def read_packages(packages: dict, last_read: tuple) -> tuple:
-    """Import what launches need of these packages, again if they, or the times at which their files
-    were changed, are not those of the last reading; return packages and times.
+    """Import what launches need of these packages, again if something has changed.
+
+    That is the packages themselves, or the times at which their files were changed. Return packages
+    and times.
     """
     times = {}
     for package in packages.values():
@@ -188,8 +190,9 @@ def take_over(surroundings: protocol.Surroundings) -> None:
 
 
 def reap(launches: dict) -> None:
-    """Look which agents have ended: their launches are over, which the caller learns from the end
-    of the socket, once no process is left.
+    """Look which agents have ended: their launches are over.
+
+    The caller learns that from the end of the socket, once no process is left.
     """
     for agent, connection in list(launches.items()):
         ended, status = os.waitpid(agent, os.WNOHANG)
@@ -204,8 +207,9 @@ def reap(launches: dict) -> None:
 
 
 def end_what_is_left(agent: int, launches: dict) -> None:
-    """Kill the process group of an ended agent, and all children that are no agents: they had left
-    that group.
+    """Kill the process group of an ended agent, and all children that are no agents.
+
+    These had left that group.
     """
     with contextlib.suppress(OSError):  # no process of the group is left
         os.killpg(agent, signal.SIGKILL)

@@ -23,8 +23,9 @@ SLOW_MODULES = ("torch._dynamo", "pytest")
 
 
 class Server:
-    """The caller's launch server: a process that forks an agent whenever it is asked to, over
-    `control`.
+    """The caller's launch server.
+
+    It is a process that forks an agent whenever it is asked to, over `control`.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,9 @@ class Server:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def how_it_ended(self, patience: float) -> str:
-        """Return in words how the server ended, with its standard error; "" if it runs on for
-        `patience` seconds.
+        """Return in words how the server ended, with its standard error.
+
+        Return "" if it runs on for `patience` seconds.
         """
         try:
             code = self.process.wait(patience)
@@ -75,8 +77,9 @@ _lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
-    """Send this process's launches to `server` from now on, or with None to one that the next
-    launch starts; the server before it ends.
+    """Send this process's launches to `server` from now on; the server before it ends.
+
+    With None the next launch starts one.
     """
     for earlier in servers:
         earlier.close()
@@ -84,8 +87,10 @@ def use_server(server: Server | None) -> None:
 
 
 def ask_for_agent(far_end: socket.socket, setting: IO[bytes]) -> Server:
-    """Have the server fork an agent, which talks over this socket and reads its `setting`; start a
-    server if none is usable, and return it. Raises LaunchError where no process can be started.
+    """Have the server fork an agent, which talks over this socket and reads its `setting`.
+
+    Start a server if none is usable, and return it. Raises LaunchError where no process can be
+    started.
     """
     with _lock:
         if not (servers and servers[0].usable()):

@@ -19,16 +19,20 @@ SPARE_FILES = 64  # so many are left for what the caller's own program opens mea
 
 
 def start_method() -> str:
-    """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
-    new, by "spawn". Raises ValueError if MANYRANKS_START names another way.
+    """Return how ranks start: by "fork" where that is safe, else by "spawn".
+
+    A fork is from a process with torch in it. Raises ValueError if MANYRANKS_START names another
+    way.
     """
     usual = "spawn" if sys.platform == "darwin" else "fork"
     return choice_of("MANYRANKS_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
-    """Return where ranks meet: "auto" is a network of their own where the system allows that, else
-    the machine's loopback, where they refuse other users; "private" insists; "open" does neither.
+    """Return where ranks meet.
+
+    "auto" is a network of their own where the system allows that, else the machine's loopback,
+    where they refuse other users; "private" insists; "open" does neither.
 
     Raises ValueError if MANYRANKS_NETWORK is anything else.
     """
@@ -36,8 +40,9 @@ def network() -> str:
 
 
 def choice_of(variable: str, usual: str, choices: list[str]) -> str:
-    """Return what an environment variable asks for, or what is usual; raises ValueError for
-    anything but the `choices`.
+    """Return what an environment variable asks for, or what is usual.
+
+    Raises ValueError for anything but the `choices`.
     """
     asked = os.environ.get(variable) or usual
     if asked not in choices:
@@ -84,8 +89,9 @@ def describe_launch(
 
 
 def threads_of_a_rank(world_size: int) -> int:
-    """Return a rank's share of the cores, and no more threads than `OMP_NUM_THREADS` allows: where
-    many people share a machine, threads that spin for each other's cores slow everybody down.
+    """Return a rank's share of the cores, at most `OMP_NUM_THREADS`.
+
+    Where many people share a machine, threads that spin for each other's cores slow everybody down.
     """
     share = max(1, usable_cores() // world_size)
     allowed = os.environ.get("OMP_NUM_THREADS", "")
@@ -93,8 +99,9 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:
-    """Raise ValueError, with the largest world size that fits, if too little memory or too few open
-    files are left.
+    """Raise ValueError if too little memory or too few open files are left.
+
+    It has the largest world size that fits.
     """
     libraries = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
     needed = libraries + argument_bytes  # every rank gets its own copy of the arguments

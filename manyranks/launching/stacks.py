@@ -39,8 +39,9 @@ class Missing(NamedTuple):
 def describe_ranks(
     world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
 ) -> tuple[list, str]:
-    """Return the RankState of every rank, and a sentence about the collective that some of them,
-    the culprits, did not enter; their states come first.
+    """Return the RankState of every rank, and a sentence about those that hold up the others.
+
+    These did not enter the collective that the others wait in; their states come first.
 
     The dicts are by rank: results of finished ranks, states of processes in words, stacks that
     faulthandler wrote, and our own collectives.
@@ -112,8 +113,9 @@ def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
 
 
 def missing_from_torchs(torch_calls: dict) -> Missing | None:
-    """Return the same for torch's own collectives, by the function that each rank is in; None
-    unless all waiting ranks are in the same one.
+    """Return the same for torch's own collectives, by the function that each rank is in.
+
+    Return None unless all waiting ranks are in the same one.
     """
     waiting = [rank for rank, name in torch_calls.items() if name]
     absent = [rank for rank, name in torch_calls.items() if not name]
@@ -140,8 +142,9 @@ def status_of(pid: int) -> str:
 
 
 def parse(dump: str) -> list:
-    """Return the threads of a dump that run the caller's code, the main one first, as lists of
-    (file, line, function).
+    """Return the threads of a dump that run the caller's code, the main one first.
+
+    Each is a list of (file, line, function).
 
     The most recent frame is the last, as in a traceback. Frames of the launcher, and what called
     it, of thread start-up and of torch's logger of collectives are left out.
@@ -161,8 +164,9 @@ def parse(dump: str) -> list:
 
 
 def as_traceback(dump: str) -> str:
-    """Return the frames of a dump as in Python tracebacks, with the source lines where they are
-    known.
+    """Return the frames of a dump as in Python tracebacks.
+
+    They have the source lines where these are known.
     """
     frames = []
     for thread in parse(dump):

@@ -9,9 +9,7 @@ from .protocol import Stepped, send
 
 
 class Steps:
-    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if
-    there is one.
-    """
+    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`."""
 
     def __init__(self, report: int | None):
         self.report = report
@@ -26,8 +24,9 @@ class Steps:
             send(self.report, Stepped(self.done))
 
     def unconnected_model(self) -> float | None:
-        """Return the sum of all weights of the model that this call trained, if this rank has
-        exchanged no message; else None. Where these sums differ, so do the models.
+        """Return the sum of a trained model's weights if no message was exchanged, else None.
+
+        Where these sums differ between ranks, so do the models.
         """
         optimizer = self.optimizer
         if optimizer is None or torch_inside.messages() or flight_recorder.sequences:

@@ -1,5 +1,6 @@
-"""One launch as its caller sees it: what the ranks say arrives, and in the end there are results or
-an error.
+"""One launch as its caller sees it.
+
+What the ranks say arrives, and in the end there are results or an error.
 """
 
 import time
@@ -32,9 +33,7 @@ UNCONNECTED = (
 
 
 class Launch:
-    """One launch, which is started, watched until its `ending` is decided, closed, and then asked
-    for its outcome.
-    """
+    """One launch: started, watched until its `ending` is decided, closed, asked for its outcome."""
 
     def __init__(self, setting: Setting):
         self.bar = Bar(setting.progress)
@@ -51,8 +50,9 @@ class Launch:
         self.bar.print(f"[rank {rank}] {text}\n", stream)
 
     def run(self, call: IO[bytes]) -> list:
-        """Run a packed call on all ranks, and close everything, whatever happens; return the
-        results in rank order.
+        """Run a packed call on all ranks, and close everything, whatever happens.
+
+        Return the results in rank order.
         """
         try:
             self.ranks.start(call)

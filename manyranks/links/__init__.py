@@ -1,5 +1,4 @@
-"""Emulated links: the ranks of one machine talk as if they were on hosts of their own, with cables
-in between.
+"""Emulated links: ranks of one machine talk as if they were on hosts with cables in between.
 
     launch(fn, link=Link("200Mbit"))                     every rank on a host of its own
     Link("200Mbit", latency="5ms", hosts=2)              in blocks on two hosts; inside a host

@@ -1,5 +1,6 @@
-"""The bandwidth and latency of a link, how ranks spread over its hosts, and which links are
-refused.
+"""The bandwidth and latency of a link, and how ranks spread over its hosts.
+
+It says which links are refused.
 """
 
 from .. import units
@@ -10,8 +11,9 @@ SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find
 
 
 class Link:
-    """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as
-    "200Mbit" and "5ms".
+    """An emulated link: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
+
+    Every host has one.
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
     inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
@@ -58,17 +60,16 @@ class Link:
             )
 
     def prepare(self, world_size: int) -> None:
-        """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before
-        the ranks start.
+        """Build `network`, whose hosts have neighbouring ranks each.
+
+        The agent calls this before the ranks start.
         """
         count = self.hosts or world_size
         host_of_rank = [rank * count // world_size for rank in range(world_size)]
         self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
-        hosts.
-        """
+        """Return what JSON can hold: mode, bandwidth_bits_s, latency_s (seconds) and hosts."""
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,

@@ -19,8 +19,9 @@ USE_VIRTUAL = 'use mode="virtual"'
 
 
 class VirtualHosts:
-    """Every host is a network namespace whose cable carries real TCP, that of torch's own
-    collectives too.
+    """Every host is a network namespace whose cable carries real TCP.
+
+    Torch's own collectives take it, too.
     """
 
     title = "virtual hosts"

@@ -28,8 +28,9 @@ PROOF = "no buffer was needed, no memory was touched on its way"
 
 
 def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) -> Verdict:
-    """Say whether `fn(*args, **kwargs)` on `world_size` ranks is right in whatever order its
-    messages travel; return a Verdict.
+    """Say whether `fn` on `world_size` ranks is right in whatever order its messages travel.
+
+    It is called as `fn(*args, **kwargs)`. Return a Verdict.
 
     One run decides if each rank has one thread, receives from named ranks and asks neither the
     clock nor whether a message has arrived. Else 20 orders are drawn, their results compared, and
@@ -46,8 +47,10 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
 
 
 def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
-    """Run the `program` (a function, its arguments and its keyword arguments) once for each seed,
-    None for no delays. Return the events, by time, and the results of all ranks for each seed.
+    """Run the `program` once for each seed, None for no delays.
+
+    It is a function, its arguments and its keyword arguments. Return the events, by time, and the
+    results of all ranks for each seed.
 
     Raises LaunchTimeout if that takes longer than `timeout` seconds, and the error of the program,
     unless the events have a fault that explains it.
@@ -88,8 +91,9 @@ def read_event(text: str) -> Event:
 
 
 def stops_in(error: DeadlockError) -> list[Event]:
-    """An event for each rank that waits in a deadlock; the lines of all are {0}, {1}, … in the
-    text of each.
+    """An event for each rank that waits in a deadlock.
+
+    The lines of all are {0}, {1}, … in the text of each.
     """
 
     def numbered(wait: Wait) -> str:

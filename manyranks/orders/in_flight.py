@@ -41,8 +41,9 @@ OPERATIONS = ["send", "recv", "barrier", "allgather_into_tensor_coalesced", *clo
 
 
 class Flight(NamedTuple):
-    """A message or a collective on its way, begun at `line`: `tensors` are pairs of a tensor and
-    whether the network writes it.
+    """A message or a collective on its way, begun at `line`.
+
+    `tensors` are pairs of a tensor and whether the network writes it.
     """
 
     what: Awaited
@@ -51,9 +52,11 @@ class Flight(NamedTuple):
 
 
 class Watch(TorchDispatchMode, ContextDecorator):
-    """What is on its way in this rank. torch shows it every operation of a thread that has entered
-    it. What happens is written to `log`, an event a line. Where delays are drawn (`draw`), whatever
-    begins a message or asks for one waits that long.
+    """What is on its way in this rank.
+
+    torch shows it every operation of a thread that has entered it. What happens is written to
+    `log`, an event a line. Where delays are drawn (`draw`), whatever begins a message or asks for
+    one waits that long.
 
     `post`, `settle`, `question`, `read` and `start` each stand around a function, and call it as
     `run`.
@@ -87,8 +90,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.log.write((json.dumps(event) + "\n").encode())
 
     def fault(self, kind: str, text: str, *lines: Line) -> None:
-        """Write a fault down, in whose text {0} and {1} are its lines, and stop: the other ranks go
-        on as far as they can, so that it does not matter which of them is the fastest.
+        """Write a fault down, in whose text {0} and {1} are its lines, and stop.
+
+        The other ranks go on as far as they can, so that it does not matter which of them is the
+        fastest.
         """
         # This flight is never over: a program that catches what the last line raises does not end.
         self.flights[self] = Flight(FAULT, [], lines[0])

@@ -14,10 +14,11 @@ MOST_OF_A_RANK = 6  # A text and a figure have so many of a rank's events or mes
 
 
 class Event(NamedTuple):
-    """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault, whose
-    `kind` is that of a Verdict. `moment` is in virtual seconds. In the text of a fault {0}, {1}, …
-    are its `lines`; a deadlock has an event for each rank that waits. `what` is what a "post" or a
-    "wait" is for.
+    """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault.
+
+    The `kind` of a fault is that of a Verdict. `moment` is in virtual seconds. In the text of a
+    fault {0}, {1}, … are its `lines`; a deadlock has an event for each rank that waits. `what` is
+    what a "post" or a "wait" is for.
     """
 
     moment: float
@@ -73,8 +74,9 @@ def faults_in(events: list) -> list:
 def judge(
     events: list, results: list, runs: int, proof: str, say: Callable[[Line], str] = str
 ) -> Verdict:
-    """The verdict on the events and the results of all runs; `proof` is that of a program without a
-    fault, and `say` has the words for a line.
+    """The verdict on the events and the results of all runs.
+
+    `proof` is that of a program without a fault, and `say` has the words for a line.
     """
     faults = faults_in(events)
     if faults:
