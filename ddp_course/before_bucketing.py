@@ -28,9 +28,7 @@ def refuse(wrong: Any, words: str) -> None:
 
 @uncompiled
 def check_pass(wrapper: Any) -> None:
-    """Raise RuntimeError if buckets of a backward pass that failed have left, and if there are
-    other parameters now.
-    """
+    """Raise RuntimeError if buckets of a failed pass have left, or there are other parameters."""
     refuse(
         wrapper.waits,
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"

@@ -73,8 +73,9 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
 
 @contextmanager
 def writing_to(path: str | Path) -> Iterator[None]:
-    """Keep other processes from writing to the folder `path` during this block; the folder is made
-    if it is missing.
+    """Keep other processes from writing to the folder `path` during this block.
+
+    The folder is made if it is missing.
 
     A run that saves many times claims its folder for all of them; `save` claims it for one
     checkpoint. Raises CheckpointError, which names the process that writes there, if that process
@@ -118,8 +119,9 @@ def load(path: str | Path) -> Any:
 
 
 def checkpoints(path: str | Path) -> list[Path]:
-    """Return the files of all checkpoints in the folder `path`, newest first; [] if there is no
-    folder.
+    """Return the files of all checkpoints in the folder `path`, newest first.
+
+    Return [] if there is no folder.
     """
     files = [file for file in Path(path).glob("checkpoint-*.pt") if number_of(file)]
     return sorted(files, key=number_of, reverse=True)
@@ -132,8 +134,9 @@ def number_of(file: Path) -> int:
 
 
 def packed(state: Any) -> bytes:
-    """Return `state` as the bytes of a checkpoint; raises CheckpointError if `load` could not read
-    them.
+    """Return `state` as the bytes of a checkpoint.
+
+    Raises CheckpointError if `load` could not read them.
     """
     content = io.BytesIO()
     try:
@@ -154,8 +157,9 @@ def packed(state: Any) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """Return the state in the bytes of a checkpoint; raises ValueError if they are damaged or not
-    plain data.
+    """Return the state in the bytes of a checkpoint.
+
+    Raises ValueError if they are damaged or not plain data.
     """
     file = io.BytesIO(content)
     try:
@@ -170,8 +174,9 @@ def unpacked(content: bytes) -> Any:
 
 
 def random_states() -> list[Any]:
-    """Return the state of the random generators of every rank, in rank order; all ranks must call
-    this.
+    """Return the state of every rank's random generators, in rank order.
+
+    All ranks must call this.
     """
     name, keys, *position = np.random.get_state(legacy=True)
     of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -189,8 +194,9 @@ def random_states() -> list[Any]:
 
 
 def set_random_state(states: Sequence[Any]) -> None:
-    """Set this rank's random generators to its state in `states`; a rank without a state there
-    keeps its own.
+    """Set this rank's random generators to its state in `states`.
+
+    A rank without a state there keeps its own.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):

@@ -35,8 +35,9 @@ from .stage4_ring import allgather, average_on_ring, ring_all_reduce
 
 
 def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """What a hook returns when its bucket is ready: a future that already has the averaged
-    gradients.
+    """What a hook returns when its bucket is ready.
+
+    It is a future that already has the averaged gradients.
     """
     # Told of the GPU, torch has the stream of whoever takes the value wait for this stream.
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
@@ -45,8 +46,9 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep
-    3 of 7 digits.
+    """A hook that runs the ring on half-precision numbers.
+
+    It sends half the bytes, and values keep 3 of 7 digits.
     """
     flat = bucket.buffer()
     halves = flat.div(dist.get_world_size(group)).to(torch.float16)
@@ -55,8 +57,9 @@ def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class TopK:
-    """A hook: every rank sends only its largest values with their places, a `share` (0 to 1) of
-    all.
+    """A hook: every rank sends only its largest values, a `share` (0 to 1) of all.
+
+    It sends them with their places.
 
     Of k values each, a rank receives those of the other K-1 ranks, and their places. With
     `feedback`, what was not sent is kept for the next step. Raises ValueError for a share out of
@@ -93,8 +96,10 @@ class TopK:
 
 
 class LowRank:
-    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P, of `rank` columns
-    each, where these have fewer elements; other gradients go whole.
+    """A hook: PowerSGD.
+
+    A gradient matrix M travels as P = M Q and Q = Mᵀ P, of `rank` columns each, where these have
+    fewer elements; other gradients go whole.
 
     Each training step is one step of power iteration: Q is kept, and turns towards M's largest
     directions. Raises ValueError unless `rank` is a whole number, 1 or more.
@@ -187,8 +192,9 @@ def train_local(
 
 
 def refuse_unequal_ends(step: float, device: torch.device) -> None:
-    """Raise ValueError unless all ranks are at the same step; infinity stands for the end of the
-    batches.
+    """Raise ValueError unless all ranks are at the same step.
+
+    Infinity stands for the end of the batches.
     """
     steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     steps[dist.get_rank()] = step
@@ -201,8 +207,9 @@ def refuse_unequal_ends(step: float, device: torch.device) -> None:
 
 @torch.no_grad()
 def take_mean_change(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
-    """Move the `shared` weights by the mean change of all ranks, and go on from there; so do
-    running statistics.
+    """Move the `shared` weights by the mean change of all ranks, and go on from there.
+
+    Running statistics do the same.
     """
     trained = trainable(model)
     for start, parameter in zip(shared, trained, strict=True):
@@ -217,8 +224,9 @@ def take_mean_change(model: Module, shared: list[Tensor], outer: Optimizer) -> N
 def train_asynchronously(
     model: Module, batches: Iterable, lr: float
 ) -> tuple[list[float], list[int]]:
-    """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every
-    update on rank 0).
+    """Rank 0 serves, all others train as fast as they can.
+
+    Return (losses, staleness of every update on rank 0).
 
     Staleness counts the updates between the weights that a gradient was computed for and those it
     is applied to. Workers may have any number of batches. Raises ValueError on one rank, and with
@@ -257,8 +265,9 @@ def end_to_end(tensors: list[Tensor]) -> Tensor:
 
 
 def serve(weights: Tensor, lr: float) -> list[int]:
-    """The server: a thread for each rank, which applies its gradients as they come and sends the
-    newest weights.
+    """The server: a thread for each rank applies its gradients as they come.
+
+    It sends the newest weights.
     """
     lock = threading.Lock()
     staleness = []

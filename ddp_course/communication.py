@@ -1,5 +1,6 @@
-"""Communication beside compute: one thread per process group, first in first out, on a group of its
-own.
+"""Communication beside compute: one thread for each process group, first in first out.
+
+It has a group of its own.
 
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
@@ -33,8 +34,9 @@ _failures: WeakKeyDictionary = WeakKeyDictionary()  # errors by process group
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Mark a block that all ranks of `group` run together: after an exception in it, all later
-    blocks fail too.
+    """Mark a block that all ranks of `group` run together.
+
+    After an exception in it, all later blocks fail too.
 
     The other ranks may then be in another collective, and would take this rank's next message for a
     part of that one. Raises RuntimeError in a block that comes after such an exception.
@@ -53,8 +55,9 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
-    """Return the communication thread of `group`; on the first call, all ranks of the group must
-    call this together.
+    """Return the communication thread of `group`.
+
+    On the first call, all ranks of the group must call this together.
     """
     group = group or dist.group.WORLD
     if group not in _threads:
@@ -63,8 +66,9 @@ def communication_thread(group: dist.ProcessGroup | None = None) -> "Communicati
 
 
 class CommunicationThread:
-    """Carries out the jobs that `start` queues, one by one; messages go over `group`, a twin of the
-    caller's group.
+    """Carries out the jobs that `start` queues, one by one.
+
+    Messages go over `group`, a twin of the caller's group.
     """
 
     def __init__(self, group):
@@ -77,8 +81,9 @@ class CommunicationThread:
         finalize(self, self.jobs.put, None)  # None ends the thread.
 
     def start(self, function: Callable, device: torch.device) -> Callable:
-        """Queue `function(group)`, without gradients; return a function that waits for its result,
-        or raises its error.
+        """Queue `function(group)`, without gradients.
+
+        Return a function that waits for its result, or raises its error.
 
         On CUDA the function works on the thread's own stream, after all work that is already on the
         caller's stream; waiting for its result holds up the caller's current stream, not the
@@ -100,8 +105,9 @@ class CommunicationThread:
     def carry_out(
         self, function: Callable[..., Any], ready: Any, stream: Any
     ) -> tuple[Any, torch.cuda.Event | None]:
-        """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its
-        end.
+        """Carry out a job in the thread.
+
+        Return its result and, on CUDA, the event that marks its end.
         """
         if stream:  # A new thread's GPU is 0, where leaving the stream would open a context.
             torch.cuda.set_device(stream.device)
@@ -154,7 +160,8 @@ def run_jobs(jobs: Any) -> None:
 
 
 def is_queued(device: torch.device) -> bool:
-    """Return whether work on `device` is only queued when a call returns; on the CPU the work is
-    done by then.
+    """Return whether work on `device` is only queued when a call returns.
+
+    On the CPU the work is done by then.
     """
     return device.type == "cuda"

@@ -1,5 +1,6 @@
-"""When work ran on a device, not when it was queued: on a GPU every edge is a CUDA event, read once
-all are over.
+"""When work ran on a device, not when it was queued.
+
+On a GPU every edge is a CUDA event, read once all are over.
 
 Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its
 overlap.
@@ -27,8 +28,9 @@ class EventClock:
         self.now()
 
     def now(self, device: torch.device | None = None) -> Any:
-        """Mark this moment; on a GPU, mark the end of all work queued so far on the current stream
-        of `device`.
+        """Mark this moment.
+
+        On a GPU, mark the end of all work queued so far on the current stream of `device`.
         """
         if self.device.type == "cpu":
             return perf_counter()
@@ -44,8 +46,9 @@ class EventClock:
             torch.cuda.synchronize(device)
 
     def seconds(self, mark: Any) -> float:
-        """Return the moment of a mark in seconds of `time.perf_counter`; `finish` must have been
-        called.
+        """Return the moment of a mark in seconds of `time.perf_counter`.
+
+        `finish` must have been called.
         """
         if isinstance(mark, float):  # the processor or gloo did the work
             return mark

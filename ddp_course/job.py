@@ -27,8 +27,9 @@ class Layer(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if
-    known.
+    """What a step costs: `layers` in forward order, the update's seconds, the step's flops.
+
+    The flops are None if they are not known.
 
     Backward runs through the layers in reverse.
     """
@@ -113,8 +114,9 @@ class Job:
         return self.problem.model(self.seed)
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[problems.Batch]:
-        """The (inputs, targets) of all steps: one of `world_size` equal shares of each global
-        batch.
+        """The (inputs, targets) of all steps.
+
+        They are one of `world_size` equal shares of each global batch.
         """
         return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
 
@@ -148,8 +150,9 @@ class Job:
         return sizes
 
     def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
-        """A model with one rank's slices of the layers, which notes the bytes of its all-reduces
-        and sends nothing.
+        """A model with one rank's slices of the layers.
+
+        It notes the bytes of its all-reduces and sends nothing.
         """
 
         def note(tensor):
@@ -194,8 +197,9 @@ def make_job(
 
 @lru_cache(maxsize=16)
 def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
-    """Compute one step on the emulated device without waiting for its clock; return a `Layer` for
-    each parameter.
+    """Compute one step on the emulated device; return a `Layer` for each parameter.
+
+    Nobody waits for the device's clock.
 
     If `sliced`, the model has one rank's slices of the layers.
     """

@@ -47,8 +47,9 @@ class Stage:
     step: str | None = None
 
     def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:
-        """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that
-        it knows.
+        """Return this stage's `train(model, batches, lr)`.
+
+        It has those of the job's `settings` that it knows.
         """
         chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
         if callable(self.train):
@@ -75,23 +76,26 @@ def on_ring(job: Any) -> float:
 
 
 def sharded(job: Any) -> float:
-    """What each rank sends if parameters are gathered for forward and backward, and gradients
-    scattered.
+    """What each rank sends if parameters are gathered for both passes.
+
+    Gradients are scattered.
     """
     return 3 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
 def along_pipeline(job: Any) -> float:
-    """What the busiest rank of a pipeline sends: activations to the right, their gradients to the
-    left.
+    """What the busiest rank of a pipeline sends.
+
+    These are activations to the right, and their gradients to the left.
     """
     cuts = job.activation_bytes
     return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
 
 
 def within_layers(job: Any) -> float:
-    """What each rank sends if layers are split over all ranks: all-reduces of activations and their
-    gradients.
+    """What each rank sends if layers are split over all ranks.
+
+    These are all-reduces of activations and of their gradients.
     """
     return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
 

@@ -9,8 +9,9 @@ from . import wire
 
 
 def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
-    """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`; return {axis: this rank's
-    group along it}.
+    """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`.
+
+    Return {axis: this rank's group along it}.
 
     All ranks call this. Raises ValueError unless the axes are whole numbers, 1 or more, that
     multiply to the number of ranks.

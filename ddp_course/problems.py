@@ -30,8 +30,9 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 def make(name: str, **options: Any) -> "Problem":
-    """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class
-    below. Raises ValueError for other names and options.
+    """Return the problem `name`: "digits", "bytes" or "synthetic".
+
+    Options are those of its class below. Raises ValueError for other names and options.
     """
     if name not in NAMES:
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
@@ -43,8 +44,9 @@ def make(name: str, **options: Any) -> "Problem":
 
 
 def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> Tensor:
-    """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on
-    all ranks.
+    """Return the indices of rank `rank`'s share of an epoch.
+
+    They are a 1-D int64 tensor of equal length on all ranks.
 
     The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes
     positions r, r+K, … Shares do not overlap, except that the epoch is padded with its first
@@ -60,8 +62,9 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
 
 
 def share(global_batch: int, world_size: int) -> int:
-    """Samples of a global batch that each of `world_size` ranks gets; ValueError if shares would be
-    unequal.
+    """Samples of a global batch that each of `world_size` ranks gets.
+
+    Raises ValueError if shares would be unequal.
     """
     if global_batch < 1 or global_batch % world_size:
         wanted = max(1, round(global_batch / world_size)) * world_size
@@ -72,8 +75,9 @@ def share(global_batch: int, world_size: int) -> int:
 
 
 class Problem:
-    """A data set `self.inputs`, `self.targets` (first dimension: samples) with a model that learns
-    it.
+    """A data set with a model that learns it.
+
+    It has `self.inputs` and `self.targets`, whose first dimension are the samples.
     """
 
     name: str
@@ -89,8 +93,9 @@ class Problem:
         self.device = device
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A new model whose weights depend on `seed` only; the state of the random generators stays
-        as it is.
+        """A new model whose weights depend on `seed` only.
+
+        The state of the random generators stays as it is.
         """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -129,8 +134,9 @@ class Problem:
         return self.inputs[indices], self.targets[indices]
 
     def loss(self, model: nn.Module) -> float:
-        """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation
-        mode.
+        """Mean loss of `model` on the held-out samples, as a float.
+
+        It is taken without gradients, in evaluation mode.
         """
         return functional.cross_entropy(outputs(model, self.test_inputs), self.test_targets).item()
 
@@ -140,8 +146,9 @@ class Problem:
 
 
 class Digits(Problem):
-    """1,797 handwritten digits of 8 x 8 pixels (UCI ML repository, shipped with scikit-learn); 360
-    are held out.
+    """1,797 handwritten digits of 8 x 8 pixels; 360 are held out.
+
+    They are from the UCI ML repository, and come with scikit-learn.
     """
 
     name = "digits"
@@ -158,8 +165,9 @@ class Digits(Problem):
         self.dropout = dropout
 
     def new_model(self) -> nn.Module:
-        """A net of 88,092 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10)
-        logits.
+        """A net of 88,092 parameters: (N, 1, 8, 8) pixels to (N, 10) logits.
+
+        2, 3 and 4 ranks divide the parameters.
         """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
@@ -182,8 +190,9 @@ class Digits(Problem):
 
 
 class Bytes(Problem):
-    """Source text of the Python standard library, byte by byte; the last tenth of the text is held
-    out.
+    """Source text of the Python standard library, byte by byte.
+
+    The last tenth of the text is held out.
 
     `parameters` sets the size of the GPT, about 20,000 to 200 million; `context` is the bytes it
     sees at a time.
@@ -220,14 +229,16 @@ class Bytes(Problem):
         return ByteGPT(*gpt_shape(self.parameters), self.context, self.dropout)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by
-        heart.
+        """Return {"bits_per_byte": …} on held-out text.
+
+        8 is guessing, 0 is knowing the text by heart.
         """
         return {"bits_per_byte": self.loss(model) / math.log(2)}
 
     def sample(self, model: nn.Module, prompt: str = "def ", length: int = 100) -> str:
-        """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes
-        replaced.
+        """Let `model` continue `prompt` by `length` bytes.
+
+        Return the text, unreadable bytes replaced.
         """
         generator = torch.Generator().manual_seed(0)
         text = list(prompt.encode())
@@ -307,8 +318,9 @@ class TransformerBlock(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T), as `cross_entropy` wants
-    them.
+    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T).
+
+    `cross_entropy` wants them so.
     """
 
     def __init__(self, layers, width, context, dropout=0.0):
@@ -339,8 +351,9 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2)
 
     def layers(self) -> list[nn.Module]:
-        """The same model as a list of modules to run one after the other, as a pipeline needs
-        it.
+        """The same model as a list of modules to run one after the other.
+
+        A pipeline needs it so.
         """
         first = MethodModule(self.embed, self.bytes, self.positions, self.dropout)
         last = MethodModule(self.predict, self.norm, self.head)
@@ -380,8 +393,9 @@ def gpt_shape(parameters: int) -> tuple[int, int]:
 
 @cache
 def standard_library_text() -> bytes:
-    """About 4 MB of the standard library's own source as bytes; packages installed beside it are
-    left out.
+    """About 4 MB of the standard library's own source as bytes.
+
+    Packages installed beside it are left out.
     """
     folder = Path(os.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])

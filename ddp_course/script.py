@@ -27,8 +27,9 @@ from ddp_course import problems, stage6_ddp
 
 
 def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> torch.nn.Module:
-    """Train on this rank's share, on its own GPU if there is one for each rank of this machine;
-    rank 0 leaves a checkpoint in `folder`.
+    """Train on this rank's share; rank 0 leaves a checkpoint in `folder`.
+
+    Each rank has its own GPU if there is one for each rank of this machine.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

@@ -20,16 +20,18 @@ from torch.optim import SGD
 
 
 def scatter(tensor, devices):
-    """Split `tensor` along its first dimension, one shard per device; a batch too small leaves
-    devices idle.
+    """Split `tensor` along its first dimension, one shard per device.
+
+    A batch too small leaves devices idle.
     """
     shards = tensor.tensor_split(len(devices))
     return [shard.to(device) for shard, device in zip(shards, devices, strict=True) if len(shard)]
 
 
 def replicate(module, devices):
-    """Return a copy of `module` on every device, each with weights of its own and no gradients; the
-    master's copy is `module` itself.
+    """Return a copy of `module` on every device.
+
+    Each has weights of its own and no gradients; the master's copy is `module` itself.
     """
     copies = []
     for device in devices[1:]:
@@ -108,8 +110,9 @@ class DataParallel(torch.nn.Module):
 
 
 def train(model, batches, lr, devices=("cpu", "cpu")):
-    """Train `model` in place on whole batches, split over `devices`; return the loss of every
-    step.
+    """Train `model` in place on whole batches; return the loss of every step.
+
+    Each batch is split over `devices`.
     """
     parallel = DataParallel(model, devices)
     optimizer = SGD(model.parameters(), lr=lr)

@@ -1,5 +1,6 @@
-"""Stage 3: K processes. One of them, the server, collects all gradients, averages them and sends
-them back.
+"""Stage 3: K processes, one of which averages.
+
+The server collects all gradients, averages them and sends them back.
 
     rank 1 --p bytes--> server (adds up) --p bytes--> rank 1
     rank 2 --p bytes--> server           --p bytes--> rank 2
@@ -43,8 +44,9 @@ def gradients(module):
 @wire.collective
 @torch.no_grad()
 def average_on_server(tensors, server=0, group=None):
-    """Replace every tensor by its mean over the ranks, in place, by way of rank `server` of
-    `group`.
+    """Replace every tensor by its mean over the ranks, in place.
+
+    The tensors go by way of rank `server` of `group`.
 
     Each rank sends one message per dtype and device, multiplied by 1/K beforehand as torch's DDP
     does.
@@ -87,9 +89,7 @@ def unflatten(flat, members):
 
 
 def train(model, batches, lr, average=average_on_server):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
-    step.
-    """
+    """Train `model` in place on this rank's share of each batch; return its losses."""
     broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -27,8 +27,9 @@ from .stage3_paramserver import broadcast_parameters, flattened, gradients, unfl
 @wire.collective
 @torch.no_grad()
 def whole_gradient_ring(tensor, group=None):
-    """Sum `tensor` over the ranks of `group` in place: pass on what came in until everyone has seen
-    everything.
+    """Sum `tensor` over the ranks of `group` in place.
+
+    Pass on what came in until everyone has seen everything.
 
     Each rank adds in an order of its own, so for K > 2 the ranks' results differ in the last bits.
     """
@@ -45,8 +46,9 @@ def whole_gradient_ring(tensor, group=None):
 @wire.collective
 @torch.no_grad()
 def ring_all_reduce(tensor, group=None):
-    """Sum `tensor` over the ranks of `group` in place; any shape and dtype, even fewer elements
-    than ranks.
+    """Sum `tensor` over the ranks of `group` in place.
+
+    It may have any shape and dtype, even fewer elements than ranks.
     """
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(dist.get_world_size(group))
@@ -73,8 +75,9 @@ def reduce_scatter(chunks, group=None):
 
 
 def allgather(chunks, group=None):
-    """K-1 steps: send a finished chunk right, keep the one that comes from the left, until all have
-    all.
+    """K-1 steps: send a finished chunk right, keep the one that comes from the left.
+
+    In the end all ranks have all chunks.
     """
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
@@ -84,8 +87,9 @@ def allgather(chunks, group=None):
 
 
 def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
-    """Replace every tensor by its mean over the ranks, in place, with one `all_reduce` per dtype
-    and device.
+    """Replace every tensor by its mean over the ranks, in place.
+
+    There is one `all_reduce` per dtype and device.
     """
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
@@ -94,9 +98,7 @@ def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
 
 
 def train(model, batches, lr, average=average_on_ring):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
-    step.
-    """
+    """Train `model` in place on this rank's share of each batch; return its losses."""
     broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -32,8 +32,10 @@ DEFAULT_CAP_MB = 25.0
 
 
 class Bucket:
-    """Parameters whose gradients travel together: `flat` is the message, `views[p]` the gradient of
-    p in it. `missing` has the parameters whose gradient has not come in this pass.
+    """Parameters whose gradients travel together.
+
+    `flat` is the message, `views[p]` the gradient of p in it. `missing` has the parameters whose
+    gradient has not come in this pass.
     """
 
     def __init__(self, parameters):
@@ -51,8 +53,9 @@ class Bucket:
 
 
 def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
-    """Group `parameters`, last first, into lists of one dtype and device, closed on reaching
-    `bucket_cap_mb` MiB.
+    """Group `parameters`, last first, into lists of one dtype and device.
+
+    A list is closed on reaching `bucket_cap_mb` MiB.
 
     With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start
     early. Raises ValueError for a cap that is not positive.
@@ -122,8 +125,9 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def start_over(self):
-        """Expect every gradient: after each backward pass, and before each forward pass, so that
-        nothing is left of a backward pass that failed.
+        """Expect every gradient, so that nothing is left of a backward pass that failed.
+
+        This runs after each backward pass, and before each forward pass.
         """
         self.in_backward = False
         self.waits = []  # This has a function for each bucket that has left.
@@ -134,8 +138,9 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def gradient_ready(self, parameter):
-        """The hook: runs in the middle of backward, right after the gradient of `parameter` is
-        complete.
+        """The hook: it runs in the middle of backward.
+
+        The gradient of `parameter` has just become complete.
         """
         if not self.in_backward:
             self.in_backward = True
@@ -153,8 +158,9 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def finish(self):
-        """Before `backward()` returns: wait for all buckets, then get ready for the next backward
-        pass.
+        """Wait for all buckets before `backward()` returns.
+
+        Then get ready for the next backward pass.
         """
         with wire.span("wait"):
             for wait in self.waits:
@@ -171,9 +177,7 @@ class BucketedDDP(torch.nn.Module):
 
 
 def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
-    step.
-    """
+    """Train `model` in place on this rank's share of each batch; return its losses."""
     parallel = BucketedDDP(model, bucket_cap_mb)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

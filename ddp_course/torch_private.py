@@ -1,5 +1,6 @@
-"""What stages and exercises need of torch that it does not promise, and that may differ between
-versions. It was seen on 2.10 and 2.13.
+"""What stages and exercises need of torch that it does not promise.
+
+It may differ between versions, and was seen on 2.10 and 2.13.
 
 What launching needs as well is in `manyranks/torch_inside.py`; no other module names a private part
 of torch, and a test sees to it. (Stage 5 queues its callback as torch's own tutorials do, because a
@@ -40,8 +41,9 @@ def wrapper_around() -> torch.nn.Module | None:
 
 
 def allow_foreach(kind: type) -> None:
-    """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
-    ordinary ones; torch itself does this for its DTensor.
+    """Have optimizers work on many tensors of this subclass at once.
+
+    They do so on a GPU with ordinary ones; torch itself does this for its DTensor.
     """
     clipping: list[Any] = _foreach_utils._foreach_supported_types
     updates: list[Any] = optimizer._foreach_supported_types
@@ -61,8 +63,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 @contextmanager
 def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
-    """Within this block torch's own collectives of tensors on the CPU are `function(name)`, in all
-    threads and by whatever name one calls them; sends, receives and barriers stay as they are.
+    """Within this block torch's own collectives on the CPU are `function(name)`.
+
+    It is so in all threads and by whatever name one calls them; sends, receives and barriers stay
+    as they are.
     """
     backend = torch._C._distributed_c10d.Backend
     methods = {name: method for name, method in vars(backend).items() if is_collective(name)}
@@ -94,8 +98,9 @@ def is_collective(name: str) -> bool:
 
 
 def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a process group with the backend and timeout of `group`, and with all its ranks or only
-    its `members`.
+    """Make a process group with the backend and timeout of `group`.
+
+    It has all its ranks, or only its `members`.
 
     Only the new group's ranks call this, all of them together. Every rank of the job would have to
     call `dist.new_group`; with `use_local_synchronization` that derives a name from the number of

@@ -1,5 +1,6 @@
-"""The script form of every stage, for one process, torchrun and Slurm, with checkpoints and exact
-resume:
+"""The script form of every stage, with checkpoints and exact resume.
+
+It is for one process, torchrun and Slurm:
 
     python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
     torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --checkpoint runs/first
@@ -118,8 +119,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
-    """The checkpoint that rank 0 finds in the folder, the same on all ranks; None if there is
-    nothing yet.
+    """The checkpoint that rank 0 finds in the folder, the same on all ranks.
+
+    It is None if there is nothing yet.
 
     No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on
     all ranks.
@@ -147,8 +149,9 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
 
 
 def job_of(options: argparse.Namespace, saved: Any) -> Job:
-    """The job that the options ask for; missing options come from the checkpoint, or else from the
-    problem.
+    """The job that the options ask for.
+
+    Missing options come from the checkpoint, or else from the problem.
     """
     global_batch = options.global_batch
     if saved and global_batch is None:
@@ -181,8 +184,9 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def check_settings(saved: Any, job: Job, folder: str) -> None:
-    """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps
-    may change.
+    """Raise CheckpointError if the checkpoint was made with other options.
+
+    Stage, ranks and steps may change.
 
     One beyond `--steps` is refused: steps cannot be undone.
     """
@@ -249,8 +253,9 @@ def train_to_next_checkpoint(
 
 
 def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
-    """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has
-    none for this rank.
+    """Restore this rank's random generators from the checkpoint.
+
+    Seed them if the checkpoint has none for this rank.
     """
     # Up to 1,000 seeds and ranks, each step, seed and rank have a sum of their own: a rank that is
     # new in this run draws masks that no rank has drawn.
@@ -275,8 +280,9 @@ def say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script and end the process: 0 for success, 1 for a failed run, 2 for options that
-    cannot work.
+    """Run the script and end the process.
+
+    Its exit code is 0 for success, 1 for a failed run, 2 for options that cannot work.
     """
     try:
         options = parse(arguments)

@@ -1,5 +1,6 @@
-"""The rungs that have no module of their own: the whole-gradient ring, ZeRO-1 and torch's
-DistributedDataParallel.
+"""The rungs that have no module of their own.
+
+These are the whole-gradient ring, ZeRO-1 and torch's DistributedDataParallel.
 """
 
 from collections.abc import Iterable
@@ -26,8 +27,9 @@ train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
 
 
 def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float) -> list[float]:
-    """The loop of stage 1 with ZeRO-1: its optimizer averages the gradients, and each rank updates
-    its part.
+    """The loop of stage 1 with ZeRO-1.
+
+    Its optimizer averages the gradients, and each rank updates its part.
     """
     broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
     optimizer = ShardedOptimizer(model.parameters(), SGD, lr=lr)
@@ -52,8 +54,9 @@ def train_with_torch(
 
 
 def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's default averaging of one bucket, as a hook that also reports when it began and
-    ended.
+    """torch's default averaging of one bucket, as a hook.
+
+    It also reports when it began and ended.
     """
     start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())

@@ -33,8 +33,9 @@ SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on the wire: a "send", a "recv", or a named "span" around several of
-    them.
+    """Something that happened on the wire.
+
+    It is a "send", a "recv", or a named "span" around several of them.
 
     `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock; spans have 0
     `bytes`, no `peer`.
@@ -75,16 +76,18 @@ _connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups.
 
 
 def now(device: torch.device | None = None) -> Any:
-    """Return this moment by the card's clock: on a GPU, when `device` will have done all work
-    queued so far.
+    """Return this moment by the card's clock.
+
+    On a GPU, that is when `device` will have done all work queued so far.
     """
     return card.clock.now(device)
 
 
 @contextmanager
 def observing(callback: Callable[[Event], None], clock: EventClock | None = None) -> Iterator[None]:
-    """Call `callback(event)` after every message and span of this process, from any thread; `clock`
-    marks times.
+    """Call `callback(event)` after every message and span of this process.
+
+    They may come from any thread; `clock` marks times.
     """
     before = card.clock
     card.clock = clock or card.clock
@@ -118,8 +121,9 @@ emulation.listeners.append(span)
 
 
 def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:
-    """Tell the observers that a backend's collective on `tensor`, which began at `start` (by
-    `now`), has just ended.
+    """Tell the observers that a backend's collective on `tensor` has just ended.
+
+    It began at `start` (by `now`).
 
     The collective ran in a thread of the backend, not in the thread that noticed its end. gloo
     computes on the processor, even where the tensor is on a GPU: the work that was queued on that
@@ -130,8 +134,9 @@ def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> N
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is a
-    tensor or several.
+    """Decorate an algorithm in which all ranks of a `group` take part.
+
+    Its first argument is a tensor or several.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, by which
     mismatched shapes and hangs are reported with the numbers of the ranks. Within the call torch
@@ -154,8 +159,9 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def naming_absent(group: Group = None) -> Iterator[None]:
-    """Within this block, a collective of the backend that has waited in vain names the ranks that
-    have not come.
+    """Within this block, a collective that has waited in vain names the absent ranks.
+
+    It is one of the backend.
 
     A rank whose collective fails says so in the job's store. One that came late fails with the
     first that gives up, because that one closes its connections. Raises RuntimeError with the
@@ -236,15 +242,17 @@ def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
-    """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before
-    `wait()`.
+    """Start sending a contiguous `tensor` to global rank `dst`.
+
+    Do not write to it before `wait()`.
     """
     return begin([Transfer("send", tensor, dst, group)], group)[0]
 
 
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
-    """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before
-    `wait()`.
+    """Start receiving into a contiguous `tensor` from global rank `src`.
+
+    Do not read it before `wait()`.
     """
     return begin([Transfer("recv", tensor, src, group)], group)[0]
 
@@ -267,8 +275,9 @@ def exchange(
 
 
 def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
-    """Send and receive several messages at once, given as (tensor, global rank) pairs, and wait for
-    all of them.
+    """Send and receive several messages at once, and wait for all of them.
+
+    They are given as (tensor, global rank) pairs.
 
     The receives are posted before the sends: gloo's sender waits until the receiver is ready, and
     with the sends first two neighbours would wait for each other's turn, at half the speed.
@@ -280,15 +289,17 @@ def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
 
 
 def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
-    """Return whether NCCL carries `tensor` in `group`: a group may have a backend for the CPU and
-    one for GPUs.
+    """Return whether NCCL carries `tensor` in `group`.
+
+    A group may have a backend for the CPU and one for GPUs.
     """
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
 def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
-    """Connect `group`; all its ranks call this before its first message, with a tensor like those
-    that will be sent.
+    """Connect `group`, with a tensor like those that will be sent.
+
+    All its ranks call this before its first message.
 
     NCCL connects all ranks of a group at once, in the group's first operation; if that were a
     message between two ranks, both would wait for the others. So an all-reduce of a zero connects
@@ -301,8 +312,9 @@ def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
 
 
 def neighbours(group: Group = None) -> tuple[int, int, int, int]:
-    """Return this rank in `group`, the group's size, and the global ranks of the left and the right
-    neighbour.
+    """Return this rank in `group`, its size, and the left and the right neighbour.
+
+    The neighbours are global ranks.
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
@@ -323,15 +335,18 @@ def others(rank: int, group: Group = None) -> list[int]:
 
 @cache  # Each new group would keep its threads and sockets until the job ends.
 def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of these `members` of `group`, which all of them make together when they
-    first ask for it.
+    """Return the group of these `members` of `group`.
+
+    All of them make it together when they first ask for it.
     """
     return group_like(group, members)
 
 
 def _buffer_for(kind, tensor, group):
-    """Return what the backend sends, or receives into: the tensor itself; for one on a GPU, where
-    gloo can use host memory only, a copy in pinned memory.
+    """Return what the backend sends, or receives into.
+
+    It is the tensor itself; for one on a GPU, where gloo can use host memory only, it is a copy in
+    pinned memory.
     """
     if not tensor.is_cuda or on_nccl(tensor, group):
         return tensor
@@ -340,8 +355,9 @@ def _buffer_for(kind, tensor, group):
 
 
 def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
-    """Tell the observers of a message or a span that began at `start` (by `now`) and ended at
-    `end`, or just now.
+    """Tell the observers of a message or a span.
+
+    It began at `start` (by `now`) and ended at `end`, or just now.
     """
     if card.observers:
         details = {"thread": threading.current_thread().name, **details}

@@ -1,5 +1,6 @@
-"""Recursive halving and doubling: few steps and least traffic, the largest parts between
-neighbours.
+"""Recursive halving and doubling: few steps and least traffic.
+
+The largest parts travel between neighbours.
 """
 
 import torch
@@ -14,8 +15,9 @@ from .strides import copy_back, flat_memory
 def halving_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Recursive halving, then recursive doubling: exchange half, a quarter, an eighth …, and the
-    same way back.
+    """Recursive halving, then recursive doubling.
+
+    Ranks exchange half, a quarter, an eighth …, and the same way back.
 
     Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, some of
     the first ranks form pairs, each of which acts as one rank: the odd rank sends its tensor to the

@@ -16,8 +16,9 @@ from .strides import copy_back, flat_memory
 def hierarchical_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, ranks_per_host: int | None = None
 ) -> torch.Tensor:
-    """Two levels: reduce-scatter inside each host, a ring of the hosts for each chunk, allgather
-    inside each host.
+    """Two levels: reduce-scatter and allgather inside each host, a ring of hosts between them.
+
+    There is a ring for each chunk.
 
     Hosts are runs of `ranks_per_host` consecutive ranks (default: LOCAL_WORLD_SIZE, else all on one
     host); the number must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between

@@ -81,16 +81,18 @@ def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: which known word is most like it; "" if none
-    is.
+    """The end of a sentence about an unknown word: the known word most like it.
+
+    It is "" if none is.
     """
     similar = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run the command, and return its exit code; an error is told in one line, without its
-    traceback.
+    """Run the command, and return its exit code.
+
+    An error is told in one line, without its traceback.
     """
     try:
         code = command() or 0

@@ -4,8 +4,9 @@ from pathlib import Path
 
 
 def course_folder(name: str) -> Path:
-    """Return the course's folder `notebooks`, `exercises` or `docs`, in its repository or in the
-    installed package.
+    """Return the course's folder `notebooks`, `exercises` or `docs`.
+
+    It is in its repository or in the installed package.
     """
     package = Path(__file__).resolve().parents[1]
     packed = package / "course" / name  # setup.py copies the course's folders there

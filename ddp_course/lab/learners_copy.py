@@ -15,8 +15,9 @@ PROGRESS = ".ddp-course-progress.json"  # What is kept is in this one.
 
 
 def find_copy() -> Path | None:
-    """The copy in whose folders this process runs, or else the one in `work` below; None without
-    one.
+    """The copy in whose folders this process runs, or else the one in `work` below.
+
+    It is None without one.
     """
     folder = Path.cwd()
     for place in (folder, *folder.parents, folder / "work"):
@@ -26,8 +27,10 @@ def find_copy() -> Path | None:
 
 
 def progress_in(copy: Path) -> dict[str, Any]:
-    """What is kept in a copy, as {"tasks": {task: solved}, "guesses": {question: right}, "visited":
-    seconds since 1970}; keys of which nothing is known are missing.
+    """What is kept in a copy.
+
+    It is {"tasks": {task: solved}, "guesses": {question: right}, "visited": seconds since 1970};
+    keys of which nothing is known are missing.
     """
     try:
         return json.loads((copy / PROGRESS).read_text(encoding="utf-8"))
@@ -36,8 +39,10 @@ def progress_in(copy: Path) -> dict[str, Any]:
 
 
 def keep(kind: str, name: str, value: bool) -> None:
-    """Keep the result of a task (`kind` is "tasks") or of a guess ("guesses"), if this process runs
-    in a copy. A full disk, or a folder that cannot be written, must not cost a check.
+    """Keep the result of a task or of a guess, if this process runs in a copy.
+
+    `kind` is "tasks" or "guesses". A full disk, or a folder that cannot be written, must not cost a
+    check.
     """
     copy = find_copy()
     if copy is None:

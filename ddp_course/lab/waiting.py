@@ -10,8 +10,9 @@ TICK_SECONDS = 1
 
 @contextmanager
 def say_while(text: str, wanted: bool = True) -> Iterator[None]:
-    """While the block runs, show `text` and count seconds, in one line of the terminal that later
-    output replaces. Nothing is shown without a terminal, or unless it is `wanted`.
+    """While the block runs, show `text` and count seconds, in one line of the terminal.
+
+    Later output replaces it. Nothing is shown without a terminal, or unless it is `wanted`.
     """
     ended = threading.Event()
 

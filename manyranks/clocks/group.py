@@ -86,7 +86,7 @@ class Work(dist.Work):
 
 
 class Future(torch.futures.Future):
-    """The future of a `Work`, or one that follows from it; to wait for it is to wait in virtual time."""
+    """The future of a `Work`, or one that follows from it: its `wait` takes virtual time."""
 
     def __init__(self, work: Work):
         super().__init__()

@@ -6,8 +6,9 @@ import sys
 
 
 def as_typed(words: str) -> str:
-    """`ddp-course` with `words`, as it is to be typed in this shell: with its path where the shell
-    would not find it.
+    """`ddp-course` with `words`, as it is to be typed in this shell.
+
+    It has its path where the shell would not find it.
     """
     program = sys.argv[0]
     if shutil.which("ddp-course") or not program.endswith("ddp-course"):

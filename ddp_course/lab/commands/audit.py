@@ -1,6 +1,4 @@
-"""`ddp-course audit FILE`: run a training script on two ranks, and say which of the usual mistakes
-it makes.
-"""
+"""`ddp-course audit FILE`: the usual mistakes of a training script, run on two ranks."""
 
 import argparse
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""`ddp-course claims`: what people say about distributed training, with the verdict, and the lesson
-that decides.
-"""
+"""`ddp-course claims`: what people say, the verdict, and the lesson that decides."""
 
 import argparse
 

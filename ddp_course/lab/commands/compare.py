@@ -96,8 +96,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the comparison, on the ranks of torchrun if it has started them; write the results and
-    print the table.
+    """Run the comparison; write the results and print the table.
+
+    It runs on the ranks of torchrun if that has started them.
     """
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if value is not None}

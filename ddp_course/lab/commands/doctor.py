@@ -1,6 +1,4 @@
-"""`ddp-course doctor`: what this machine has, what each lesson will use, and a clear line for all
-that is missing.
-"""
+"""`ddp-course doctor`: what this machine has, what lessons will use, and what is missing."""
 
 import argparse
 import os
@@ -45,8 +43,9 @@ def main(args: argparse.Namespace | None = None) -> int:
 
 
 def machine() -> Iterator[tuple[str, ...]]:
-    """What the machine has, or what a hub's container allows of it, and the packages of
-    notebooks.
+    """What the machine has, and the packages of notebooks.
+
+    In a container it is what that allows.
     """
     from manyranks.linux import free_memory, processor_share
 
@@ -64,8 +63,9 @@ def machine() -> Iterator[tuple[str, ...]]:
 
 
 def torch_parts() -> Iterator[tuple[str, ...]]:
-    """torch, the GPUs, and whether ranks can be launched: the error of a real launch says best what
-    forbids it.
+    """torch, the GPUs, and whether ranks can be launched.
+
+    The error of a real launch says best what forbids it.
     """
     with say_while("  loading, some seconds"):
         import torch
@@ -94,8 +94,10 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
 
 
 def after_a_sum() -> tuple[str, list[str], str]:
-    """On each rank: sum a tensor over the ranks; return device and backend in words, the names of
-    the GPUs, and the network. Raises RuntimeError for a sum that is wrong.
+    """On each rank: sum a tensor over the ranks.
+
+    Return device and backend in words, the names of the GPUs, and the network. Raises RuntimeError
+    for a sum that is wrong.
     """
     import torch
     import torch.distributed as dist
@@ -120,8 +122,9 @@ def own_network() -> str:
 
 
 def network_in_words(alone: bool) -> str:
-    """Return where ranks meet, and who else is there; `alone` says that they have a network of
-    their own.
+    """Return where ranks meet, and who else is there.
+
+    `alone` says that they have a network of their own.
     """
     from manyranks.launching.setting import network
 

@@ -122,8 +122,9 @@ def lab_options(folder: Path) -> list[str]:
 
 
 def prepare_environment(folder: Path) -> None:
-    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in
-    `folder`; style it.
+    """Let JupyterLab's terminals and kernels find `ddp-course` and `torchrun`; style it.
+
+    They start in `folder`.
     """
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
@@ -144,8 +145,9 @@ def prepare_environment(folder: Path) -> None:
 
 
 def bring(folder: Path) -> list[str]:
-    """Copy the course's files into `folder`; return those that both the learner and the course
-    changed: they stay.
+    """Copy the course's files into `folder`.
+
+    Return those that both the learner and the course changed: they stay.
     """
     record_path = folder / RECORD
     record = {}  # by file: the digest of the course's version that was copied last
@@ -180,8 +182,9 @@ def course_files() -> Iterator[tuple[str, Path]]:
 
 
 def without_outputs(content: bytes) -> bytes:
-    """The notebook without its outputs, and with the Python that will run it: what JupyterLab
-    adds when a notebook is opened would make it one with unsaved changes.
+    """The notebook without its outputs, and with the Python that will run it.
+
+    What JupyterLab adds when a notebook is opened would make it one with unsaved changes.
     """
     from ipykernel.ipkernel import IPythonKernel  # It takes a while to load.
 
@@ -195,8 +198,9 @@ def without_outputs(content: bytes) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """A hash that tells versions of a file apart; of a notebook only the sources of its cells
-    count.
+    """A hash that tells versions of a file apart.
+
+    Of a notebook only the sources of its cells count.
     """
     with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
         cells = json.loads(content)["cells"]

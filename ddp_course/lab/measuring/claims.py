@@ -31,8 +31,9 @@ class Decision(NamedTuple):
 
 
 def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: str) -> None:
-    """Print claim `number`, the verdict that follows from whether it held under each condition, and
-    why.
+    """Print claim `number`, its verdict, and why.
+
+    The verdict follows from whether the claim held under each condition.
 
     The lines are the same in every run: numbers that differ from run to run are printed elsewhere.
     Raises ValueError for an unknown kind of claim.

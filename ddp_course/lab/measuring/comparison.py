@@ -168,8 +168,9 @@ def run_on_this_job(
 def train_and_measure(
     stage: Stage, job: Job, settings: dict, single_weights: torch.Tensor | None
 ) -> RankReport:
-    """What each rank runs: train with `stage`, and report times, traffic, losses and the distance
-    to `single_weights`.
+    """What each rank runs: train with `stage`, and report what was measured.
+
+    That is times, traffic, losses and the distance to `single_weights`.
     """
     job = replace(job, device=str(rank_device()))
     rank, shares = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)

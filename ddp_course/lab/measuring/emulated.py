@@ -53,8 +53,9 @@ def on_gpus(device: str) -> bool:
 
 
 def default_device(job: Job, link: Link | None = None) -> Device:
-    """The device on which a step of the whole batch takes STEP_SECONDS; longer beside a `link` that
-    would otherwise be slow. K does not matter.
+    """The device on which a step of the whole batch takes STEP_SECONDS.
+
+    It takes longer beside a `link` that would otherwise be slow. K does not matter.
     """
     flops = job.work(Device("1GFLOP/s")).flops
     step_s = STEP_SECONDS
@@ -64,8 +65,9 @@ def default_device(job: Job, link: Link | None = None) -> Device:
 
 
 def default_bandwidth(job: Job, device: Device) -> float:
-    """Bits per second at which sending all gradients once takes SHARE of a step of one device, with
-    two digits.
+    """Bits per second at which sending all gradients once takes SHARE of one device's step.
+
+    They have two digits.
     """
     bandwidth = 8 * job.gradient_bytes / (SHARE * job.work(device).compute_s)
     return max(1e6, float(f"{bandwidth:.2g}"))  # No link is slower than 1 Mbit/s.

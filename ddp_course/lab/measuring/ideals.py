@@ -1,5 +1,6 @@
-"""What a step of each stage should take on emulated devices: its compute, and the closed form of
-its communication.
+"""What a step of each stage should take on emulated devices.
+
+It is its compute, and the closed form of its communication.
 
 ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
@@ -41,8 +42,9 @@ Event = tuple[float, str, int]
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
-    """{stage's key: milliseconds that its step should take on these devices and links}, for stages
-    with a formula.
+    """{stage's key: milliseconds of its step on these devices and links}.
+
+    Only stages with a formula are in it.
     """
     costs = Costs.of_link(link.bandwidth, link.latency) if link else Costs(0.0, 0.0)
     return {
@@ -76,8 +78,9 @@ def bitmap_seconds(job: Job, costs: Costs) -> float:
 
 
 def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step in which one process copies to and from its other devices, tensor by
-    tensor.
+    """Seconds of a step in which one process copies to and from its other devices.
+
+    It copies tensor by tensor.
     """
     model = job.model()
     inputs, _ = next(job.batches())
@@ -152,8 +155,9 @@ def events_of(
     batch: Batch,
     device: Device,
 ) -> list[Event]:
-    """When each block, a module with its parameters, begins its passes and has its gradients, by
-    the device's clock.
+    """When each block begins its passes and has its gradients, by the device's clock.
+
+    A block is a module with its parameters.
     """
     events = []
     numbers = {}
@@ -224,8 +228,9 @@ def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs
 
 
 def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
-    """Seconds of the forward and of the backward passes of blocks that follow each other, both in
-    the order of the blocks.
+    """Seconds of the forward and of the backward passes of blocks that follow each other.
+
+    Both are in the order of the blocks.
     """
     moments = [moment for moment, kind, _ in events if kind != "done"]
     seconds = [end - begin for begin, end in pairwise(moments)]

@@ -80,8 +80,9 @@ def problem_options(size: Size, steps: int = 20) -> dict[str, Any]:
 
 
 def large_problem(device: str, world_size: int) -> dict[str, Any]:
-    """The options of `comparison.run` for a problem of which one GPU needs at least 50 ms for a
-    step; the ranks of a job all call this, and rank 0 tries the sizes.
+    """Options of `comparison.run` for a problem that keeps one GPU busy for 50 ms a step.
+
+    The ranks of a job all call this, and rank 0 tries the sizes.
     """
     found: list[Any] = [None]
     if not dist.is_initialized():
@@ -113,8 +114,9 @@ def sizes(world_size: int) -> Iterator[Size]:
 
 
 def find_size(world_size: int) -> tuple[Size, list[str]]:
-    """On one rank: the first size of which this device needs long enough, and the names of all
-    GPUs.
+    """On one rank: the first size of which this device needs long enough.
+
+    The names of all GPUs come with it.
     """
     for size in sizes(world_size):
         if step_seconds(size) >= LONG_ENOUGH_S:
@@ -148,8 +150,10 @@ def profile_step(size: Size, file: str) -> None:
 
 
 def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
-    """How many times as many samples a batch needs so that `ranks` GPUs have `FAST_ENOUGH` of their
-    speed, if a step of one takes as many times as long, and messages take what they take now.
+    """How many times as many samples a batch needs to keep `ranks` GPUs busy.
+
+    Then these have `FAST_ENOUGH` of their speed, if a step of one takes as many times as long, and
+    messages take what they take now.
     """
     compute_ms = alone_ms / ranks
     messages_ms = together_ms - compute_ms
@@ -167,8 +171,9 @@ def name_devices(names: list[str], ranks: int, workers: str = "processes") -> st
 
 
 def message(results: Comparison, gpus: int) -> str:
-    """What the numbers say of one device and of the stages, computed from them: of each stage, or
-    of the fastest and the slowest of many.
+    """What the numbers say of one device and of the stages.
+
+    It is computed from them: of each stage, or of the fastest and the slowest of many.
     """
     alone, *others = results.stages
     ranks = results.world_size

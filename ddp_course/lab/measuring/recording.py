@@ -20,8 +20,7 @@ TIMED = 10
 
 
 class Recording:
-    """When each step of one rank's training began, the spans of each, and the traffic of the last
-    one.
+    """When each step of one rank's training began, its spans, and the last one's traffic.
 
     On a GPU spans are recorded in every second step, and the other steps are timed: recording
     events takes time, too.
@@ -51,8 +50,9 @@ class Recording:
             self.began.append(clocks.now())
 
     def steps(self, with_spans: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least the last; on a GPU only those with
-        spans, or only those that are timed.
+        """Numbers of the steps after the warm-up, at least the last.
+
+        On a GPU they are only those with spans, or only those that are timed.
         """
         last = len(self.spans) - 1
         numbers = list(range(min(WARM_UP, last), last + 1))

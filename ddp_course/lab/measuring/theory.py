@@ -48,8 +48,9 @@ class Costs(NamedTuple):
 
 
 def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds until K-1 ranks have sent `nbytes` to the server, one by one, and got the sum back,
-    one by one.
+    """Seconds until K-1 ranks have sent `nbytes` to the server and got the sum back.
+
+    Both happen one by one.
 
     Both directions take turns: half duplex. Source: Li et al., "Scaling Distributed Machine
     Learning with the Parameter Server", OSDI 2014, with a single server.
@@ -58,8 +59,9 @@ def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
 
 
 def whole_gradient_ring(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds to pass complete gradients around the ring: the ring allgather of Thakur et al.
-    2005.
+    """Seconds to pass complete gradients around the ring.
+
+    It is the ring allgather of Thakur et al. 2005.
     """
     return (world_size - 1) * costs.message(nbytes)
 
@@ -89,8 +91,9 @@ def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
 def hierarchical_ring(
     nbytes: float, world_size: int, costs: Costs, local: Costs | None = None, per_host: int = 1
 ) -> float:
-    """Seconds of the two-level ring: D = `per_host` ranks per host with `local` costs, `costs` for
-    the host's link.
+    """Seconds of the two-level ring.
+
+    D = `per_host` ranks per host have `local` costs, a host's link has `costs`.
 
     Reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H hosts for each of
     the D shards; allgather inside, as long as the reduce-scatter. The D rings take turns on the
@@ -125,8 +128,9 @@ ALL_REDUCE: dict[str, Any] = {
 
 
 def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **options: Any) -> float:
-    """Seconds that `algorithm` (a name from the table above) takes for `nbytes` bytes on each of
-    `world_size` ranks.
+    """Seconds that `algorithm` takes for `nbytes` bytes on each of `world_size` ranks.
+
+    The algorithm is a name from the table above.
 
     Options go to the formula: `local` and `per_host` of hierarchical_ring. One rank has no partner:
     0. Raises ValueError for an unknown name, negative bytes, or fewer than one rank.
@@ -138,8 +142,9 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
 
 
 def host_count(world_size: int, per_host: int) -> int:
-    """How many hosts hold `world_size` ranks, `per_host` on each; ValueError if they do not fill
-    the hosts.
+    """How many hosts hold `world_size` ranks, `per_host` on each.
+
+    Raises ValueError if they do not fill the hosts.
     """
     if per_host < 1 or world_size % per_host:
         raise ValueError(

@@ -31,8 +31,9 @@ ON_TOP = (*BLOCKING, "update", "backward", "forward")
 
 
 class Span(NamedTuple):
-    """`name` is forward, backward, communication, wait or update; times in seconds of
-    `time.perf_counter`.
+    """`name` is forward, backward, communication, wait or update.
+
+    Times are in seconds of `time.perf_counter`.
 
     `lane` is "compute" for a thread that trains and "network" for a communication thread beside it.
     A wait is inside a backward pass: the part of the communication that the pass could not hide.
@@ -53,16 +54,18 @@ class Span(NamedTuple):
 
 
 def between(start: float, end: float) -> float:
-    """Seconds from one moment to another, rounded to the picosecond, virtual time's unit: else the
-    last bits of a step would depend on the moment at which it began.
+    """Seconds from one moment to another, rounded to the picosecond, virtual time's unit.
+
+    Else the last bits of a step would depend on the moment at which it began.
     """
     return round(end - start, 12)
 
 
 @contextmanager
 def recording() -> Iterator[list[Span]]:
-    """Record the spans of this process, forward passes of all its threads: `with recording() as
-    spans`.
+    """Record the spans of this process: `with recording() as spans`.
+
+    Forward passes of all its threads are recorded.
 
     On CUDA a span's edges are events, read when the recording ends: they say when work ran, not
     when it was queued.
@@ -97,8 +100,9 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, tensor: Any) -> Iterator[None]:
-        """Note a span for the block in this thread, on the device of `tensor`; device 0 if that is
-        None.
+        """Note a span for the block in this thread, on the device of `tensor`.
+
+        It is device 0 if that is None.
         """
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
         on_first = tensor is None or threading.current_thread() is self.thread
@@ -110,8 +114,9 @@ class Recorder:
             self.spans.append(Span(name, start, wire.now(gpu), device=number))
 
     def forward(self, run: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Note the outermost call of a module in each thread; the modules inside it are part of
-        it.
+        """Note the outermost call of a module in each thread.
+
+        The modules inside it are part of it.
         """
         if getattr(self.inside, "a_call", False):
             return run(module, *args, **kwargs)
@@ -154,8 +159,9 @@ def by_step(spans: list[Span]) -> list[list[Span]]:
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and
-    no wait is missing.
+    """The spans of one step as lanes to draw, one per device.
+
+    Nothing is drawn twice, and no wait is missing.
 
     Where spans of a device overlap, communication counts before waiting, and both before the pass
     around them. torch's DDP waits in C++, which no hook notes: its wait begins when the last
@@ -198,8 +204,9 @@ def _with_masters_waits(master, others):
 
 
 def _with_waits(spans):
-    """The spans, and the wait at the end of a backward pass under which buckets travel, if it was
-    not recorded.
+    """The spans, and the wait at the end of a backward pass under which buckets travel.
+
+    It is added if it was not recorded.
     """
     passes = [span for span in spans if span.name == "backward" and span.device == 0]
     messages = [span for span in spans if span.name == "communication" and span.lane == "network"]
@@ -218,8 +225,9 @@ def _with_waits(spans):
 
 
 def _without_overlap(spans):
-    """The spans of one device: those of its compute lane cut where another span counts, the
-    network's unchanged.
+    """The spans of one device, without overlap in its compute lane.
+
+    Those are cut where another span counts; the network's are unchanged.
     """
     computing = [span for span in spans if span.lane == "compute"]
     pieces = []

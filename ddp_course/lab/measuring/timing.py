@@ -24,8 +24,9 @@ def time_collective(
     repeats: int = 5,
     device: str = "cpu",
 ) -> float:
-    """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the
-    best of `repeats`.
+    """Seconds of `collective(tensor)` on `world_size` ranks: the best of `repeats`.
+
+    The tensor has `nbytes` of float32.
 
     In each repeat the slowest rank counts. The best repeat is the one that other programs on the
     machine disturbed least. `collective` works in place and is called once beforehand, to open the
@@ -41,16 +42,18 @@ def time_collective(
 def count_traffic(
     collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int
 ) -> list[wire.Traffic]:
-    """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of
-    `wire.Traffic`.
+    """What each rank sends and receives in one `collective(tensor)` of `nbytes`.
+
+    It is a list of `wire.Traffic`.
     """
     ranks = launch(_on_rank, collective, nbytes, 0, world_size=world_size, device="cpu")
     return [traffic for traffic, _ in ranks]
 
 
 def _on_rank(collective, nbytes, repeats):
-    """The traffic of a first call, which opens the connections, and the seconds of `repeats`
-    further calls.
+    """The traffic of a first call, and the seconds of `repeats` further calls.
+
+    The first call opens the connections.
     """
     tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank(), device=rank_device())
     times = []

@@ -59,8 +59,9 @@ def read(path: str | Path | None = None) -> list[Step]:
 
 
 def _step(events, begin, end):
-    """What the processor began between `begin` and `end` (microseconds), and the kernels that it
-    launched, which may run after `end`.
+    """What the processor began between `begin` and `end`, and the kernels that it launched.
+
+    Both are in microseconds; kernels may run after `end`.
     """
     events = [event for event in events if begin <= event["ts"]]
     processor = []

@@ -72,8 +72,9 @@ def timeline(verdict: Verdict) -> Picture:
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """The program's lines of a verdict; those of a fault with their sign in the figure and their
-    rank.
+    """The program's lines of a verdict.
+
+    Those of a fault have their sign in the figure and their rank.
     """
     lines = [textwrap.shorten(line, 90) for line in verdict.lines]
     if verdict.kind == "unlike results":
@@ -133,8 +134,10 @@ def draw(axes: Any, row: int, bar: Bar) -> None:
 
 
 def colour_and_name(what: Awaited) -> tuple[str, str]:
-    """How a bar looks and is called: a send to rank 1 is blue and called "to 1", a receive is green
-    and called "from 1", and a collective is grey and has its own name.
+    """How a bar looks and is called.
+
+    A send to rank 1 is blue and called "to 1", a receive is green and called "from 1", and a
+    collective is grey and has its own name.
     """
     if what.kind in COLOURS:
         return COLOURS[what.kind], f"{DIRECTIONS[what.kind]} {what.ranks[0]}"

@@ -1,5 +1,6 @@
-"""One style for every figure of the course: a stage has one colour, theory is a line, a measurement
-a point.
+"""One style for every figure of the course.
+
+A stage has one colour, theory is a line, a measurement a point.
 
 Figures are made without pyplot, so nothing is global and nothing is drawn twice. In a notebook a
 `Picture` shows itself, with a text for those who cannot see it, and prints its message as one line
@@ -42,8 +43,9 @@ style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and, for those who cannot see it, a
-    `description` of what is in it.
+    """A figure with a `message` (one line, what it shows) and a `description`.
+
+    The description says what is in it, for those who cannot see it.
 
     `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
     is at the right edge.
@@ -96,8 +98,9 @@ def panels(
     kind: str = "",
     **options: Any,
 ) -> Iterator[tuple[Picture, Any]]:
-    """A new figure and its axes, drawn in the course's style in this block; `options` are those of
-    `Figure.subplots`.
+    """A new figure and its axes, drawn in the course's style in this block.
+
+    `options` are those of `Figure.subplots`.
 
     Where there is a kind, it stands along the right edge of the first axes, and the message is
     their title, on as many lines as it needs.
@@ -124,8 +127,9 @@ def panels(
 
 
 def compare_figure(results: Comparison) -> Picture:
-    """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent,
-    timeline.
+    """The four panels of `ddp-course compare`: loss, step time, bytes sent, timeline.
+
+    They are made of its results.
     """
     stages = results.stages
     message = results.message or comparison_message(results)
@@ -183,8 +187,9 @@ def comparison_message(results: Comparison) -> str:
 
 
 def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
-    """All loss curves on one another: the first is drawn widest, so that those above leave it
-    visible.
+    """All loss curves on one another.
+
+    The first is drawn widest, so that those above leave it visible.
     """
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
@@ -200,8 +205,9 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
 
 
 def kind_of_time(results: Comparison) -> str:
-    """Where the times of a comparison come from: virtual time, unless real devices or virtual
-    hosts were measured.
+    """Where the times of a comparison come from.
+
+    They are virtual time, unless real devices or virtual hosts were measured.
     """
     link = results.link or {}
     if link.get("mode") == "virtual" or (not link and results.emulated_device):
@@ -210,8 +216,9 @@ def kind_of_time(results: Comparison) -> str:
 
 
 def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
-    """A bar per stage: compute, then communication that was not hidden; a mark across it is the
-    prediction.
+    """A bar per stage: compute, then communication that was not hidden.
+
+    A mark across it is the prediction.
     """
     hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
     longest_ms = max(stage.step_ms for stage in stages)
@@ -297,8 +304,9 @@ def draw_bars(
 
 
 def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> None:
-    """One step of every stage, a lane per rank; the lower half of a lane is its communication
-    thread.
+    """One step of every stage, a lane per rank.
+
+    The lower half of a lane is its communication thread.
     """
     row = 0.0
     middles = []
@@ -323,8 +331,9 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) -> None:
-    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin` (in s): compute
-    above, the communication thread below.
+    """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin` (in s).
+
+    Compute is above, the communication thread below.
     """
     # A lane is 0.84 high; where messages are in its lower half, each half is 0.42 high.
     height = 0.42 if any(lane == "network" for _, _, _, lane, *_ in spans) else 0.84
@@ -348,8 +357,9 @@ def timeline_figure(
     align: bool = False,
     kind: str = "virtual time",
 ) -> Picture:
-    """Lanes of `Span`s or [name, start_s, end_s, lane], one per rank, times counted from the
-    earliest start.
+    """Lanes of `Span`s or [name, start_s, end_s, lane], one per rank.
+
+    Times are counted from the earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
     "measured" for real time.
@@ -371,8 +381,9 @@ def timeline_figure(
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
-    """A legend of a figure or of its axes for the spans of these lanes, but for names whose spans
-    are all too short to be seen.
+    """A legend of a figure or of its axes for the spans of these lanes.
+
+    Names whose spans are all too short to be seen are left out.
     """
     spans = [span for lane in lanes for span in lane]
     seconds = max(end for _, _, end, *_ in spans) - min(start for _, start, *_ in spans)
@@ -455,8 +466,9 @@ def with_lines(kind: str, theory: Any) -> str:
 
 
 def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
-    """Choose the axes' scales, ticks and bounds for what has been drawn: `log` and `ticks` as in
-    `curves`.
+    """Choose the axes' scales, ticks and bounds for what has been drawn.
+
+    `log` and `ticks` are as in `curves`.
     """
     for axis in log:
         logarithmic(axes, axis)
@@ -483,8 +495,9 @@ def bars(
     kind: str = "measured",
     dash: str = "formula",
 ) -> Picture:
-    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes
-    across the bars, and `dash` says what they are.
+    """One bar per label: `heights` is {label: number}.
+
+    `theory`, {label: number}, is drawn as dashes across the bars, and `dash` says what they are.
     """
     kind = with_lines(kind, theory)
     with panels(width=width, height=3.4, message=title, kind=kind) as (picture, axes):

@@ -22,8 +22,9 @@ NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"  # Lines of torchru
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:
-    """Run command lines at the same time, print each and the last lines of what it prints; returns
-    their exit codes.
+    """Run command lines at the same time; return their exit codes.
+
+    Each is printed, with the last lines of what it prints.
 
     Each begins with torchrun, python or ddp-course; FOLDER stands for a temporary folder, CLINIC
     for exercises/clinic. Raises ValueError for other programs, and subprocess.TimeoutExpired, with

@@ -22,8 +22,9 @@ def label(algorithm: str) -> str:
 
 
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
-    """Efficiency against K, a line per algorithm, the knee marked; `steps` are {algorithm: [Step,
-    …]}, by growing K.
+    """Efficiency against K, a line per algorithm, the knee marked.
+
+    `steps` are {algorithm: [Step, …]}, by growing K.
     """
     knees = {name: knee(row) for name, row in steps.items()}
     parts = []

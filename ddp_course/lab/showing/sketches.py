@@ -19,8 +19,9 @@ CENTRE: Any = {"ha": "center", "va": "center"}
 
 
 def ring_states(world_size: int) -> list[Any]:
-    """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks
-    added up so far.
+    """What each rank's chunks hold after every step.
+
+    It is a list of `states[rank][chunk]`, the ranks added up so far.
 
     The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the
     first message.
@@ -48,8 +49,9 @@ def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
-    """The chunked ring after `step` of 2(K-1) steps, or the last; the arrows are the messages of
-    the next step.
+    """The chunked ring after `step` of 2(K-1) steps, or the last.
+
+    The arrows are the messages of the next step.
 
     Columns are ranks, rows chunks, stripes the ranks summed up; an arrow starts at the chunk that a
     rank sends. That of the last rank leaves on the right and comes in on the left.
@@ -122,8 +124,9 @@ PASSES = {  # Each pass of a pipeline has a colour.
 
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
-    """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is
-    an outline.
+    """Timetables of pipelines one below the other, on one axis of time.
+
+    A rank's second stage is an outline.
 
     `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
     row per rank.

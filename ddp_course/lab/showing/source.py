@@ -1,5 +1,6 @@
-"""The package's own source, shown in notebook cells: read live, so that it cannot drift from what
-runs.
+"""The package's own source, shown in notebook cells.
+
+It is read live, so that it cannot drift from what runs.
 """
 
 import difflib
@@ -36,8 +37,9 @@ class Shown:
 
 
 def source(*things: Callable | str, click: str = "") -> Shown:
-    """The source of functions, classes or methods, coloured; with `click`, behind a line that opens
-    it.
+    """The source of functions, classes or methods, coloured.
+
+    With `click`, it is behind a line that opens it.
     """
     code = "\n\n".join(map(text_of, things)).rstrip("\n")
     coloured = highlight(code, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
@@ -49,8 +51,9 @@ def source(*things: Callable | str, click: str = "") -> Shown:
 
 
 def diff(before: Callable | str, after: Callable | str) -> Shown:
-    """What changed from one function or text to another: lines taken away in red, new ones in
-    green.
+    """What changed from one function or text to another.
+
+    Lines taken away are red, new ones green.
     """
     compared = difflib.ndiff(text_of(before).splitlines(), text_of(after).splitlines())
     lines = [line for line in compared if line[0] != "?"]
@@ -60,8 +63,9 @@ def diff(before: Callable | str, after: Callable | str) -> Shown:
 
 
 def text_of(thing: Callable | str) -> str:
-    """The source of a function or class as text, without the indentation it has in its file; a text
-    as it is.
+    """The source of a function or class as text; a text as it is.
+
+    It goes without the indentation that it has in its file.
     """
     if isinstance(thing, str):
         return thing

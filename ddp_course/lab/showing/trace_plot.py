@@ -16,8 +16,9 @@ AFTER_MS = 3.0
 
 
 def trace(path: str | Path | None = None, step: int = 0) -> Picture:
-    """Draw a step of a trace of torch's profiler: the two A100s of the course, or the file at
-    `path`.
+    """Draw a step of a trace of torch's profiler.
+
+    It is that of the course's two A100s, or of the file at `path`.
 
     Above the whole step with the numbers in each all-reduce, below a few milliseconds of it. The
     upper half of the GPU's row is the stream that computes, the lower half NCCL's. ValueError as
@@ -54,8 +55,9 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
 
 
 def own_trace(file: str = "my_trace.json") -> Picture | None:
-    """Record a step of stage 6 on this machine's GPUs into `file`, and draw rank 0's; without GPUs
-    say so.
+    """Record a step of stage 6 on this machine's GPUs into `file`, and draw rank 0's.
+
+    Without GPUs say so.
     """
     gpus = usable_gpus()
     if not gpus:

@@ -30,8 +30,9 @@ MIME = "application/vnd.ddp-course+json"
 
 
 class Explorer(ipywidgets.VBox):
-    """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls`
-    by name.
+    """Sliders over a figure.
+
+    `draw(**values)` returns a `Picture` for the values of the `controls` by name.
 
     `rebuild(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
     "module:name".
@@ -77,8 +78,9 @@ class Explorer(ipywidgets.VBox):
 
 
 def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
-    """Decorate a function that draws a figure, so that it makes an `Explorer` with a slider for
-    each of its arguments.
+    """Decorate a function that draws a figure, so that it makes an `Explorer`.
+
+    It gets a slider for each of its arguments.
 
     `sliders` are {argument: (title, values)}; a slider begins at the argument of the call.
     """
@@ -116,8 +118,9 @@ def choice(name: str, value: Any, options: Any) -> Any:
 
 
 def ring_stepper(world_size: int = 4) -> Any:
-    """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up
-    in it.
+    """Step through the chunked ring.
+
+    It shows which chunk is where, and which ranks' gradients are added up in it.
     """
     ranks = choice("ranks K", world_size, range(2, 9))
     step = ipywidgets.IntSlider(description="step", layout=_LAYOUT, style=_WIDE)
@@ -150,8 +153,10 @@ class Prediction(ipywidgets.VBox):
         super().__init__([ipywidgets.HTML(f"<b>{question}</b>"), self.buttons])
 
     def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
-        """Show the guess beside the `result` (text) and its kind; `answer` is the right one among
-        the answers. Raises ValueError for an answer that was not to be chosen.
+        """Show the guess beside the `result` (text) and its kind.
+
+        `answer` is the right one among the answers. Raises ValueError for an answer that was not to
+        be chosen.
         """
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
@@ -175,8 +180,9 @@ predict = Prediction  # `predict` asks before the experiment, `reveal` answers a
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
-    """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
-    `Prediction`.
+    """The number among `answers` that is nearest to `value` in ratio.
+
+    It finds the right one of a `Prediction`.
     """
     return min(answers, key=lambda answer: abs(math.log(answer / value)))
 
@@ -189,8 +195,9 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
 def alpha_beta_explorer(
     bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8
 ) -> Picture:
-    """Which of four all-reduces is the fastest for which message size, from the closed forms of
-    `theory`.
+    """Which of four all-reduces is the fastest for which message size.
+
+    The times are the closed forms of `theory`.
     """
     from manyranks.units import bits_per_second, seconds
 
@@ -222,8 +229,9 @@ def alpha_beta_explorer(
 
 
 def fastest(lines: dict[str, Any], place: int) -> str:
-    """The names of the algorithms whose time for the message size at this place of their line is
-    within 1 % of the shortest.
+    """The algorithms whose time for this message size is within 1 % of the shortest.
+
+    Their names are returned; the size is a place of their line.
     """
     times = {name: times_ms[place] for name, (_, times_ms, _) in lines.items()}
     longest = 1.01 * min(times.values())
@@ -236,8 +244,9 @@ def fastest(lines: dict[str, Any], place: int) -> str:
     latency=("latency (% of a step)", [0, 0.1, 1]),
 )
 def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float = 0) -> Picture:
-    """How many times as fast as one device each strategy is, as `compare` predicts it for the
-    digits.
+    """How many times as fast as one device each strategy is.
+
+    It is what `compare` predicts for the digits.
 
     `share`: the time to send the gradients once over a link, `latency`: that of a message, both in
     percent of a step of one device.
@@ -286,8 +295,9 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
 def bucket_explorer(
     profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]
 ) -> Explorer:
-    """Choose one of the bucket caps (MiB): the simulated step of `profile`, and step times beside
-    `measured` ones.
+    """Choose one of the bucket caps (MiB) for the simulated step of `profile`.
+
+    Step times stand beside `measured` ones.
     """
     from ..measuring.simulate import simulate
 
@@ -303,8 +313,9 @@ def bucket_explorer(
 
 
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
-    """The explorer made of plain values, which a recipe can hold: `steps` are [cap, number of
-    buckets, ms, percent that is hidden, spans], `measured` [cap, ms].
+    """The explorer made of plain values, which a recipe can hold.
+
+    `steps` are [cap, number of buckets, ms, percent that is hidden, spans], `measured` [cap, ms].
     """
     positions = [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)]
     slider = choice("bucket cap (MiB)", len(steps) // 2, positions)
@@ -354,8 +365,9 @@ SCHEDULES = {
 def pipeline_explorer(
     world_size: int = 4, microbatches: int = 8, schedule: str = "gpipe"
 ) -> Picture:
-    """A pipeline's timetable, and how long the ranks idle; `schedule` names a function of
-    `stage8_pipeline`.
+    """A pipeline's timetable, and how long the ranks idle.
+
+    `schedule` names a function of `stage8_pipeline`.
 
     Interleaved ranks have two stages of half the layers, and as many micro-batches as the next
     multiple of K.

@@ -1,5 +1,6 @@
-"""Measurements for figures and to hold the simulator against: published by others, but for
-`elastic_job`.
+"""Measurements for figures and to hold the simulator against.
+
+They were published by others, but for `elastic_job`.
 
 Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
 predictions of it assume.
@@ -11,8 +12,9 @@ from typing import Any
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The lines of table `name` (a key of SOURCES) as a list of dicts, numbers as floats;
-    ValueError if unknown.
+    """The lines of table `name`, a key of SOURCES, as dicts with numbers as floats.
+
+    Raises ValueError for a name that is unknown.
     """
     if name not in SOURCES:
         raise ValueError(f'there is no table "{name}"; choose one of {", ".join(SOURCES)}')

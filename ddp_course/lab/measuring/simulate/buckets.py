@@ -7,8 +7,9 @@ from ....job import Profile
 
 
 def full_buckets(profile: Profile, bucket_cap_mb: float) -> dict[int, int]:
-    """{index of the layer whose gradient fills a bucket of stage 5: the bucket's bytes}, in the
-    order sent.
+    """{index of the layer whose gradient fills a bucket of stage 5: the bucket's bytes}.
+
+    They are in the order sent.
     """
     # Stage 5 asks tensors for their sizes only, so that some without memory will do.
     layer_of = {

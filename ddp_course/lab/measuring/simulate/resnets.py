@@ -1,5 +1,6 @@
-"""The four networks of PyTorch's published DDP table, as layer sizes: nothing to download, nothing
-to run.
+"""The four networks of PyTorch's published DDP table, as layer sizes.
+
+There is nothing to download and nothing to run.
 
 Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101), and Xie et al.,
 "Aggregated Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224
@@ -21,8 +22,9 @@ SHAPES = {
 
 
 def layers(name: str) -> Iterator[tuple[int, int]]:
-    """Yield (parameters, multiplications per picture) of each layer of a network in SHAPES, in
-    forward order.
+    """Yield (parameters, multiplications per picture) of a network's layers, forward.
+
+    The networks are those of SHAPES.
 
     A convolution counts with its batch normalisation.
     """
@@ -62,8 +64,9 @@ def profile(name: str, compute_s: float) -> Profile:
 
 
 def _convolution(channels_in, channels_out, kernel, side, groups=1):
-    """The parameters and multiplications of a convolution whose output is `side` pixels wide; its
-    normalisation has two parameters for each channel.
+    """The parameters and multiplications of a convolution.
+
+    Its output is `side` pixels wide; its normalisation has two parameters for each channel.
     """
     weights = channels_in // groups * channels_out * kernel**2
     return weights + 2 * channels_out, weights * side**2

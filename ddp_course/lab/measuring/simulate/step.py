@@ -1,5 +1,6 @@
-"""One training step of bucketed DDP: backward fills buckets, buckets travel one after another, the
-update follows.
+"""One training step of bucketed DDP.
+
+Backward fills buckets, buckets travel one after another, the update follows.
 
     compute   | forward | layer 3 | layer 2 | layer 1 |  waits   | update |
     network             | bucket 0 |   bucket 1     | bucket 2 |
@@ -50,8 +51,9 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which communication makes the step longer: what the backward pass could not
-        hide.
+        """Seconds by which communication makes the step longer.
+
+        It is what the backward pass could not hide.
         """
         return self.step_s - self.compute_s
 
@@ -69,8 +71,9 @@ def simulate(
     bucket_cap_mb: float = 25.0,
     interference: float = 0.0,
 ) -> Step:
-    """Simulate one step of `world_size` devices that each do the work of `profile`; returns a
-    `Step`.
+    """Simulate one step of `world_size` devices; return a `Step`.
+
+    Each does the work of `profile`.
 
     `network` has the links and how many ranks share a host. `algorithm` is a name of
     `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB, infinity for one message after the backward
@@ -111,8 +114,9 @@ def simulate(
 
 
 def knee(steps: Iterable[Step]) -> int | None:
-    """The largest K up to which every step's efficiency is at least KNEE, None if the first's is
-    not.
+    """The largest K up to which every step's efficiency is at least KNEE.
+
+    It is None if the first's is not.
     """
     ascending = sorted(steps, key=lambda step: step.world_size)
     efficient = takewhile(lambda step: step.efficiency >= KNEE, ascending)
@@ -120,8 +124,9 @@ def knee(steps: Iterable[Step]) -> int | None:
 
 
 def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
-    """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never
-    rank by rank.
+    """Seconds of an all-reduce over a `Network` in which ranks share hosts.
+
+    It is a closed form, and never goes rank by rank.
 
     Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link.
     ValueError where ranks do not fill hosts evenly, and for other algorithms.
