@@ -14,8 +14,9 @@ EDGE = 2.5  # The figure of predictions ends at this ratio, and an arrow stands 
 
 
 def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
-    """Predicted over measured, a point per row of the scoreboard, by table; hollow where the fit
-    saw the row.
+    """Predicted over measured, a point per row of the scoreboard, by table.
+
+    A point is hollow where the fit saw the row.
     """
     known = known_rows(rows)
     tables: dict[str, list] = {}

@@ -18,8 +18,9 @@ def constants(column: str = "today") -> dict[str, float]:
 
 @cache
 def numbers(name: str) -> list[float]:
-    """The frozen numbers of one of the models that are not of transformers; their functions say
-    what each number is.
+    """The frozen numbers of one of the models that are not of transformers.
+
+    Their functions say what each number is.
     """
     text = (files(__package__) / "numbers.json").read_text(encoding="utf-8")
     return json.loads(text)[name]

@@ -1,5 +1,6 @@
-"""NCCL's all-reduce inside one host, predicted for more GPUs than it was measured on, from how they
-are wired.
+"""NCCL's all-reduce inside one host, predicted from how its GPUs are wired.
+
+It is for more GPUs than it was measured on.
 
 A100s are joined by switches: every pair has the whole bandwidth, whatever K is. V100s have six
 wires each, to fixed partners. Their rings exist only along wires, several rings share the message,
@@ -27,8 +28,9 @@ GPUS = ("A100", "V100")
 
 
 def rings(gpus: int) -> int:
-    """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in
-    each direction; `make bench predictions` packs them.
+    """How many rings over the first `gpus` V100s fit on the wires at once.
+
+    Each wire is used once in each direction; `make bench predictions` packs them.
     """
     from_two_gpus_on = numbers("rings of V100s")
     return int(from_two_gpus_on[gpus - 2])
@@ -40,8 +42,9 @@ def fitted(gpu: str) -> list[float]:
 
 
 def all_reduce_us(row: Row, values: Sequence[float]) -> float:
-    """Microseconds of a row with gpu, K and message_mib; `values` are c, a (µs), 1/b and d (µs per
-    MiB).
+    """Microseconds of a row with gpu, K and message_mib.
+
+    `values` are c, a (µs), 1/b and d (µs per MiB).
     """
     fixed_us, step_us, wire_us_per_mib, copying_us_per_mib = values
     gpus = int(row["K"])

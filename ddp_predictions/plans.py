@@ -33,8 +33,10 @@ DECIDED = {  # `decide` chooses these itself; a value here is only read, and cou
 
 @dataclass
 class Decision:
-    """The `chosen` answer, None if nothing fits; the best of `others`; how many settings were
-    `tried`, how many are `fitting`; and the GB that the smallest of them needs.
+    """The `chosen` answer, None if nothing fits, and the best of `others`.
+
+    It says how many settings were `tried`, how many are `fitting`, and the GB that the smallest of
+    them needs.
     """
 
     chosen: Answer | None
@@ -132,8 +134,10 @@ def decide(batch: Any = None, **fields: Any) -> Decision:
 
 
 class Score(NamedTuple):
-    """Of `groups` of runs of the same work: the part where the choice is CLOSE to the best, and the
-    part of the best one's speed that it keeps, on average; the same for blind choices.
+    """Of `groups` of runs of the same work: how good the choice is.
+
+    It has the part where the choice is CLOSE to the best, and the part of the best one's speed that
+    it keeps, on average; the same for blind choices.
     """
 
     groups: int
@@ -144,8 +148,9 @@ class Score(NamedTuple):
 
 
 def score() -> Score:
-    """How well the model chooses among published runs of the same work: one model on as many GPUs,
-    with sequences as long and as many tokens per step.
+    """How well the model chooses among published runs of the same work.
+
+    That is one model on as many GPUs, with sequences as long and as many tokens per step.
 
     A blind choice takes any run of a group. What nobody published is not scored.
     """

@@ -141,8 +141,10 @@ class Reader:
 
 
 def read_run(row: Row) -> tuple[Run, list[str]]:
-    """(the run of a row, what is assumed, in words); raises ValueError, which names the field, for
-    one that cannot be, such as a GPU that is not known.
+    """(The run of a row, what is assumed, in words).
+
+    Raises ValueError, which names the field, for one that cannot be, such as a GPU that is not
+    known.
     """
     reader = Reader(row)
     fields = reader.fields

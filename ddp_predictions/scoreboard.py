@@ -71,8 +71,10 @@ def scoreboard() -> list[Table]:
 
 
 def summary(table: Table) -> Row:
-    """Errors of a table: (median, nine in ten, worst) of "calibrated" and of "predicted" rows, and
-    the median "left out"; and how many rows are "held back", since nothing measured is known.
+    """Errors of a table: (median, nine in ten, worst) of its kinds of rows.
+
+    The kinds are "calibrated" and "predicted"; "left out" has a median, and "held back" counts rows
+    since nothing measured is known.
     """
     known = known_rows(table.rows)
     return {

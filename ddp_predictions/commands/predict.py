@@ -132,8 +132,10 @@ def predict_table(source: Path, target: str | None) -> None:
 
 
 def error_of(answer: Answer, row: dict[str, Any]) -> float | None:
-    """Predicted over measured, minus 1, of tokens per second or of milliseconds, whichever the row
-    has; None without a measurement. Raises ValueError for one that is no positive number.
+    """Predicted over measured, minus 1; None without a measurement.
+
+    It is of tokens per second or of milliseconds, whichever the row has. Raises ValueError for one
+    that is no positive number.
     """
     predicted = {
         "tokens_per_s_per_gpu": answer.tokens_per_s_per_gpu,
