@@ -109,6 +109,8 @@ class BucketedDDP(torch.nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(report)
+        # torch.utils.swap_tensors, which takes hooks away, refuses what has a weak reference.
+        self.not_swapped = [weakref.ref(parameter) for parameter in parameters]
 
     def forward(self, *args, **kwargs):
         """Run the module. RuntimeError after an exception in backward that came when buckets had
@@ -213,9 +215,12 @@ def check_pass(wrapper):
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
         " all again",
     )
+    named = list(wrapper.module.named_parameters())
+    others = [name for name, p in named if p.requires_grad != (p in wrapper.bucket_of)]
     refuse(
-        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
-        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
+        {p for _, p in named if p.requires_grad} != wrapper.bucket_of.keys(),
+        f"parameters were frozen, unfrozen or replaced after wrapping: {', '.join(others)}. Write"
+        " values by copy_(…), load a state dict without assign=True, or wrap the model anew",
     )
 
 
