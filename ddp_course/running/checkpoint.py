@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ OWNER_ONLY = 0o600
 NOT_WRITTEN = (
     'no checkpoint could be written to "{}": {}. Those before are untouched; free some space, or'
     " choose another folder."
+)
+
+PARTS = (
+    "{} and perhaps more is this rank's part of a sharded or split model, or of its optimizer, and"
+    " all ranks would load rank 0's part. Save the whole: state_dict() and"
+    " optimizer_state_dict(optimizer) of FullyShardedDataParallel, state_dict() of ShardedOptimizer"
+    " and Pipeline, or the model after stage9_tensor.restore(model); all ranks call these. Or let"
+    " every rank torch.save() its part to a file of its own"
 )
 
 
@@ -136,6 +145,8 @@ def packed(state: Any) -> bytes:
     """
     content = io.BytesIO()
     try:
+        if parts := ", ".join(islice(parts_in(state), 3)):
+            raise CheckpointError(PARTS.format(parts))
         torch.save(state, content)
         content.seek(0)
         foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content)))
@@ -150,6 +161,18 @@ def packed(state: Any) -> bytes:
             " NumPy."
         )
     return content.getvalue()
+
+
+def parts_in(state: Any, name: str = "state") -> Iterator[str]:
+    """The names of those tensors in `state` of which other ranks have other parts."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from parts_in(value, f"{name}[{key!r}]")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from parts_in(value, f"{name}[{index}]")
+    elif hasattr(state, "is_part") and dist.is_initialized() and dist.get_world_size() > 1:
+        yield name
 
 
 def unpacked(content: bytes) -> Any:

@@ -102,8 +102,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         used = {parameter for parameter in self.parameters if parameter.grad is not None}
         with failing_together(self.group):
             used = used_on_any_rank(self.shards, used, self.flats[0].full.device, self.group)
-            if not used:
-                raise RuntimeError(NOTHING_TO_AVERAGE)
+        if not used:
+            raise RuntimeError(NOTHING_TO_AVERAGE)
+        with failing_together(self.group):
             for flat in self.trainable():
                 flat.make_room_for_gradients()
                 for parameter in list(flat.places):

@@ -13,6 +13,7 @@ from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
 from ..stage6_ddp.unused import graph_behind
 from ..stage7_sharded.clipping import clip_grad_norm_
+from ..stage7_sharded.flat import whole_on_cpu
 from ..stage7_sharded.parts import Part
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward
 from .schedules import one_forward_one_backward
@@ -57,6 +58,8 @@ class Pipeline:
         modules = [stages] if isinstance(stages, torch.nn.Module) else stages
         self.module = torch.nn.ModuleList(modules)
         self.stages = self.numbered(self.module)
+        for stage in self.module:
+            stage.register_state_dict_post_hook(mark_as_parts)
         self.most_kept = 0
         self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
 
@@ -165,6 +168,27 @@ class Pipeline:
         BackwardWeight: backward_weight,
     }
 
+    def state_dict(self):
+        """Return the state dict of all stages, "0.…" that of the first, the same on every rank; all
+        ranks call this.
+        """
+        own = {}
+        for stage, module in self.stages.items():
+            for name, tensor in module.state_dict(prefix=f"{stage}.").items():
+                own[name] = whole_on_cpu(tensor)
+        everyones = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyones, own, self.group)
+        return {name: tensor for each in everyones for name, tensor in each.items()}
+
+    def load_state_dict(self, state_dict):
+        """Give this rank's stages their part of what `state_dict` returned, on any number of ranks
+        with as many stages.
+        """
+        for stage, module in self.stages.items():
+            start = f"{stage}."
+            own = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
+            module.load_state_dict(own)
+
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients of all stages so that their norm is at most `max_norm`; return the
         norm before. All ranks call this.
@@ -217,6 +241,13 @@ def backward_to(received, outputs, gradient):
             }
             second_part.append(arguments)
     return second_part
+
+
+def mark_as_parts(module, state, prefix, _):
+    """The hook: the state dict of a stage is a part of the model's, and says so."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor):
+            state[name] = value.as_subclass(Part)
 
 
 def average_part(part, group):
