@@ -11,6 +11,8 @@ import weakref
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 
+from ..running.torch_inside import uncompiled
+
 contents = methodcaller("values")
 trains = attrgetter("requires_grad")
 WHAT_TO_DO = (
@@ -48,6 +50,7 @@ class Inventory:
         """The parameters and layers that each layer has now."""
         return [*chain.from_iterable(map(contents, self.dicts))]
 
+    @uncompiled
     def check(self):
         """Raise RuntimeError, with the name of a parameter, if gradients would not be averaged."""
         held = self.now_held()
