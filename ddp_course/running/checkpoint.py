@@ -54,8 +54,8 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     CheckpointError if it cannot be written, on a full disk say, or if another run writes there; the
     checkpoints before stay as they are.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep}; it must be a whole number: at least 1 must stay")
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
     folder = Path(path)

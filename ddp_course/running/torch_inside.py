@@ -24,6 +24,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
@@ -42,6 +43,7 @@ default_group = distributed_c10d._get_default_group
 default_store = distributed_c10d._get_default_store
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = _get_current_dispatch_mode_stack
+outside_dispatch_modes = _disable_current_modes  # In this block no mode sees the operations.
 # In this block functions treat subclasses as plain tensors.
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 # Backward passes have numbers from 0; -1 means no pass.

@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 
 from ..running import flight_recorder
+from ..running.torch_inside import outside_dispatch_modes
 from ..running.communication import failing_together
 from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
@@ -23,13 +24,21 @@ from .transfers import Transfers
 # These would average gradients after every micro-batch.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
+NO_MEAN = (
+    "this loss is no mean over samples, as with ignore_index, class weights or a sum. Tell the"
+    " pipeline what the loss divides by: weights=lambda targets: (targets != ignored).sum(), or"
+    " class_weights[targets].sum(), or 1 for a sum. A loss that compares samples with each other"
+    " (contrastive) needs microbatches=1"
+)
+
 
 class Pipeline:
     """Runs batches through the stages of a model, of which this rank (of `group`) holds some.
 
     `stages` is this rank's module, or a list of them where the schedule has several stages on a
-    rank. `loss(outputs, targets)` must be a mean over samples. Activations, one tensor, may have
-    any shape whose first dimension is the samples. BatchNorm takes the statistics of one
+    rank. `loss(outputs, targets)` is a mean over what `weights(targets)` counts, by default the
+    samples; for token means that leave some out, give `lambda targets: (targets != -100).sum()`.
+    Activations, one tensor, may have any shape whose first dimension is the samples. BatchNorm takes the statistics of one
     micro-batch after the other, as in torch's pipelines. `most_kept` is the greatest number of
     micro-batches whose activations this rank held at once, counted at each stage. Raises ValueError
     for a schedule that cannot work, or modules that do not belong to it.
@@ -42,6 +51,7 @@ class Pipeline:
         schedule=one_forward_one_backward,
         loss=cross_entropy,
         group=None,
+        weights=len,
     ):
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(
@@ -49,6 +59,7 @@ class Pipeline:
             )
         self.microbatches = microbatches
         self.loss = loss
+        self.weights = weights
         self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.schedule = schedule(dist.get_world_size(group), microbatches)
@@ -83,7 +94,8 @@ class Pipeline:
 
         Every rank is given the same batch: the first stage works with its inputs, the last with its
         targets; ranks without the last stage return None. After an exception in the middle of a
-        step these ranks refuse all further steps. Raises ValueError for a batch that is too small.
+        step these ranks refuse all further steps. Raises ValueError for a batch that is too small,
+        and for a loss that is not the mean of its micro-batches' losses.
         """
         if len(inputs) != len(targets) or len(inputs) < self.microbatches:
             lengths = f"{len(inputs)} inputs and {len(targets)} targets"
@@ -91,6 +103,8 @@ class Pipeline:
         recorded = flight_recorder.entry("a pipeline's step with a batch", inputs, self.group)
         with failing_together(self.group), recorded:
             self.run(inputs, targets)
+            if self.outputs:
+                self.compare_with_the_whole(targets)
         for parameter in self.module.parameters():
             if parameter.grad is not None:  # No rank has the norm of all gradients: see `Part`.
                 parameter.grad = parameter.grad.as_subclass(Part)
@@ -98,12 +112,16 @@ class Pipeline:
 
     def run(self, inputs, targets):
         """Go through the instructions of this rank."""
-        self.samples = len(inputs)
+        self.weight = self.weights(targets)
         self.inputs = inputs.tensor_split(self.microbatches)
         self.targets = targets.tensor_split(self.microbatches)
         self.device = inputs.device
         self.batch_loss = 0
         self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
+        # In the first step, and where targets are left out, the loss is compared with the whole's.
+        left_out = not targets.is_floating_point() and bool((targets < 0).any())
+        self.compares = left_out or (inputs.dtype, inputs.shape[1:]) not in self.forms
+        self.outputs = {}
         forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
         self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
         for instruction in self.schedule[self.rank]:
@@ -125,19 +143,46 @@ class Pipeline:
             inputs = received.clone()  # Layers may overwrite their inputs, but no leaf of a graph.
         outputs = self.stages[stage](inputs)
         if stage == self.last:
-            targets = self.targets[microbatch]
-            outputs = self.loss(outputs, targets)
-            if outputs.numel() != 1:
-                raise ValueError(
-                    f"the loss has the shape {tuple(outputs.shape)}; a pipeline needs one number,"
-                    " the mean over the samples"
-                )
-            outputs = outputs * (len(targets) / self.samples)  # The sum is the mean of the batch.
+            outputs = self.loss_of(microbatch, outputs)
             self.batch_loss += outputs.detach()
         else:
             self.transfers.announce(outputs, stage)
             self.transfers.send(instruction.gives, outputs.detach().contiguous())
         self.kept[microbatch, stage] = received, outputs
+
+    def loss_of(self, microbatch, outputs):
+        """The share of a micro-batch in the loss of the batch. Raises ValueError for several
+        numbers.
+        """
+        targets = self.targets[microbatch]
+        if self.compares and isinstance(outputs, torch.Tensor):
+            self.outputs[microbatch] = outputs.detach()
+        share = self.weights(targets) / self.weight
+        if not share:  # All targets are left out, so their mean is not a number.
+            return outputs.sum() * 0.0
+        loss = self.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has the shape {tuple(loss.shape)}; a pipeline needs one number,"
+                " the mean over the samples"
+            )
+        return loss * share
+
+    @torch.no_grad()
+    def compare_with_the_whole(self, targets):
+        """Raise ValueError unless the micro-batches' losses add up to the loss of the whole batch.
+        An emulated device takes no time for this, because it is no part of training.
+        """
+        outputs = [self.outputs[microbatch] for microbatch in range(self.microbatches)]
+        with outside_dispatch_modes():
+            whole = self.loss(torch.cat(outputs), targets)
+            rounding = torch.finfo(whole.dtype).eps ** 0.5
+            same = torch.isclose(self.batch_loss, whole, rtol=rounding, atol=rounding)
+        if not same and whole.isfinite():
+            raise ValueError(
+                f"the loss of the batch is {whole:.6g}, but its micro-batches give"
+                f" {self.batch_loss:.6g}: {NO_MEAN}"
+            )
 
     def backward(self, instruction):
         """Compute the gradients of the weights and of the input from that of the outputs. A
