@@ -203,7 +203,15 @@ class FullyShardedDataParallel(torch.nn.Module):
         backward reaches them.
         """
         version = block.shard._version
-        for tensor in tensors_in(outputs):
+        found = tensors_in(outputs)
+        if not found and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the block {type(block.module).__name__} returns a {type(outputs).__name__} in"
+                " which no tensor is found, so nothing would gather it again in backward: let a"
+                " block return tensors, in lists, tuples, dicts or dataclasses, or name other"
+                " `blocks`"
+            )
+        for tensor in found:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self.before_backward(block, version))
         if backward_pass() == -1:

@@ -69,6 +69,12 @@ STATE_OF_WHOLE = (
     " whole tensors: make the optimizer anew after the model is split"
 )
 
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+SCALER = (
+    "GradScaler looks for infinite gradients on every rank for itself, so one rank could leave out"
+    " a step that the others take. Train sharded and split models without scaling the loss: in"
+    " bfloat16, whose range is float32's, or with stage 6, where all ranks have the same gradients"
+)
 WHOLE_STATES = (
     "The whole state is returned by state_dict() and optimizer_state_dict(optimizer) of"
     " FullyShardedDataParallel, by state_dict() of ShardedOptimizer and Pipeline, and after"
@@ -86,11 +92,12 @@ class Part(torch.Tensor):
 
     is_part = True  # `checkpoint` asks for this.
     refusal = (
-        "is not known to work element by element, and this rank has a part of the tensor only. To"
-        " clip, call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or"
-        " stage9_tensor instead; initialise weights before the model is wrapped or split, and"
-        " write values by copy_(…); optimizers must work element by element, as Adam does; to look"
-        " at the part, take tensor.as_subclass(torch.Tensor)"
+        "is not known to work element by element, and this rank has a part of the tensor only."
+        " Optimizers must work element by element, as SGD and Adam do, and as Muon, Adafactor and"
+        " LBFGS, which look at whole matrices, do not. To clip, call clip_grad_norm_ of"
+        " FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; initialise"
+        " weights before the model is wrapped or split, and write values by copy_(…); to look at"
+        " the part, take tensor.as_subclass(torch.Tensor)"
     )
 
     @classmethod
@@ -129,7 +136,8 @@ class Part(torch.Tensor):
                 " it by copy_(…), and whole weights before the model is wrapped or split"
             )
         if not cls.allows(function, args):
-            raise RuntimeError(f"{label(function)} {cls.refusal}")
+            words = SCALER if name == UNSCALE else f"{label(function)} {cls.refusal}"
+            raise RuntimeError(words)
         if name.startswith("_fused_"):
             parameters, _, state, *_ = args
             if state and [each.shape for each in state] != [each.shape for each in parameters]:
