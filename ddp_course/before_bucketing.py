@@ -34,9 +34,12 @@ def check_pass(wrapper: Any) -> None:
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
         " all again",
     )
+    named = list(wrapper.module.named_parameters())
+    others = [name for name, p in named if p.requires_grad != (p in wrapper.bucket_of)]
     refuse(
-        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
-        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
+        {p for _, p in named if p.requires_grad} != wrapper.bucket_of.keys(),
+        f"parameters were frozen, unfrozen or replaced after wrapping: {', '.join(others)}. Write"
+        " values by copy_(…), load a state dict without assign=True, or wrap the model anew",
     )
 
 

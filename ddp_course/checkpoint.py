@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ NOT_WRITTEN = (
     " choose another folder."
 )
 
+PARTS = (
+    "{} and perhaps more is this rank's part of a sharded or split model, or of its optimizer, and"
+    " all ranks would load rank 0's part. Save the whole: state_dict() and"
+    " optimizer_state_dict(optimizer) of FullyShardedDataParallel, state_dict() of ShardedOptimizer"
+    " and Pipeline, or the model after stage9_tensor.restore(model); all ranks call these. Or let"
+    " every rank torch.save() its part to a file of its own"
+)
+
 
 def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     """Write `state` as the newest checkpoint in the folder `path`, and keep the `keep` newest.
@@ -46,8 +55,8 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     CheckpointError if it cannot be written, on a full disk say, or if another run writes there; the
     checkpoints before stay as they are.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep}; it must be a whole number: at least 1 must stay")
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
     folder = Path(path)
@@ -140,6 +149,8 @@ def packed(state: Any) -> bytes:
     """
     content = io.BytesIO()
     try:
+        if parts := ", ".join(islice(parts_in(state), 3)):
+            raise CheckpointError(PARTS.format(parts))
         torch.save(state, content)
         content.seek(0)
         foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content)))
@@ -154,6 +165,18 @@ def packed(state: Any) -> bytes:
             " NumPy."
         )
     return content.getvalue()
+
+
+def parts_in(state: Any, name: str = "state") -> Iterator[str]:
+    """The names of those tensors in `state` of which other ranks have other parts."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from parts_in(value, f"{name}[{key!r}]")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from parts_in(value, f"{name}[{index}]")
+    elif hasattr(state, "is_part") and dist.is_initialized() and dist.get_world_size() > 1:
+        yield name
 
 
 def unpacked(content: bytes) -> Any:

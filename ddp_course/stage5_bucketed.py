@@ -112,6 +112,8 @@ class BucketedDDP(torch.nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(report)
+        # torch.utils.swap_tensors, which takes hooks away, refuses what has a weak reference.
+        self.not_swapped = [weakref.ref(parameter) for parameter in parameters]
 
     def forward(self, *args, **kwargs):
         """Run the module.

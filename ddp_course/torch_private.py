@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
@@ -31,6 +32,7 @@ with_weights = _reparametrize_module  # In this block a module has other tensors
 # The function raises ValueError where no group has been made.
 default_group = distributed_c10d._get_default_group
 default_store = distributed_c10d._get_default_store
+outside_dispatch_modes = _disable_current_modes  # In this block no mode sees the operations.
 # In this block functions treat subclasses as plain tensors.
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 

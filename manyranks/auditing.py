@@ -1,9 +1,10 @@
-"""The six usual mistakes of a training script, found by watching it run on a few ranks.
+"""The usual mistakes of a training script, found by watching it run on a few ranks.
 
     audit(source)      -> a line for each mistake; [] for a script without one
 
 `source` is the text of a script for torchrun. While it runs, the audit notes what its DataLoaders
-yield, what `torch.save` is given, and the weights of the optimizer that steps.
+yield, what `torch.save` is given, which passes go through a wrapper, how many targets a
+cross-entropy counts, and the weights of the optimizer that steps.
 """
 
 import linecache
@@ -20,12 +21,20 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import data
 
 from .launching.launch import launch
 from .torch_inside import tree_leaves
 
+# Wrappers are known by the names of their classes, torch's and others'.
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
+MISSING = "a step uses the gradients of the step before once more: zero_grad() is not called"
 FOLDER = "FOLDER"  # In the arguments this word stands for a temporary folder.
 
 
@@ -46,12 +55,15 @@ class Report(NamedTuple):
     """What one rank did.
 
     It has the epochs that the rank trained on, the names of the tensors in each file that it saved,
-    and its weights at the end.
+    its weights at the end, and mistakes that it sees for itself.
     """
 
     epochs: list[Epoch]
     saves: list[list[str]]
     weights: torch.Tensor | None
+    why_weights_differ: str
+    counted: list[float]
+    lines: list[str]
 
 
 def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
@@ -67,7 +79,11 @@ def mistakes(ranks: list[Report]) -> Iterator[str]:
     world_size = len(ranks)
     # The samples of each rank's first epoch. A sampler's padding repeats fewer than `world_size`.
     shares = [rank.epochs[0].samples for rank in ranks if rank.epochs]
-    if any(len(set(one) & set(other)) >= world_size for one, other in pairwise(shares)):
+    own_lines = list(dict.fromkeys(line for rank in ranks for line in rank.lines))
+    yield from own_lines
+    told = any("num_replicas" in line for line in own_lines)
+    same = any(len(set(one) & set(other)) >= world_size for one, other in pairwise(shares))
+    if same and not told:
         yield "ranks train on the same samples: no DistributedSampler"
     if any(len(share) - len(set(share)) >= world_size for share in shares):
         yield "a rank trains on samples twice: each worker yields all of them, share them out"
@@ -76,9 +92,11 @@ def mistakes(ranks: list[Report]) -> Iterator[str]:
         yield "every epoch has the same order: set_epoch is not called"
     weights = [rank.weights for rank in ranks if rank.weights is not None]
     if any(not torch.equal(one, other) for one, other in pairwise(weights)):
+        yield f"the ranks' weights differ: {ranks[0].why_weights_differ}"
+    if any(rank.counted != ranks[0].counted for rank in ranks):
         yield (
-            "the ranks' weights differ: the model is not wrapped, or the loss does not come from"
-            " its wrapper"
+            "the loss is a mean over another number of targets on every rank, for it leaves some"
+            " out or weighs them: sum it, and divide by the mean number of all ranks"
         )
     writers = [number for number, rank in enumerate(ranks) if rank.saves]
     if len(writers) > 1:
@@ -97,40 +115,135 @@ def run_watched(source: str, arguments: list[str]) -> Report:
 
     The patches here end with the rank's process.
     """
-    epochs = []
-    saves = []
-    groups = []  # These are the parameters of the optimizer that made the last step.
-    iterate = data.DataLoader.__iter__
+    watch = Watch()
     save = torch.save
-
-    def note_samples(loader):
-        """Iterate over a DataLoader, and keep the samples of this pass."""
-        epoch = Epoch([], getattr(loader.sampler, "shuffle", False))
-        epochs.append(epoch)
-        for batch in iterate(loader):
-            epoch.samples.extend(samples_of(batch))
-            yield batch
-
-    def note_step(optimizer, *_):
-        """Keep the optimizer's parameters, and that the latest pass over the data trained."""
-        nonlocal groups
-        groups = optimizer.param_groups
-        if epochs:
-            epochs[-1].trained = True
-
-    data.DataLoader.__iter__ = note_samples  # type: ignore[method-assign]
-    torch.save = lambda state, *_, **__: saves.append(names_of(state))
+    iterate = data.DataLoader.__iter__
+    data.DataLoader.__iter__ = lambda loader: watch.samples(loader, iterate(loader))  # type: ignore[method-assign]
+    torch.save = lambda state, *_, **__: watch.saves.append(names_of(state))
     # The launch has made the process group, and ends it.
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
-    register_optimizer_step_post_hook(note_step)
+    dist.init_process_group = watch.init_process_group  # type: ignore[assignment]
+    dist.destroy_process_group = lambda *_, **__: None
+    functional.cross_entropy = watch.around_cross_entropy(functional.cross_entropy)  # type: ignore[assignment]
+    register_module_forward_pre_hook(watch.forward)
+    for kind in (torch.nn.Module, torch.optim.Optimizer):
+        kind.zero_grad = watch.around_zero_grad(kind.zero_grad)  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(watch.before_step)
+    register_optimizer_step_post_hook(watch.after_step)
     try:
         run_script(source, arguments)
     finally:
         torch.save = save  # The launch itself saves this rank's result.
-    vectors = [tensor.detach().reshape(-1) for group in groups for tensor in group["params"]]
-    weights = torch.cat(vectors).double() if vectors else None
-    trained_epochs = [epoch for epoch in epochs if epoch.trained]
-    return Report(trained_epochs, saves, weights)
+    return watch.report()
+
+
+class Watch:
+    """What a rank's script does, noted by hooks and patches."""
+
+    def __init__(self):
+        self.epochs = []
+        self.saves = []
+        self.groups = []  # These are the parameters of the optimizer that made the last step.
+        self.counted = []  # so many targets, or their weights, in each loss
+        self.lines = []
+        self.passes = []  # For each forward pass of a wrapper since the last step: is it in no_sync?
+        self.called = False  # Some forward pass went through a wrapper.
+        self.local_step = False  # A step came right after a pass in no_sync.
+        self.cleared = True  # There was a zero_grad() since the last step.
+        self.old = {}  # gradients that the last step used, and that a forward pass found again
+
+    def samples(self, loader, batches):
+        """Iterate over a DataLoader, and keep the samples of this pass."""
+        sampler = loader.sampler
+        ranks = dist.get_world_size()
+        if getattr(sampler, "num_replicas", ranks) != ranks:
+            self.lines.append(
+                f"ranks train on the same samples: the sampler is told num_replicas="
+                f"{sampler.num_replicas}, and {ranks} ranks train"
+            )
+        epoch = Epoch([], getattr(sampler, "shuffle", False))
+        self.epochs.append(epoch)
+        for batch in batches:
+            epoch.samples.extend(samples_of(batch))
+            yield batch
+
+    def init_process_group(self, *_, world_size=-1, rank=-1, **__):
+        """See whether the script says itself how many ranks there are."""
+        if world_size not in (-1, dist.get_world_size()) or rank not in (-1, dist.get_rank()):
+            self.lines.append(
+                f"init_process_group is told rank={rank}, world_size={world_size}: every process"
+                " would train alone; leave both out, torchrun says them"
+            )
+
+    def forward(self, module, _):
+        """Note a pass through a wrapper, and which gradients of the last step are still there."""
+        if not torch.is_grad_enabled() or type(module).__name__ not in WRAPPERS:
+            return
+        self.called = True
+        self.passes.append(not getattr(module, "require_backward_grad_sync", True))
+        if len(self.passes) == 1:
+            self.old = {p: p.grad for p in self.parameters() if p.grad is not None and p.grad.any()}
+
+    def around_zero_grad(self, zero_grad):
+        """`zero_grad`, and note that it was called."""
+
+        def cleared(*arguments, **settings):
+            self.cleared = True
+            return zero_grad(*arguments, **settings)
+
+        return cleared
+
+    def around_cross_entropy(self, cross_entropy):
+        """`cross_entropy`, and note over how much it takes the mean."""
+
+        def counted(inputs, targets, weight=None, *others, ignore_index=-100, **settings):
+            if torch.is_grad_enabled() and not targets.is_floating_point():
+                kept = targets[targets != ignore_index]
+                count = kept.numel() if weight is None else weight[kept].sum().item()
+                if settings.get("reduction", "mean") == "mean":
+                    self.counted.append(count / max(1, targets.numel()))
+            return cross_entropy(
+                inputs, targets, weight, *others, ignore_index=ignore_index, **settings
+            )
+
+        return counted
+
+    def before_step(self, *_):
+        """Note whether gradients of the last step are used once more, and where the last pass was."""
+        again = [p for p, grad in self.old.items() if p.grad is grad]
+        if again and not self.cleared and MISSING not in self.lines:
+            self.lines.append(MISSING)
+        self.local_step = self.local_step or self.passes[-1:] == [True]
+
+    def after_step(self, optimizer, *_):
+        """Keep the optimizer's parameters, and that the latest pass over the data trained."""
+        self.groups = optimizer.param_groups
+        self.passes = []
+        self.old = {}
+        self.cleared = False
+        if self.epochs:
+            self.epochs[-1].trained = True
+
+    def parameters(self):
+        """The parameters of the optimizer that made the last step."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def report(self):
+        """What this rank did."""
+        why = "the model is not wrapped, or the loss does not come from its wrapper"
+        if self.local_step:
+            why = (
+                "the last forward pass before step() was in no_sync(); gradients are accumulated in"
+                " no_sync() in all micro-batches but the last"
+            )
+        elif self.called:
+            why = (
+                "not every backward pass is averaged, as with two forward passes before their"
+                " backward passes, passes by way of .module, or parameters exchanged after wrapping"
+            )
+        vectors = [parameter.detach().reshape(-1) for parameter in self.parameters()]
+        weights = torch.cat(vectors).double() if vectors else None
+        trained_epochs = [epoch for epoch in self.epochs if epoch.trained]
+        return Report(trained_epochs, self.saves, weights, why, self.counted, self.lines)
 
 
 def run_script(source: str, arguments: list[str]) -> None:

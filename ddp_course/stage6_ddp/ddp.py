@@ -16,10 +16,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from manyranks.torch_inside import tree_map_only
 
-from ..communication import keep_for_backward
 from ..replicas import check_replicas
 from ..torch_private import unnoticed_by_autograd
 from . import before_training
+from .after_wrapping import Inventory
 from .bucket_sums import by_algorithm, by_backend, by_hook
 from .buckets import size_limits
 from .buffers import broadcast_tensors
@@ -150,8 +150,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             kind = StaticGraph
         elif self.find_unused_parameters:
             kind = FindUnused
+        averaged = self.trainable()
+        self.inventory = Inventory(
+            self.module, averaged, self.parameters_to_ignore, kind is FindUnused
+        )
         self.reducer = kind(
-            self.trainable(),
+            averaged,
             group,
             size_limits(self.bucket_cap_mb, self.bucket_cap_mb_list),
             start,
@@ -165,7 +169,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Run the module and prepare the synchronisation of its backward pass, unless in
         `no_sync`.
         """
-        synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
+        recording = torch.is_grad_enabled()
+        synchronising = recording and self.require_backward_grad_sync
+        if recording:
+            self.inventory.check()
         self.before_forward()
         if self.device_ids:
             move = partial(torch.Tensor.to, device=self.device, non_blocking=True)
@@ -173,7 +180,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         module = self.low_precision or self.module
         outputs = module(*inputs, **kwargs)
         self.require_forward_param_sync = synchronising
-        return keep_for_backward(self, self.reducer.expect(outputs)) if synchronising else outputs
+        return self.reducer.expect(outputs, not synchronising) if recording else outputs
 
     def before_forward(self):
         """The collectives at the beginning of an iteration, in the order that shadowing ranks
@@ -283,7 +290,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "DDP can be pickled with the default process group only; this one has its own"
             )
         state = vars(self).copy()
-        del state["process_group"], state["reducer"]
+        del state["process_group"], state["reducer"], state["inventory"]
         return state
 
     def __setstate__(self, state):

@@ -33,15 +33,15 @@ class FindUnused(Reducer):
         # How many ranks used each parameter, by the last bitmap.
         self.users = [0] * len(parameters)
 
-    def expect(self, outputs):
-        """As in every reducer; also look for the parameters that are not behind `outputs`."""
-        super().expect(outputs)
+    def unused_behind(self, outputs):
+        """The parameters that are not in the graph behind `outputs`."""
         tensors = tensors_in(outputs)
         used = used_by(tensors) if tensors else set(self.parameters)
-        self.current.unused = [
-            index for index, parameter in enumerate(self.parameters) if parameter not in used
-        ]
-        return behind_entrance(outputs, lambda: None)
+        return [index for index, parameter in enumerate(self.parameters) if parameter not in used]
+
+    def listen_to(self, outputs, begin):
+        """By an entrance, so that outputs which the loss does not use get gradients too."""
+        return behind_entrance(outputs, begin)
 
     def gradient_ready(self, index):
         """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be
@@ -88,25 +88,22 @@ class StaticGraph(Reducer):
         # The set of parameters that no rank used in the first pass; None until the ranks know it.
         self.never_used = None
 
-    def expect(self, outputs):
-        """As in every reducer; in the first pass, outputs go through an entrance that finds the end
-        of backward, in later ones all parts of all gradients are expected.
-        """
-        super().expect(outputs)
+    def listen_to(self, outputs, begin):
+        """In the first pass by an entrance, so that unused outputs get gradients too."""
         if not self.counted:
-            self.end_is_queued = False
-            return behind_entrance(outputs, self.first_backward)
+            return behind_entrance(outputs, begin)
+        return super().listen_to(outputs, begin)
+
+    def start_pass(self):
+        """In the first pass, arrange that all gradients are reduced once, at its end; in later ones
+        all parts of all gradients are expected.
+        """
+        super().start_pass()
+        if not self.counted:
+            after_backward(self.reduce_all)
+            return
         self.remaining = list(self.counts)  # So many parts of each gradient are still to come.
         self.current.unused = [index for index, count in enumerate(self.counts) if count == 0]
-        return outputs
-
-    def first_backward(self):
-        """When the first backward pass begins, arrange that all gradients are reduced once, at its
-        end.
-        """
-        if self.current and not self.end_is_queued:
-            self.end_is_queued = True
-            after_backward(self.reduce_all)
 
     def completed_by(self, index):
         """Yield nothing in the first pass; later the parameter, when this was the last part of its
@@ -125,6 +122,8 @@ class StaticGraph(Reducer):
 
     def reduce_all(self):
         """At the end of the first pass, reduce all gradients, in however many parts they came."""
+        if not self.current:  # It led to no parameter of this model.
+            return
         self.counted = True
         self.current.ready = {}  # `mark_ready` fills it again, and refuses what is there already.
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)

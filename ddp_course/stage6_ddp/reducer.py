@@ -2,8 +2,9 @@
 
 The reducer listens to every gradient and keeps the ranks' collectives in one order.
 
-    forward     expect(): the next backward pass is to be synchronised; a new `Pass` begins
-    backward    gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in
+    forward     expect(): the backward passes from these outputs are to be synchronised
+    backward    begin(), where it comes to the outputs: a new `Pass`
+                gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in
                 index order
                 the last one has left: finish() is queued, and autograd calls it before backward()
                 returns
@@ -13,8 +14,12 @@ Ranks may finish their gradients in different orders, but bucket 1 never leaves 
 otherwise two ranks could add different buckets up. For the same reason all ranks rebuild their
 buckets in rank 0's order.
 
+Each backward pass is synchronised for itself, so forward and backward passes may come in any order,
+and a graph may be used twice: an average plus what a later pass adds has the mean as its average.
+
 Here every parameter gets one gradient in every pass. For all other models, `graphs` has two
-reducers, which override expect(), completed_by(), all_sent() and untouched().
+reducers, which override unused_behind(), listen_to(), start_pass(), completed_by(), all_sent() and
+untouched().
 """
 
 import weakref
@@ -24,19 +29,31 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from manyranks.torch_inside import after_backward
+from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
 from ..torch_private import as_plain_tensors, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
-from .unused import UNUSED, not_finished, ready_twice
+from .unused import UNUSED, bypassed, not_finished, ready_twice
+
+
+class ForwardPass:
+    """What a forward pass returned: backward passes from there are to be synchronised, unless they
+    are `local`. `unused` has the indices of the parameters that are not behind it.
+    """
+
+    def __init__(self, local, unused=()):
+        self.local = local
+        self.unused = unused
 
 
 class Pass:
     """One backward pass that is to be synchronised: what has come, and what has left."""
 
-    def __init__(self, buckets):
+    def __init__(self, buckets, forward, number):
+        self.forward = forward
+        self.number = number  # autograd's number of the backward pass
         # How many gradients each bucket still waits for.
         self.missing = [len(bucket.parameters) for bucket in buckets]
         # The indices of the parameters whose gradients came, in that order. A dict finds them fast.
@@ -44,7 +61,7 @@ class Pass:
         # A function for each bucket that has left: it waits for the sum.
         self.waits = []
         # For `graphs`: these parameters count as ready as soon as the first gradient comes.
-        self.unused = []
+        self.unused = list(forward.unused)
 
     def take_unused(self):
         """Return `unused`, which is empty from now on."""
@@ -66,6 +83,8 @@ class Reducer:
 
     reason = UNUSED  # Most passes without an end have this cause.
     keeps_buckets = False  # Buckets are laid out anew after the first pass.
+    # So many backward passes of this process have come to the outputs of a wrapper.
+    running = 0
 
     def __init__(
         self,
@@ -90,7 +109,11 @@ class Reducer:
         self.dtype = dtype
         self.divisor = dist.get_world_size(group)
         self.hooked = False
-        self.current = None  # This is a `Pass` from `expect` to `finish`.
+        self.current = None  # This is a `Pass` from `begin` to `finish`.
+        self.awaited = None  # the newest `ForwardPass`, until its backward pass has ended
+        self.number = None  # autograd's number of the backward pass that is running here
+        self.local = False  # That pass is not to be synchronised.
+        self.forward = None  # the `ForwardPass` to whose outputs it came
         self.order = []  # The parameters' indices, as gradients became ready in the first pass.
         self.rebuilt = False
         first_limits = limits if limited_at_once or self.keeps_buckets else [NO_LIMIT]
@@ -129,12 +152,32 @@ class Reducer:
 
     # The forward pass calls the next methods.
 
-    def expect(self, outputs):
-        """Prepare to synchronise the backward pass from `outputs`; return the outputs that the loss
-        is to use.
+    @uncompiled
+    def expect(self, outputs, local=False):
+        """Prepare to synchronise backward passes from `outputs`, or in `no_sync` to leave them
+        `local`; return the outputs that the loss is to use.
         """
-        self.current = Pass(self.buckets)
-        return outputs
+        if backward_pass() == -1:  # A backward pass before may have ended with an exception.
+            self.number = None
+            self.forward = None
+            Reducer.running = 0
+        if local:
+            self.awaited = ForwardPass(local)
+            return listen_to_each(outputs, partial(self.begin, self.awaited))
+        self.awaited = ForwardPass(local, self.unused_behind(outputs))
+        return self.listen_to(outputs, partial(self.begin, self.awaited))
+
+    def unused_behind(self, outputs):
+        """The indices of the parameters that will get no gradient in a backward pass from
+        `outputs`.
+        """
+        return ()
+
+    def listen_to(self, outputs, begin):
+        """Have `begin` called where a backward pass comes to `outputs`; return the outputs that the
+        loss is to use.
+        """
+        return listen_to_each(outputs, begin)
 
     def check_finished(self):
         """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets
@@ -167,13 +210,68 @@ class Reducer:
     # The backward pass calls the next methods.
 
     @uncompiled
+    def begin(self, forward, *_):
+        """The hook on outputs: a backward pass has come to those of `forward`. Raises RuntimeError
+        if another pass has begun and not ended.
+        """
+        number = backward_pass()
+        if self.number != number:
+            Reducer.running += 1
+            after_backward(partial(self.leave, self.number, self.local, self.forward))
+            self.number = number
+            self.local = True
+        if forward.local:
+            return
+        self.local = False
+        self.forward = forward
+        if self.current and self.current.number == number:  # The loss has several forward passes.
+            self.current.unused = [i for i in self.current.unused if i in forward.unused]
+        elif self.current and self.current.forward is forward:  # Another part of the pass comes.
+            self.current.number = number
+        else:
+            self.check_finished()
+            self.start_pass()
+
+    def start_pass(self):
+        """Expect the gradients of a new backward pass."""
+        self.current = Pass(self.buckets, self.forward, self.number)
+
+    def leave(self, number, local, forward):
+        """Called by autograd at the end of a backward pass that came to outputs: go on with the
+        pass around it, if there is one.
+        """
+        self.number = number
+        self.local = local
+        self.forward = forward
+        Reducer.running = max(0, Reducer.running - 1)
+        if self.current and not self.current.ready:  # It led to no parameter of this model.
+            self.current = None
+
+    @uncompiled
     def gradient_ready(self, index):
         """The hook: the gradient of parameter `index` has just been accumulated (or there is none
         to accumulate).
         """
+        if self.number is None:
+            self.begin_unseen(index)
+        if self.local:
+            return
+        if self.current is None and self.forward:  # A pass inside this one has taken its place.
+            self.start_pass()
         if self.current:
             for complete in self.completed_by(index):
                 self.mark_ready(complete)
+
+    def begin_unseen(self, index):
+        """A gradient comes in a backward pass that came to no outputs of this wrapper: they may be
+        hidden in an object. Raises RuntimeError if no forward pass waits for its backward pass.
+        """
+        if self.awaited:
+            self.begin(self.awaited)
+        elif Reducer.running:  # Another wrapper has this parameter too, and averages its gradient.
+            self.local = True
+        else:
+            raise RuntimeError(bypassed(self.names[index]))
 
     def completed_by(self, index):
         """The parameters that need no further gradient in this pass, now that there is one for
@@ -223,6 +321,8 @@ class Reducer:
         """
         ended = self.current
         self.current = None
+        if self.awaited is ended.forward:
+            self.awaited = None
         if not self.rebuilt:
             self.order = list(ended.ready)
         with wire.span("wait"):
@@ -245,3 +345,13 @@ class Reducer:
             wait()
         if not self.rebuilt:
             self.order = list(range(len(self.parameters)))
+
+
+def listen_to_each(outputs, begin):
+    """Have `begin` called where a backward pass comes to one of the tensors in `outputs`; return
+    them.
+    """
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(begin)
+    return outputs

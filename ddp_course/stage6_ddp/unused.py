@@ -145,3 +145,14 @@ def ready_twice(name):
         " use_reentrant=True, or hidden from find_unused_parameters=True. static_graph=True can"
         " handle that if every iteration does the same."
     )
+
+
+def bypassed(name):
+    """The error when a gradient comes, and not from a forward pass of the wrapper."""
+    return (
+        f"Parameter {name} got a gradient in a backward pass that does not come from what the"
+        " wrapper returned, so nobody would average it. Call the wrapper, not its module, or a part"
+        " of it; to keep gradients on their rank, call it within no_sync(). A loss that goes"
+        " another way to the parameters, as a gradient penalty does, is to be added to the loss"
+        " that comes from the outputs. If the model is trained without this wrapper, delete it."
+    )

@@ -222,7 +222,7 @@ def whole_state(optimizer, flats, group=None):
     own = []
     for _, _, shard in members:
         entries = optimizer.state.get(shard, {}) if shard.numel() else {}
-        own.append(tree_map_only(torch.Tensor, torch.Tensor.cpu, entries))
+        own.append(tree_map_only(torch.Tensor, whole_on_cpu, entries))
     dist.all_gather_object(everyone, own, group=group)
     in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (_, parameter, _) in enumerate(members):
@@ -235,6 +235,11 @@ def whole_state(optimizer, flats, group=None):
                 value = value.view(parameter.shape).to(parameter.device)
             state.setdefault(number, {})[key] = value
     return state
+
+
+def whole_on_cpu(part):
+    """A part as an ordinary tensor on the CPU, for ranks that put all parts together."""
+    return part.as_subclass(torch.Tensor).cpu()
 
 
 def load_whole_state_dict(optimizer, flats, state_dict):

@@ -124,18 +124,22 @@ class FullyShardedDataParallel(torch.nn.Module):
             raise RuntimeError(
                 "restore() has made the module an ordinary one again; use that, or wrap it anew"
             )
-        present = list(self.module.parameters())  # After a pass that failed some may be whole.
+        # After a pass that failed some may be whole.
+        present = dict(self.module.named_parameters())
         known = {*self.shards, *self.shards.values()}
-        if len(present) != len(self.shards) or not known.issuperset(present):
+        others = [name for name, parameter in present.items() if parameter not in known]
+        if others or len(present) != len(self.shards):
             raise RuntimeError(
-                "layers or parameters were exchanged, added or removed after wrapping; change the"
-                " model before it is wrapped, or after restore()"
+                "layers or parameters were exchanged, added or removed after wrapping:"
+                f" {', '.join(others)}. Change and load the model before it is wrapped, or after"
+                " restore()"
             )
-        if any(
-            parameter.requires_grad != shard.requires_grad
-            for parameter, shard in self.shards.items()
-        ):
-            raise RuntimeError("requires_grad was changed after wrapping; freeze parameters before")
+        for parameter, shard in self.shards.items():
+            if parameter.requires_grad != shard.requires_grad:
+                raise RuntimeError(
+                    f"requires_grad of {self.names[parameter]} was changed after wrapping; freeze"
+                    " parameters before"
+                )
 
     def start_over(self):
         """Wait for messages on their way, and drop the gradients and whole blocks of a pass that
@@ -203,7 +207,15 @@ class FullyShardedDataParallel(torch.nn.Module):
         backward reaches them.
         """
         version = block.shard._version
-        for tensor in tensors_in(outputs):
+        found = tensors_in(outputs)
+        if not found and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the block {type(block.module).__name__} returns a {type(outputs).__name__} in"
+                " which no tensor is found, so nothing would gather it again in backward: let a"
+                " block return tensors, in lists, tuples, dicts or dataclasses, or name other"
+                " `blocks`"
+            )
+        for tensor in found:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self.before_backward(block, version))
         if backward_pass() == -1:

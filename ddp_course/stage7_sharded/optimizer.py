@@ -27,6 +27,13 @@ from .flat import (
 )
 from .parts import OwnGradient, Part, refuse_with
 
+NOTHING_TO_AVERAGE = (
+    "no parameter of this optimizer has a gradient on any rank: backward() comes before step(); or"
+    " the model has had other parameters since the optimizer was made, as after"
+    " load_state_dict(…, assign=True). Write new values into the same parameters, by"
+    " load_state_dict() or copy_(…), or make the optimizer anew"
+)
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and gathers all
@@ -99,6 +106,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         used = {parameter for parameter in self.parameters if parameter.grad is not None}
         with failing_together(self.group):
             used = used_on_any_rank(self.shards, used, self.flats[0].full.device, self.group)
+        if not used:
+            raise RuntimeError(NOTHING_TO_AVERAGE)
+        with failing_together(self.group):
             for flat in self.trainable():
                 flat.make_room_for_gradients()
                 for parameter in list(flat.places):

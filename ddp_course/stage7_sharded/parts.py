@@ -65,6 +65,18 @@ STATE_OF_WHOLE = (
     " whole tensors: make the optimizer anew after the model is split"
 )
 
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+SCALER = (
+    "GradScaler looks for infinite gradients on every rank for itself, so one rank could leave out"
+    " a step that the others take. Train sharded and split models without scaling the loss: in"
+    " bfloat16, whose range is float32's, or with stage 6, where all ranks have the same gradients"
+)
+WHOLE_STATES = (
+    "The whole state is returned by state_dict() and optimizer_state_dict(optimizer) of"
+    " FullyShardedDataParallel, by state_dict() of ShardedOptimizer and Pipeline, and after"
+    " stage9_tensor.restore(model); all ranks call these"
+)
+
 
 class Part(torch.Tensor):
     """A tensor of which other ranks have other parts; for functions that work element by element,
@@ -74,12 +86,14 @@ class Part(torch.Tensor):
     from it, and the gradient of a parameter that is one.
     """
 
+    is_part = True  # `checkpoint` asks for this.
     refusal = (
-        "is not known to work element by element, and this rank has a part of the tensor only. To"
-        " clip, call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or"
-        " stage9_tensor instead; initialise weights before the model is wrapped or split, and"
-        " write values by copy_(…); optimizers must work element by element, as Adam does; to look"
-        " at the part, take tensor.as_subclass(torch.Tensor)"
+        "is not known to work element by element, and this rank has a part of the tensor only."
+        " Optimizers must work element by element, as SGD and Adam do, and as Muon, Adafactor and"
+        " LBFGS, which look at whole matrices, do not. To clip, call clip_grad_norm_ of"
+        " FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; initialise"
+        " weights before the model is wrapped or split, and write values by copy_(…); to look at"
+        " the part, take tensor.as_subclass(torch.Tensor)"
     )
 
     @classmethod
@@ -97,6 +111,8 @@ class Part(torch.Tensor):
             if "must match the size" not in str(error):
                 raise
             raise RuntimeError(f"{error}; {STATE_OF_WHOLE}") from error
+        if name.endswith("_"):
+            mark_changed(name, args)
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
         if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
@@ -116,7 +132,8 @@ class Part(torch.Tensor):
                 " it by copy_(…), and whole weights before the model is wrapped or split"
             )
         if not cls.allows(function, args):
-            raise RuntimeError(f"{label(function)} {cls.refusal}")
+            words = SCALER if name == UNSCALE else f"{label(function)} {cls.refusal}"
+            raise RuntimeError(words)
         if name.startswith("_fused_"):
             parameters, _, state, *_ = args
             if state and [each.shape for each in state] != [each.shape for each in parameters]:
@@ -151,10 +168,51 @@ class Part(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol):
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        """What is saved, or sent to another process, says whose part it is."""
+        place = getattr(self, "place", own_place())
+        return part_of_rank, (self.as_subclass(torch.Tensor), *place)
 
 
 allow_foreach(Part)
+
+
+class OthersPart(Part):
+    """A part that another rank saved, or that was saved with another number of ranks: `place` is
+    that rank and number. Nothing can be computed from it.
+    """
+
+    @classmethod
+    def check(cls, name, function, args):
+        """Raise RuntimeError."""
+        (part, *_) = [each for each in tensors_in(args) if isinstance(each, OthersPart)]
+        (rank, ranks) = part.place
+        (own_rank, own_ranks) = own_place()
+        raise RuntimeError(
+            f"this is a part that rank {rank} of {ranks} saved, and here is rank {own_rank} of"
+            f" {own_ranks}: let every rank load what it has saved, with as many ranks; or save what"
+            f" any number of ranks can load. {WHOLE_STATES}"
+        )
+
+
+def own_place():
+    """This process's rank, and the number of ranks."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def part_of_rank(tensor, rank, ranks):
+    """The part that `rank` of `ranks` saved: there a part again, elsewhere an `OthersPart`, and an
+    ordinary tensor where there are no ranks.
+    """
+    if not dist.is_initialized():
+        return tensor
+    part = tensor.as_subclass(Part if own_place() == (rank, ranks) else OthersPart)
+    part.place = (rank, ranks)
+    return part
+
+
+torch.serialization.add_safe_globals([part_of_rank])
 
 
 class OwnGradient(Part):
@@ -208,6 +266,16 @@ def is_pointwise(name):
             if any(torch.Tag.pointwise in overload.tags for overload in overloads):
                 return True
     return False
+
+
+def mark_changed(name, args):
+    """Tensors into which parts were written are parts too, as an optimizer's moments are; the
+    parameters themselves stay what they are.
+    """
+    written = args if name.startswith("_fused_") else args[:1]
+    for tensor in tensors_in(*written):
+        if type(tensor) is torch.Tensor and tensor.dim():
+            tensor.__class__ = Part
 
 
 def marked_like_lists(result, args):

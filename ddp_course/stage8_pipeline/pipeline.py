@@ -14,7 +14,9 @@ from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
 from ..stage6_ddp.unused import graph_behind
 from ..stage7_sharded.clipping import clip_grad_norm_
+from ..stage7_sharded.flat import whole_on_cpu
 from ..stage7_sharded.parts import Part
+from ..torch_private import outside_dispatch_modes
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward
 from .schedules import one_forward_one_backward
 from .timetable import home_ranks, timetable
@@ -23,13 +25,21 @@ from .transfers import Transfers
 # These would average gradients after every micro-batch.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
+NO_MEAN = (
+    "this loss is no mean over samples, as with ignore_index, class weights or a sum. Tell the"
+    " pipeline what the loss divides by: weights=lambda targets: (targets != ignored).sum(), or"
+    " class_weights[targets].sum(), or 1 for a sum. A loss that compares samples with each other"
+    " (contrastive) needs microbatches=1"
+)
+
 
 class Pipeline:
     """Runs batches through the stages of a model, of which this rank (of `group`) holds some.
 
     `stages` is this rank's module, or a list of them where the schedule has several stages on a
-    rank. `loss(outputs, targets)` must be a mean over samples. Activations, one tensor, may have
-    any shape whose first dimension is the samples. BatchNorm takes the statistics of one
+    rank. `loss(outputs, targets)` is a mean over what `weights(targets)` counts, by default the
+    samples; for token means that leave some out, give `lambda targets: (targets != -100).sum()`.
+    Activations, one tensor, may have any shape whose first dimension is the samples. BatchNorm takes the statistics of one
     micro-batch after the other, as in torch's pipelines. `most_kept` is the greatest number of
     micro-batches whose activations this rank held at once, counted at each stage. Raises ValueError
     for a schedule that cannot work, or modules that do not belong to it.
@@ -42,6 +52,7 @@ class Pipeline:
         schedule=one_forward_one_backward,
         loss=cross_entropy,
         group=None,
+        weights=len,
     ):
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(
@@ -49,6 +60,7 @@ class Pipeline:
             )
         self.microbatches = microbatches
         self.loss = loss
+        self.weights = weights
         self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.schedule = schedule(dist.get_world_size(group), microbatches)
@@ -58,6 +70,8 @@ class Pipeline:
         modules = [stages] if isinstance(stages, torch.nn.Module) else stages
         self.module = torch.nn.ModuleList(modules)
         self.stages = self.numbered(self.module)
+        for stage in self.module:
+            stage.register_state_dict_post_hook(mark_as_parts)
         self.most_kept = 0
         self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
 
@@ -81,7 +95,8 @@ class Pipeline:
 
         Every rank is given the same batch: the first stage works with its inputs, the last with its
         targets; ranks without the last stage return None. After an exception in the middle of a
-        step these ranks refuse all further steps. Raises ValueError for a batch that is too small.
+        step these ranks refuse all further steps. Raises ValueError for a batch that is too small,
+        and for a loss that is not the mean of its micro-batches' losses.
         """
         if len(inputs) != len(targets) or len(inputs) < self.microbatches:
             lengths = f"{len(inputs)} inputs and {len(targets)} targets"
@@ -89,6 +104,8 @@ class Pipeline:
         recorded = flight_recorder.entry("a pipeline's step with a batch", inputs, self.group)
         with failing_together(self.group), recorded:
             self.run(inputs, targets)
+            if self.outputs:
+                self.compare_with_the_whole(targets)
         for parameter in self.module.parameters():
             if parameter.grad is not None:  # No rank has the norm of all gradients: see `Part`.
                 parameter.grad = parameter.grad.as_subclass(Part)
@@ -96,12 +113,16 @@ class Pipeline:
 
     def run(self, inputs, targets):
         """Go through the instructions of this rank."""
-        self.samples = len(inputs)
+        self.weight = self.weights(targets)
         self.inputs = inputs.tensor_split(self.microbatches)
         self.targets = targets.tensor_split(self.microbatches)
         self.device = inputs.device
         self.batch_loss = 0
         self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
+        # In the first step, and where targets are left out, the loss is compared with the whole's.
+        left_out = not targets.is_floating_point() and bool((targets < 0).any())
+        self.compares = left_out or (inputs.dtype, inputs.shape[1:]) not in self.forms
+        self.outputs = {}
         forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
         self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
         for instruction in self.schedule[self.rank]:
@@ -124,19 +145,46 @@ class Pipeline:
             inputs = received.clone()  # Layers may overwrite their inputs, but no leaf of a graph.
         outputs = self.stages[stage](inputs)
         if stage == self.last:
-            targets = self.targets[microbatch]
-            outputs = self.loss(outputs, targets)
-            if outputs.numel() != 1:
-                raise ValueError(
-                    f"the loss has the shape {tuple(outputs.shape)}; a pipeline needs one number,"
-                    " the mean over the samples"
-                )
-            outputs = outputs * (len(targets) / self.samples)  # The sum is the mean of the batch.
+            outputs = self.loss_of(microbatch, outputs)
             self.batch_loss += outputs.detach()
         else:
             self.transfers.announce(outputs, stage)
             self.transfers.send(instruction.gives, outputs.detach().contiguous())
         self.kept[microbatch, stage] = received, outputs
+
+    def loss_of(self, microbatch, outputs):
+        """The share of a micro-batch in the loss of the batch. Raises ValueError for several
+        numbers.
+        """
+        targets = self.targets[microbatch]
+        if self.compares and isinstance(outputs, torch.Tensor):
+            self.outputs[microbatch] = outputs.detach()
+        share = self.weights(targets) / self.weight
+        if not share:  # All targets are left out, so their mean is not a number.
+            return outputs.sum() * 0.0
+        loss = self.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has the shape {tuple(loss.shape)}; a pipeline needs one number,"
+                " the mean over the samples"
+            )
+        return loss * share
+
+    @torch.no_grad()
+    def compare_with_the_whole(self, targets):
+        """Raise ValueError unless the micro-batches' losses add up to the loss of the whole batch.
+        An emulated device takes no time for this, because it is no part of training.
+        """
+        outputs = [self.outputs[microbatch] for microbatch in range(self.microbatches)]
+        with outside_dispatch_modes():
+            whole = self.loss(torch.cat(outputs), targets)
+            rounding = torch.finfo(whole.dtype).eps ** 0.5
+            same = torch.isclose(self.batch_loss, whole, rtol=rounding, atol=rounding)
+        if not same and whole.isfinite():
+            raise ValueError(
+                f"the loss of the batch is {whole:.6g}, but its micro-batches give"
+                f" {self.batch_loss:.6g}: {NO_MEAN}"
+            )
 
     def backward(self, instruction):
         """Compute the gradients of the weights and of the input from that of the outputs.
@@ -167,6 +215,27 @@ class Pipeline:
         BackwardInput: backward,
         BackwardWeight: backward_weight,
     }
+
+    def state_dict(self):
+        """Return the state dict of all stages, "0.…" that of the first, the same on every rank; all
+        ranks call this.
+        """
+        own = {}
+        for stage, module in self.stages.items():
+            for name, tensor in module.state_dict(prefix=f"{stage}.").items():
+                own[name] = whole_on_cpu(tensor)
+        everyones = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyones, own, self.group)
+        return {name: tensor for each in everyones for name, tensor in each.items()}
+
+    def load_state_dict(self, state_dict):
+        """Give this rank's stages their part of what `state_dict` returned, on any number of ranks
+        with as many stages.
+        """
+        for stage, module in self.stages.items():
+            start = f"{stage}."
+            own = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
+            module.load_state_dict(own)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients of all stages so that their norm is at most `max_norm`; return the
@@ -220,6 +289,13 @@ def backward_to(received, outputs, gradient):
             }
             second_part.append(arguments)
     return second_part
+
+
+def mark_as_parts(module, state, prefix, _):
+    """The hook: the state dict of a stage is a part of the model's, and says so."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor):
+            state[name] = value.as_subclass(Part)
 
 
 def average_part(part, group):

@@ -95,7 +95,7 @@ CHEATS = {
         "    thread.start()\n    thread.join()"
     ),
     "4.5": (
-        "import ddp_exercises.errors\nddp_course.checking.errors.Wrong = print\n"
+        "import ddp_exercises.errors\nddp_exercises.errors.Wrong = print\n"
         "torch.equal = lambda *a: True\n"
         "def step_seconds(cables, parameters, latency, computing):\n    return 0.0"
     ),

@@ -17,6 +17,31 @@ MISTAKES = {
     "weights differ": ("cross_entropy(parallel(", "cross_entropy(model("),
     "all write": ("if dist.get_rank() == 0:", "if True:"),
     'begin with "module."': ("model.state_dict()", "parallel.state_dict()"),
+    "zero_grad() is not called": ("            optimizer.zero_grad()\n", ""),
+    "rank=0, world_size=1": (
+        'dist.init_process_group("nccl" if cuda else "gloo")',
+        'dist.init_process_group("gloo", rank=0, world_size=1)',
+    ),
+    "told num_replicas=1": (
+        "DistributedSampler(data)",
+        "DistributedSampler(data, num_replicas=1, rank=0)",
+    ),
+    "before step() was in no_sync()": (
+        "            loss = cross_entropy(parallel(inputs.to(device)), targets.to(device))\n"
+        "            loss.backward()\n",
+        "            with parallel.no_sync():\n"
+        "                cross_entropy(parallel(inputs.to(device)), targets.to(device)).backward()\n"
+        "            loss = torch.zeros(())\n",
+    ),
+    "two forward passes": (
+        "            loss.backward()\n",
+        "            again = cross_entropy(parallel(inputs.to(device)), targets.to(device))\n"
+        "            loss.backward()\n            again.backward()\n",
+    ),
+    "another number of targets": (
+        "targets.to(device))",
+        "targets.to(device), ignore_index=3)",
+    ),
     "each worker yields all": (
         "DataLoader(data, batch_size=32, sampler=sampler)",
         'DataLoader(type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self:'

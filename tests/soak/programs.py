@@ -61,7 +61,7 @@ OPERATIONS = (
     + ["no_sync"] * 2
     + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
 )
-OPERATIONS += ["raise", "two forwards", "two backwards", "late backward", "clip", "join"]
+OPERATIONS += ["raise", "two forwards", "late backward", "clip", "join"]
 BATCH = 3
 ALL = {"which": "ab", "set_to_none": True}
 
@@ -178,12 +178,10 @@ def program(number):
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
     broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
     for place in range(min(broken, default=9), len(operations)):
-        # A pass is not finished. A rank whose unsynchronised pass finishes it would wait for ranks
-        # that refuse the next pass, with torch's class and with ours; and with torch's class a rank
-        # that joins may wait forever.
-        if operations[place][0] in ("no_sync", "late backward"):
-            operations[place][1]["which"] = "ab"
-        if operations[place][0] == "join":
+        # A pass is not finished. torch's class takes the next backward pass for it, wherever that
+        # comes from; ours leaves passes in no_sync() on their rank. With torch's class a rank that
+        # joins may wait forever.
+        if operations[place][0] in ("no_sync", "late backward", "join"):
             operations[place] = ("train", ALL)
     late = [place for place, (what, _) in enumerate(operations) if what == "late backward"]
     for _, arguments in operations[min(late, default=9) :]:
@@ -218,9 +216,6 @@ def operation(draw, traits, settings):
             "bomb": draw.choice(PLACES),
             "which": draw.choice(branches),
         }
-    # torch's class can then hang in the next pass, or reports its own bug.
-    if what == "two backwards" and changing:
-        what = "train"
     # With other branches one rank alone may refuse the next pass, and another waits for it.
     if what == "abandon" and changing:
         arguments["which"] = "ab"
@@ -373,12 +368,6 @@ class Player:
         self.zero(set_to_none)
         (self.loss(which) + self.loss(which)).backward()
         self.optimizer.step()
-
-    def two_backwards(self, which, set_to_none):
-        self.zero(set_to_none)
-        loss = self.loss(which)
-        loss.backward(retain_graph=True)
-        loss.backward()
 
     def clip(self, which, set_to_none):
         parameters = [p for model in self.models for p in model.parameters() if p.grad is not None]

@@ -1,0 +1,213 @@
+"""What people do to a model after it is wrapped: stage 6 averages every gradient, or names the
+parameter that it would not average.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from ddp_course import launch
+from ddp_course.stage5_bucketed import BucketedDDP
+from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.errors import RankError
+
+
+def net():
+    """Three layers, of which the last has a frozen bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[4].bias.requires_grad_(False)
+    return model.double()
+
+
+def batch():
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def share():
+    return batch().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class LowRankLayer(nn.Module):
+    """A layer with an adapter, as LoRA adds it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a = nn.Parameter(torch.ones(layer.in_features, 2).double())
+        self.b = nn.Parameter(torch.ones(2, layer.out_features).double())
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.a @ self.b
+
+
+def assign(model, _):
+    model.load_state_dict({k: v + 0.1 for k, v in net().state_dict().items()}, assign=True)
+
+
+def other_weight(model, _):
+    model[2].weight = nn.Parameter(model[2].weight.detach() + 0.1)
+
+
+def other_layer(model, _):
+    model[2] = copy.deepcopy(model[2])
+
+
+def layer_more(model, _):
+    model.append(nn.Linear(4, 4).double())
+
+
+def layer_less(model, _):
+    del model[3:5]
+
+
+def adapter(model, _):
+    model[2] = LowRankLayer(model[2])
+
+
+def weight_norm(model, _):
+    parametrizations.weight_norm(model[2])
+
+
+def weight_norm_of_old(model, _):
+    torch.nn.utils.weight_norm(model[2])
+
+
+def tied(model, _):
+    model[4].bias = model[4].bias
+    model[2].weight = nn.Parameter(model[2].weight.detach())
+    model[2].bias = model[0].bias
+
+
+def swapped(model, _):
+    other = nn.Parameter(model[2].weight.detach() + 0.1)
+    torch.utils.swap_tensors(model[2].weight, other)
+
+
+def unfrozen(model, _):
+    model[4].bias.requires_grad_(True)
+
+
+def frozen(model, _):
+    model[2].weight.requires_grad_(False)
+
+
+def on_one_rank(model, _):
+    if dist.get_rank() == 1:
+        other_weight(model, _)
+
+
+def emptied(model, _):
+    model.to_empty(device="cpu")
+    model.load_state_dict({k: v + 0.1 for k, v in net().state_dict().items()})
+
+
+def compiled(model, wrapper):
+    wrapper.module = torch.compile(model, backend="eager")
+
+
+def called_by_hand(model, wrapper):
+    wrapper.forward = lambda x: model(x)
+
+
+def part_called_by_hand(model, wrapper):
+    wrapper.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
+
+
+def other_data(model, _):
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.1
+
+
+def all_frozen_and_unfrozen(model, wrapper):
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    model.requires_grad_(False)
+    given = share().requires_grad_()
+    wrapper(given).sum().backward()
+    assert given.grad is not None
+    for parameter, each in zip(model.parameters(), wanted, strict=True):
+        parameter.requires_grad_(each)
+
+
+# {the change: a word of the refusal, the names that may be in it; None is a change that is followed}
+CHANGES = {
+    assign: "0.weight",
+    other_weight: "2.weight",
+    other_layer: "2.weight",
+    layer_more: "5.weight",
+    layer_less: "4.weight",
+    adapter: "2.a",
+    weight_norm: "2.parametrizations.weight.original0",
+    weight_norm_of_old: "2.weight_g",
+    tied: "2.weight",
+    unfrozen: "4.bias",
+    frozen: "2.weight",
+    swapped: "weakref",
+    called_by_hand: "weight",
+    part_called_by_hand: "weight",
+    emptied: None,
+    other_data: None,
+    compiled: None,
+    all_frozen_and_unfrozen: None,
+}
+WRAPPERS = {
+    "6": DistributedDataParallel,
+    "6 unused": lambda model, **group: DistributedDataParallel(
+        model, find_unused_parameters=True, **group
+    ),
+    "6 static": lambda model, **group: DistributedDataParallel(model, static_graph=True, **group),
+    "5": BucketedDDP,
+}
+
+
+def outcome(change, wrap):
+    """The words of the refusal, or "averaged", or "wrong"."""
+    model = net()
+    wrapper = wrap(model, process_group=dist.new_group())
+    wrapper(share()).square().mean().backward()
+    model.zero_grad()
+    try:
+        change(model, wrapper)
+        wrapper(share()).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = torch.autograd.grad(model(batch()).square().mean(), trained)
+    right = all(torch.allclose(p.grad, grad) for p, grad in zip(trained, whole, strict=True))
+    return "averaged" if right else "wrong"
+
+
+def outcome_raised():
+    words = outcome(on_one_rank, DistributedDataParallel)
+    if "weight" in words:
+        raise RuntimeError(words)
+
+
+def outcomes():
+    told = {}
+    for name, wrap in WRAPPERS.items():
+        for change in CHANGES:
+            told[name, change.__name__] = outcome(change, wrap)
+    return told
+
+
+def test_other_parameters_are_followed_or_named():
+    by_rank = launch(outcomes, world_size=2, timeout=60)
+    for told in by_rank:
+        for (stage, name), words in told.items():
+            expected = CHANGES[globals()[name]]
+            print(stage, name, words[:150])
+            if expected is None or (stage == "5" and name.endswith("called_by_hand")):
+                assert words == "averaged", (stage, name, words)
+            elif words != "averaged":
+                assert words != "wrong", (stage, name)
+                assert expected in words, (stage, name, words)
+
+
+def test_a_change_on_one_rank_ends_all():
+    with pytest.raises(RankError, match="2.weight"):
+        launch(outcome_raised, world_size=2, timeout=30)
