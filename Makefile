@@ -65,7 +65,7 @@ test-all: setup  ## make test, make test-lessons, then make test-rest
 # What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.
 QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \
 	tests/test_stage2_dataparallel.py tests/test_stage3_paramserver.py tests/test_stage4_ring.py \
-	tests/test_stage5_bucketed.py tests/running/test_wire.py tests/running/test_units.py tests/running/devices
+	tests/test_stage5_bucketed.py tests/test_wire.py tests/manyranks/test_units.py tests/manyranks/devices
 test-quick: tools  ## in a minute and a half what a contributor needs
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
 

@@ -39,11 +39,11 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_course import ladder
-from ddp_course.measuring.results import Comparison
-from ddp_course.showing.plots import link_text
+from ddp_course.lab.measuring.results import Comparison
+from ddp_course.lab.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {
     "file_extension": ".py",

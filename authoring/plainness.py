@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
+    "manyranks",
     "ddp_course",
-    "ddp_grading",
+    "ddp_exercises",
     "ddp_predictions",
     "exercises/checks",
     "benchmarks",
@@ -25,6 +26,9 @@ ROOMS = (
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+OPENING = ("(", "[", "{")
+CLOSING = (")", "]", "}")
+WIDTH = 100  # as in pyproject.toml
 Break = tuple[ast.AST, str]  # The node that breaks a rule, and the words of the rule.
 
 
@@ -223,6 +227,45 @@ def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
                 yield ast.Pass(lineno=line), rule  # A comment is no node: any would do.
 
 
+def brackets_broken(source: str) -> Iterator[Break]:
+    """A bracket over several rows that would fit in one, were it not for a comment in these rows.
+
+    A comma before the closing bracket says that its author wants a row for each element.
+    """
+    rows = source.splitlines()
+    commented = set()
+    opened: list[int] = []  # the rows of the brackets that are open
+    pairs = []  # the first and the last row of each bracket
+    before = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT:
+            commented.add(row)
+            rows[row - 1] = rows[row - 1][:column].rstrip()
+        elif token.type == tokenize.OP and token.string in OPENING:
+            opened.append(row)
+        elif token.type == tokenize.OP and token.string in CLOSING:
+            first = opened.pop()
+            if before != ",":
+                pairs.append((first, row))
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.string
+    rule = "a comment breaks a bracket: write it above the statement"
+    for first, last in pairs:
+        has_comment = commented.intersection(range(first, last + 1))
+        if first < last and has_comment and len(in_one_row(rows[first - 1 : last])) <= WIDTH:
+            yield ast.Pass(lineno=first), rule  # A bracket is no node: any would do.
+
+
+def in_one_row(rows: list[str]) -> str:
+    """The rows of a bracket as one."""
+    text = rows[0]
+    for row in filter(None, map(str.strip, rows[1:])):
+        touching = text.endswith(OPENING) or row.startswith(CLOSING)
+        text += row if touching else f" {row}"
+    return text
+
+
 RULES = (
     assignments_side_by_side,
     comprehensions_inside,
@@ -239,6 +282,7 @@ def breaks(source: str, path: str = "") -> list[Found]:
     tree = ast.parse(source)
     broken = [pair for rule in RULES for pair in rule(tree)]
     broken += layouts_by_hand(tree, source)
+    broken += brackets_broken(source)
     return sorted(Found(path, node.lineno, words) for node, words in broken)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def public_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:

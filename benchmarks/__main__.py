@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from ddp_course.cli import exit_code
+from ddp_course.lab.cli import exit_code
 
 from . import BENCHMARKS
 

@@ -19,10 +19,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course.errors import EmulationError
-from ddp_course.running.launching.launch import launch
-from ddp_course.running.links import Link
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.errors import EmulationError
+from manyranks.launching.launch import launch
+from manyranks.links import Link
 
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios, take_turns, timed
 from .pipelined_ring import pipelined_ring_all_reduce

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import ladder
-from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, make_job
-from ddp_course.measuring.recording import Recording
-from ddp_course.measuring.simulate import Network, simulate
-from ddp_course.measuring.theory import Costs
-from ddp_course.running.devices import Device
-from ddp_course.running.launching.launch import launch
-from ddp_course.running.links import Link
+from ddp_course.job import Job, make_job
+from ddp_course.lab.measuring import comparison
+from ddp_course.lab.measuring.recording import Recording
+from ddp_course.lab.measuring.simulate import Network, simulate
+from ddp_course.lab.measuring.theory import Costs
+from manyranks.devices import Device
+from manyranks.launching.launch import launch
+from manyranks.links import Link
 
 from .harness import Benchmark, Part, Promise
 

@@ -31,15 +31,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import ladder, problems
-from ddp_course.errors import CourseError, LaunchTimeout, RankError
-from ddp_course.measuring import comparison
-from ddp_course.measuring.on_your_gpus import on_your_gpus
-from ddp_course.running.devices import rank_device
-from ddp_course.running.devices.placement import nccl_can_share, placement, usable_gpus
-from ddp_course.running.files import replace_file, writable_folder
-from ddp_course.running.launching.launch import launch
-from ddp_course.running.torch_inside import busy_gpu
+from ddp_course.lab.measuring import comparison
+from ddp_course.lab.measuring.on_your_gpus import on_your_gpus
 from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.torch_private import busy_gpu
+from manyranks.devices import rank_device
+from manyranks.devices.placement import nccl_can_share, placement, usable_gpus
+from manyranks.errors import LaunchError, LaunchTimeout, RankError
+from manyranks.files import replace_file, writable_folder
+from manyranks.launching.launch import launch
 
 from .harness import (
     Benchmark,
@@ -245,7 +245,7 @@ def total() -> float:
 
 
 def raises_with(
-    error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60
+    error: type[LaunchError], words: str, function: Callable, device: str, timeout: float = 60
 ) -> bool:
     """Whether a launch of `function` raises `error` with `words` in its message."""
     try:
@@ -451,7 +451,7 @@ def lessons(args: argparse.Namespace) -> Part:
         rows.append({name: getattr(stage, name) for name in columns})
     also = {"measured_on": results.measured_on, "message": results.message}
     if importlib.util.find_spec("matplotlib") is not None:
-        from ddp_course.showing.plots import compare_figure
+        from ddp_course.lab.showing.plots import compare_figure
 
         path = writable_folder(args.out) / "gpu_lessons.png"
         replace_file(path, compare_figure(results).png(dpi=120))

@@ -16,9 +16,9 @@ from typing import Any
 import nbformat
 import psutil
 
-from ddp_course.running.linux import usable_cores
-from ddp_grading.grader import grade
-from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_exercises.grading.grader import grade
+from ddp_exercises.grading.submissions import find_submissions, load_exercises
+from manyranks.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from ddp_course.running.launching.launch import launch
+from manyranks.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, take_turns, timed
 

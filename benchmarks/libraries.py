@@ -22,8 +22,8 @@ from typing import Any
 
 import simpy
 
-from ddp_course.measuring.simulate import Network
-from ddp_course.measuring.theory import Costs
+from ddp_course.lab.measuring.simulate import Network
+from ddp_course.lab.measuring.theory import Costs
 
 
 class Simulation:

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ddp_course.showing.plots import STAGE_COLOURS, Picture, panels
+from ddp_course.lab.showing.plots import STAGE_COLOURS, Picture, panels
 
 LARGE = 4 << 20  # bytes: what links.py promises holds for messages of this size and more.
 LOOKS = {  # {algorithm: (stage, in whose colour it is drawn, label)}

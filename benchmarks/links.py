@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from ddp_course import stage3_paramserver, stage4_ring
-from ddp_course.measuring import theory
-from ddp_course.running import links, wire
-from ddp_course.running.files import replace_file
-from ddp_course.running.launching.launch import launch
+from ddp_course import stage3_paramserver, stage4_ring, wire
+from ddp_course.lab.measuring import theory
+from manyranks import links
+from manyranks.files import replace_file
+from manyranks.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed
 from .link_figure import LARGE, link_figure

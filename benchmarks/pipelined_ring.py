@@ -6,8 +6,8 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from ddp_course import wire
 from ddp_course.collectives.strides import copy_back, flat_memory
-from ddp_course.running import wire
 
 from . import streams
 

@@ -11,8 +11,8 @@ and only two segments are under way.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp_course.measuring.simulate import Network, resnets, simulate
-from ddp_course.measuring.theory import Costs
+from ddp_course.lab.measuring.simulate import Network, resnets, simulate
+from ddp_course.lab.measuring.theory import Costs
 from ddp_predictions.frozen import constants, numbers
 from ddp_predictions.runs import read_run
 from ddp_predictions.transformers import step

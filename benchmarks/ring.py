@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_course.running.launching.launch import launch
 from ddp_course.stage4_ring import ring_all_reduce
+from manyranks.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios
 from .pipelined_ring import pipelined_ring_all_reduce

@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_course import problems, stage4_ring
-from ddp_course.measuring import theory, traces
-from ddp_course.measuring.on_your_gpus import LONG_ENOUGH_S, Size, find_size, profile_step, sizes
-from ddp_course.measuring.timeline import hidden_share
-from ddp_course.running import wire
-from ddp_course.running.devices import rank_device
-from ddp_course.running.files import replace_file
-from ddp_course.running.launching.launch import launch
+from ddp_course import problems, stage4_ring, wire
+from ddp_course.lab.measuring import theory, traces
+from ddp_course.lab.measuring.on_your_gpus import (
+    LONG_ENOUGH_S,
+    Size,
+    find_size,
+    profile_step,
+    sizes,
+)
+from ddp_course.lab.measuring.timeline import hidden_share
 from ddp_course.stage3_paramserver import average_on_server
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.devices import rank_device
+from manyranks.files import replace_file
+from manyranks.launching.launch import launch
 
 from .harness import Row, medians, slowest, timed
 
@@ -187,7 +192,7 @@ def points(rows: list[Row], x: str, y: str) -> tuple[list, list]:
 
 def figures(parts: Row, device: str, folder: Path) -> list[Path]:
     """Draw the parts of a report that are there: scaling, all-reduces, and the trace."""
-    from ddp_course.showing.plots import STAGE_COLOURS, curves
+    from ddp_course.lab.showing.plots import STAGE_COLOURS, curves
 
     lines: dict[str, Any] = {}
     pictures = {}
@@ -222,7 +227,7 @@ def figures(parts: Row, device: str, folder: Path) -> list[Path]:
             kind=f"measured on {device}",
         )  # fmt: skip
     if (folder / "gpu_trace.json").exists():
-        from ddp_course.showing.trace_plot import trace
+        from ddp_course.lab.showing.trace_plot import trace
 
         pictures["gpu_trace.png"] = trace(folder / "gpu_trace.json")
     for name, picture in pictures.items():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from ddp_course.measuring import facts
+from ddp_course.lab.measuring import facts
 from ddp_predictions import one_host
 from ddp_predictions.answers import Answer, predict
 from ddp_predictions.frozen import constants, numbers

@@ -19,9 +19,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 
 from ddp_course.collectives import hierarchical_all_reduce
-from ddp_course.measuring import finite
-from ddp_course.running.launching.launch import launch
-from ddp_course.running.links import Link
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
@@ -33,6 +30,9 @@ from ddp_course.stage8_pipeline import (
     one_forward_one_backward,
     split,
 )
+from manyranks import finite
+from manyranks.launching.launch import launch
+from manyranks.links import Link
 
 from .harness import Benchmark, Part, Promise, Row, medians, slowest, take_turns, timed
 from .training import model_and_batch, step

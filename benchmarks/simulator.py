@@ -3,8 +3,8 @@
 import argparse
 from time import perf_counter
 
-from ddp_course.measuring.simulate import Layer, Network, Profile, simulate
-from ddp_course.measuring.theory import Costs
+from ddp_course.lab.measuring.simulate import Layer, Network, Profile, simulate
+from ddp_course.lab.measuring.theory import Costs
 
 from .harness import Benchmark, Part, Promise
 

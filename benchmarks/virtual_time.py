@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ddp_course import Device, Link, launch
-from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, make_job
-from ddp_course.measuring.results import Comparison
-from ddp_course.running import wire
-from ddp_course.running.launching.server_handle import servers, use_server
+from ddp_course import Device, Link, launch, wire
+from ddp_course.job import Job, make_job
+from ddp_course.lab.measuring import comparison
+from ddp_course.lab.measuring.results import Comparison
+from manyranks.launching.server_handle import servers, use_server
 
 from .harness import Benchmark, Part, Promise, Row
 
@@ -122,9 +121,9 @@ def hash_under(way: str) -> str:
     """The hash of a comparison that something disturbs."""
     environment = {}
     if way == "sleeps before locks":
-        environment = {"DDP_COURSE_FUZZ": FUZZ_MS}
+        environment = {"MANYRANKS_FUZZ": FUZZ_MS}
     if way == "spawned":
-        environment = {"DDP_COURSE_START": "spawn"}
+        environment = {"MANYRANKS_START": "spawn"}
     busy = 4 if way == "beside four busy processes" else 0
     with variables(environment), busy_processes(busy):
         results = comparison.run("digits", 4, STEPS, DISTURBED, device=DEVICE, link=LINK)

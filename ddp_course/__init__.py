@@ -10,76 +10,69 @@
     stage8_pipeline      the model is split, not the data
     stage9_tensor        layers are split too, and a mesh combines the ways
 
-`launch` starts K ranks from a script or a notebook cell.
+`launch` starts K ranks from a script or a notebook cell: it is from `manyranks`, the library that
+runs them. `lab` has what the notebooks show and measure.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from . import ladder
+from manyranks import own_code
 
-_NAMES = {  # Each module has these functions and classes, which are names of the package, too.
-    "running.launching.launch": ("launch",),
-    "running.launching.magic": ("load_ipython_extension",),
-    "running.devices": ("Device", "rank_device"),
-    "running.links": ("Link",),
-    "measuring.on_your_gpus": ("on_your_gpus",),
-    "orders.every": ("every_order",),
-    "stage2_dataparallel": ("DataParallel",),
-    "stage3_paramserver": ("average_on_server", "broadcast_parameters"),
-    "stage4_ring": (
-        "whole_gradient_ring",
-        "ring_all_reduce",
-        "reduce_scatter",
-        "allgather",
-        "average_on_ring",
-    ),
-    "stage5_bucketed": ("BucketedDDP",),
-    "stage6_ddp": ("DistributedDataParallel", "SyncBatchNorm"),
-    "stage7_sharded": ("ShardedOptimizer", "FullyShardedDataParallel"),
+own_code.register(__name__, __path__[0], ["lab.measuring.comparison", "collectives"])
+
+if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
+    from manyranks import Device as Device
+    from manyranks import Link as Link
+    from manyranks import every_order as every_order
+    from manyranks import launch as launch
+    from manyranks import load_ipython_extension as load_ipython_extension
+    from manyranks import rank_device as rank_device
+
+    from .stage2_dataparallel import DataParallel as DataParallel
+    from .stage3_paramserver import average_on_server as average_on_server
+    from .stage3_paramserver import broadcast_parameters as broadcast_parameters
+    from .stage4_ring import allgather as allgather
+    from .stage4_ring import average_on_ring as average_on_ring
+    from .stage4_ring import reduce_scatter as reduce_scatter
+    from .stage4_ring import ring_all_reduce as ring_all_reduce
+    from .stage4_ring import whole_gradient_ring as whole_gradient_ring
+    from .stage5_bucketed import BucketedDDP as BucketedDDP
+    from .stage6_ddp import DistributedDataParallel as DistributedDataParallel
+    from .stage6_ddp import SyncBatchNorm as SyncBatchNorm
+    from .stage7_sharded import FullyShardedDataParallel as FullyShardedDataParallel
+    from .stage7_sharded import ShardedOptimizer as ShardedOptimizer
+
+_HOMES = {
+    "BucketedDDP": "ddp_course.stage5_bucketed",
+    "DataParallel": "ddp_course.stage2_dataparallel",
+    "Device": "manyranks",
+    "DistributedDataParallel": "ddp_course.stage6_ddp",
+    "FullyShardedDataParallel": "ddp_course.stage7_sharded",
+    "Link": "manyranks",
+    "ShardedOptimizer": "ddp_course.stage7_sharded",
+    "SyncBatchNorm": "ddp_course.stage6_ddp",
+    "allgather": "ddp_course.stage4_ring",
+    "average_on_ring": "ddp_course.stage4_ring",
+    "average_on_server": "ddp_course.stage3_paramserver",
+    "broadcast_parameters": "ddp_course.stage3_paramserver",
+    "every_order": "manyranks",
+    "launch": "manyranks",
+    "load_ipython_extension": "manyranks",
+    "rank_device": "manyranks",
+    "reduce_scatter": "ddp_course.stage4_ring",
+    "ring_all_reduce": "ddp_course.stage4_ring",
+    "whole_gradient_ring": "ddp_course.stage4_ring",
 }
-_TOP = (  # These modules lie beside this file.
-    *ladder.MODULES,
-    "collectives",
-    "communicate_less",
-    "errors",
-    "ladder",
-    "problems",
-    "script",
-    "train",
-)
-_ROOMS = {  # These modules of rooms are names of the package, so that a notebook needs one import.
-    "running": ("checkpoint", "devices", "links", "wire"),
-    "measuring": (
-        "audit",
-        "claims",
-        "facts",
-        "finite",
-        "simulate",
-        "theory",
-        "timeline",
-        "timing",
-        "traces",
-    ),
-    "commands": ("compare", "doctor"),
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = {
-    **{name: f"ddp_course.{name}" for name in _TOP},
-    **{name: f"ddp_course.{room}.{name}" for room, names in _ROOMS.items() for name in names},
-    "show": "ddp_course.showing",
-}
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = list(_HOMES)
 
+if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
 
-def __getattr__(name):
-    """Import on first use: `import ddp_course` stays instant, and a rank loads only what it
-    needs.
-    """
-    if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        """Import on first use: a rank loads only what it needs."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__():

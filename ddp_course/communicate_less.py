@@ -28,7 +28,7 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from .running import wire
+from . import wire
 from .stage3_paramserver import broadcast_parameters, gradients, trainable, unflatten
 from .stage4_ring import allgather, average_on_ring, ring_all_reduce
 

@@ -21,7 +21,7 @@ class Stage:
     if it is empty, the module's function `train` does this. It gets those settings of the job that
     `options` names.
 
-    `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where
+    `bytes_sent(job)` is what the busiest rank sends in a step of a `job.Job`; None where
     nothing is sent. `step` says how a step goes on emulated devices: a name of
     `measuring.ideals.STEPS`, None where no formula is known.
     """

@@ -1,12 +1,11 @@
 """A mesh: the ranks of a job arranged along several axes, one for each way of training."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .running import wire
+from . import wire
 
 
 def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
@@ -30,19 +29,3 @@ def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
             if dist.get_rank() in line:
                 groups[axis] = wire.group_of(dist.group.WORLD, tuple(line))
     return groups
-
-
-def refuse_slices(parameters: dict[str, Any], group: wire.Group) -> None:
-    """Raise ValueError for parameters that stage 9 has split over ranks of this `group`: they are
-    different slices, of which there is no average.
-    """
-    members = set(dist.get_process_group_ranks(group))
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "cut"):  # Stage 9 marks the parameters that it has split with this.
-            sharing = dist.get_process_group_ranks(parameter.cut.all_reduce.group)
-            if len(members.intersection(sharing)) > 1:  # This rank is in both groups.
-                raise ValueError(
-                    f"parameter {name} is split over ranks of this process group: average over the"
-                    " mesh's data axis, as in DistributedDataParallel(model,"
-                    ' process_group=mesh(data=…, tensor=…)["data"])'
-                )

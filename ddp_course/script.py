@@ -11,7 +11,7 @@ rank.
 import os
 import sys
 
-from ddp_course.running.parent import end_with_torchrun
+from manyranks.joining.parent import end_with_torchrun
 
 if __name__ == "__main__":
     end_with_torchrun()  # before torch is imported, which takes seconds

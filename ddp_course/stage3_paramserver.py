@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .mesh import refuse_slices
+from . import wire
 from .missing import gradient_of
-from .running import wire
+from .replicas import check_replicas
 
 
 @torch.no_grad()
 def broadcast_parameters(module, src=0, group=None):
     """Give every rank the parameters and buffers of rank `src`, by point-to-point messages."""
-    refuse_slices(dict(module.named_parameters()), group)
+    check_replicas(dict(module.named_parameters()), group)
     for tensor in [*module.parameters(), *module.buffers()]:
         message = tensor.detach().contiguous()
         if dist.get_rank(group) == src:

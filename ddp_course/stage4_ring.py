@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .running import wire
+from . import wire
 from .stage3_paramserver import broadcast_parameters, flattened, gradients, unflatten
 
 

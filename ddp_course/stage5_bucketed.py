@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .mesh import refuse_slices
-from .running import wire
-from .running.communication import communication_thread, keep_for_backward
-from .running.torch_inside import uncompiled
+from . import wire
+from .before_bucketing import check_gradient, check_model, check_pass, refuse
+from .communication import communication_thread, keep_for_backward
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
+from .torch_private import uncompiled
 
 DEFAULT_CAP_MB = 25.0
 
@@ -182,56 +182,3 @@ def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-# Guards: other ranks would wait for ever, or train something else.
-
-
-def check_model(module, group):
-    """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
-    refuse_slices(dict(module.named_parameters()), group)
-    shapes = [parameter.shape for parameter in trainable(module)]
-    of_ranks = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, shapes, group=group)
-    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
-        raise ValueError("the ranks' models have parameters of different shapes")
-
-
-def refuse(wrong, words):
-    """Raise RuntimeError with these `words` if something is `wrong`."""
-    if wrong:
-        raise RuntimeError(words)
-
-
-@uncompiled
-def check_pass(wrapper):
-    """Raise RuntimeError if buckets of a backward pass that failed have left, and if there are
-    other parameters now.
-    """
-    refuse(
-        wrapper.waits,
-        "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
-        " all again",
-    )
-    refuse(
-        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
-        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
-    )
-
-
-def check_gradient(parameter, bucket):
-    """Raise RuntimeError unless this is the parameter's first gradient in this pass, and dense."""
-    refuse(
-        parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
-        "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
-    )
-    # The parameter notes the first bucket of this pass, by an id that keeps no bucket alive.
-    first_taker = vars(parameter).setdefault("bucket", id(bucket))
-    refuse(
-        first_taker != id(bucket),
-        "two wrappers average the same parameter: wrap it once, and let go of older wrappers",
-    )
-    refuse(
-        parameter not in bucket.missing,
-        "a gradient was computed twice in one backward pass; stage 6 has static_graph for that",
-    )

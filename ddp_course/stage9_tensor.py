@@ -41,15 +41,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD
 
-from .mesh import mesh, refuse_slices
+from . import checkpoint, wire
+from .mesh import mesh
 from .problems import TransformerBlock
-from .running import checkpoint, wire
-from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
+from .replicas import check_replicas
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded.clipping import total_norm
 from .stage7_sharded.parts import PartOfParameter
 from .stage7_sharded.shardable import check_model
+from .torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 
 # These may stand between the two layers of a pair: they work element by element.
 ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}
@@ -127,6 +128,17 @@ class Slice(PartOfParameter):
     A parameter's class is exchanged for this one and back, because an optimizer may know it.
     """
 
+    def refuse_average(self, name, group):
+        """Raise ValueError if ranks of `group` have different slices: these have no average."""
+        members = set(dist.get_process_group_ranks(group))
+        sharing = dist.get_process_group_ranks(self.cut.all_reduce.group)
+        if len(members.intersection(sharing)) > 1:  # This rank is in both groups.
+            raise ValueError(
+                f"parameter {name} is split over ranks of this process group: average over the"
+                " mesh's data axis, as in DistributedDataParallel(model,"
+                ' process_group=mesh(data=…, tensor=…)["data"])'
+            )
+
 
 allow_foreach(Slice)
 
@@ -157,7 +169,7 @@ class SplitLinear(nn.Module):
         Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer.
         """
         if wrapper := wrapper_around():
-            refuse_slices(dict(self.named_parameters()), wrapper.process_group)
+            check_replicas(dict(self.named_parameters()), wrapper.process_group)
         with as_plain_tensors():
             return self.outputs(x)
 

@@ -10,7 +10,7 @@ restarted run. So a restarted run goes on from the newest checkpoint as if nothi
 same batches, same dropout masks, same bits. A finished run ends at once.
 """
 
-from .running.parent import end_with_torchrun
+from manyranks.joining.parent import end_with_torchrun
 
 if __name__ == "__main__":
     end_with_torchrun()  # This comes first: importing torch takes seconds.
@@ -30,14 +30,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import ladder, problems
+from manyranks.devices import placement, rank_device
+from manyranks.errors import ManyranksError
+from manyranks import watch_finite
+from manyranks.joining.join import join
+
+from . import checkpoint, ladder, problems
 from .errors import CheckpointError, CourseError
-from .measuring import finite
-from .measuring.job import Job, make_job
-from .running import checkpoint
-from .running.devices import placement, rank_device
-from .running.join import join
-from .running.units import positive_number, whole_number
+from .job import Job, make_job
+from .options import positive_number, whole_number
 
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
 
@@ -219,7 +220,7 @@ def train_to_next_checkpoint(
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
     model.load_state_dict(state["model"])
-    finite.watch(model)
+    watch_finite(model)
     seed_this_rank(job.seed, state)
     gpus = None
     if rank_device().type == "cuda":
@@ -291,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Otherwise NCCL would take the end of this process for a failure; gloo does not.
             dist.destroy_process_group()
         code = 0
-    except (ValueError, CourseError) as error:
+    except (ValueError, CourseError, ManyranksError) as error:
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         prefix = f"rank {os.environ['RANK']}: " if several else ""
         print(f"ddp_course.train: {prefix}{error}", file=sys.stderr)

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from . import stage1_single, stage4_ring
-from .running import wire
-from .running.devices import rank_device
+from manyranks.devices import rank_device
+
+from . import stage1_single, stage4_ring, wire
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
 

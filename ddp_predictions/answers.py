@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from ddp_course.running import presets
-from ddp_course.showing.plots import Picture, name_rows, panels
+from ddp_course.lab.showing.plots import Picture, name_rows, panels
+from manyranks import presets
 
 from .runs import read_run
 from .transformers import Run, Step, memory_gb, mfu, step, tokens_per_s

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ddp_course.showing.plots import Picture, name_rows, panels
-from ddp_course.showing.simulator_plots import ALGORITHM_COLOURS
+from ddp_course.lab.showing.plots import Picture, name_rows, panels
+from ddp_course.lab.showing.simulator_plots import ALGORITHM_COLOURS
 
 from .scoreboard import known_rows
 

@@ -11,7 +11,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ddp_course.measuring import facts
+from ddp_course.lab.measuring import facts
 
 from .answers import CLOSE, USABLE, Answer, answer_of, describe, readable
 from .runs import RECOMPUTE, Reader, read_run

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ddp_course.running import presets
+from manyranks import presets
 
 from .transformers import WAYS, Run
 

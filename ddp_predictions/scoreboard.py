@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-from ddp_course.measuring import facts
+from ddp_course.lab.measuring import facts
 
 from .plans import score
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
-from ddp_course.running import presets
+from manyranks import presets
 
 from .frozen import constants
 

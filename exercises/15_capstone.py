@@ -20,7 +20,7 @@ import signal
 import statistics
 import time
 
-from ddp_course.running.parent import end_with_torchrun
+from manyranks.joining.parent import end_with_torchrun
 
 if __name__ == "__main__":
     end_with_torchrun()  # before torch is imported, which takes seconds
@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course import problems, rank_device
-from ddp_course.running.join import join
+from manyranks.joining.join import join
 
 WHOLE = StateDictOptions(
     full_state_dict=True, cpu_offload=True

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_course.checking.tasks import find
+from ddp_exercises.tasks import find
 
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")

@@ -23,7 +23,7 @@ train = stage1_single.train
 '''
 TASK = '''"""Exercise 16: twice."""
 
-from ddp_course.checking.tasks import task
+from ddp_exercises.tasks import task
 
 
 @task("16.1", "twice", {"small": 0.5, "large": 0.5})
@@ -48,7 +48,7 @@ Write `twice(number)`.
 """
 
 # %% imports
-from ddp_course.checking import check
+from ddp_exercises import check
 
 # %% answer-16-1
 def twice(number):
@@ -66,7 +66,7 @@ ALL_REDUCE = '''"""Each rank sends its tensor to all others, and adds up what co
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from .strides import copy_back, flat_memory
 
 
@@ -95,10 +95,11 @@ FORMULA = '''def topic(nbytes: float, world_size: int, costs: Costs) -> float:
 TRIED = """
 import torch
 import torch.distributed as dist
-from ddp_course import launch, show
+from ddp_course import launch
+from ddp_course.lab import show
 from ddp_course.collectives import topic_all_reduce
-from ddp_course.measuring import theory
-from ddp_course.measuring.simulate import Network, resnets, simulate
+from ddp_course.lab.measuring import theory
+from ddp_course.lab.measuring.simulate import Network, resnets, simulate
 
 def summed():
     return topic_all_reduce(torch.full((5,), 1.0 + dist.get_rank())).tolist()
@@ -170,9 +171,7 @@ def follow(house, recipe, contents):
             (house / name).write_text(content)
 
 
-LAST_STAGE = (  # where the layers of the stages begin
-    '    "variants | communicate_less",\n    "stage9'
-)
+LAST_STAGE = '    "stage9_tensor",'  # The layers of the stages begin here.
 
 
 def test_add_a_stage(house):
@@ -196,7 +195,7 @@ def test_add_a_stage(house):
         "--stages 1,16 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000"
         " --out results"
     )
-    table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
+    table = run(house, "-m", "ddp_course.lab.cli", "compare", *options.split())
     assert re.search(r"^16 +nobody", table, re.M) and "compare.png" in table
     run(
         house,
@@ -214,13 +213,13 @@ def test_add_a_stage(house):
 def test_add_an_exercise(house):
     lesson = "authoring/lessons/16_topic_exercise.py"
     task = "exercises/checks/16.py"
-    hints = {"ddp_course/checking/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
+    hints = {"ddp_exercises/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
     answers = {"exercises/answers/16.py": ANSWERS}
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **answers, **hints})
     run(house, "authoring/build.py", "--only", "16")
     assert "NotImplementedError" in (house / "exercises" / "16_topic.ipynb").read_text()
     tried = (
-        "from ddp_course.checking import check, hint; hint('16.1', 3); check('16.1', lambda number:"
+        "from ddp_exercises import check, hint; hint('16.1', 3); check('16.1', lambda number:"
         " {} * number)"
     )
     said = run(house, "-c", tried.format(2))
@@ -243,15 +242,15 @@ def test_add_a_column(house):
         house,
         " column to `compare`",
         {
-            "ddp_course/measuring/results.py": add_field,
-            "ddp_course/commands/compare.py": add_title,
+            "ddp_course/lab/measuring/results.py": add_field,
+            "ddp_course/lab/commands/compare.py": add_title,
         },
     )
     options = (
         "--stages 1,4 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000"
         " --out results"
     )
-    table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
+    table = run(house, "-m", "ddp_course.lab.cli", "compare", *options.split())
     assert re.search(r"counted", table)
     stages = json.loads((house / "results" / "compare.json").read_text())["stages"]
     assert [stage["ranks_counted"] for stage in stages] == [None, 2]
@@ -278,8 +277,8 @@ def test_add_an_all_reduce(house):
         {
             "ddp_course/collectives/topic.py": ALL_REDUCE,
             "ddp_course/collectives/__init__.py": export,
-            "ddp_course/measuring/theory.py": foretell,
-            "ddp_course/showing/simulator_plots.py": colour,
+            "ddp_course/lab/measuring/theory.py": foretell,
+            "ddp_course/lab/showing/simulator_plots.py": colour,
         },
     )
     (house / "tried.py").write_text(TRIED)

@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 
 from ddp_course import errors
-from ddp_course.measuring.results import Comparison
-from ddp_course.showing.plots import comparison_message
+from ddp_course.lab.measuring.results import Comparison
+from ddp_course.lab.showing.plots import comparison_message
+from ddp_exercises import errors as exercise_errors
+from manyranks import errors as launch_errors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -34,15 +36,24 @@ def test_links_lead_somewhere(page):
 
 def test_the_table_of_errors_is_errors_py():
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "ERRORS.md").read_text(), re.M)
-    own = [
+    bases = (errors.CourseError, launch_errors.ManyranksError)
+    own = {
         error
-        for _, error in inspect.getmembers(errors, inspect.isclass)
+        for module in (errors, launch_errors, exercise_errors)
+        for _, error in inspect.getmembers(module, inspect.isclass)
         if issubclass(error, Exception)
+    }
+    assert sorted(table) == sorted(error.__name__ for error in own.difference(bases))
+    assert all(issubclass(error, bases) for error in own)
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is():
+    drawn = re.findall(r"^[ │├└─]*(\w+Error|\w+Timeout)\b", launch_errors.__doc__, re.M)
+    assert drawn == [
+        error.__name__
+        for error in vars(launch_errors).values()
+        if inspect.isclass(error) and issubclass(error, Exception)
     ]
-    assert sorted(table) == sorted(
-        error.__name__ for error in own if error is not errors.CourseError
-    )
-    assert all(issubclass(error, errors.CourseError) for error in own)
 
 
 def test_every_exception_of_the_course_is_in_errors_py():

@@ -14,8 +14,8 @@ import denied
 import nbformat
 import pytest
 
-from ddp_course import claims
-from ddp_course.measuring.claims import KINDS
+from ddp_course.lab import claims
+from ddp_course.lab.measuring.claims import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
@@ -206,7 +206,7 @@ def test_lesson_runs_again_with_another_number_of_ranks(name, tmp_path):
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
     """Lessons 00 to 06 with ranks that are started anew, as on macOS."""
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    done = run_nbval([path.name], tmp_path, cell_seconds=400, DDP_COURSE_START="spawn")
+    done = run_nbval([path.name], tmp_path, cell_seconds=400, MANYRANKS_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
 

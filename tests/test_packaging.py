@@ -158,15 +158,15 @@ def test_an_installed_course_is_complete(installed, tmp_path):
         installed, "-c", "import ddp_course; print(ddp_course.__file__)", cwd=tmp_path
     ).stdout
     assert str(installed.parents[1]) in where and str(ROOT) not in where
-    done = ran(installed, "-m", "ddp_course.cli", "lab", "mine", "--no-open", cwd=tmp_path)
+    done = ran(installed, "-m", "ddp_course.lab.cli", "lab", "mine", "--no-open", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for folder in ("notebooks", "exercises", "docs"):
         wanted = {path.name for path in (ROOT / folder).glob("*.*")}
         assert wanted and wanted == {path.name for path in (tmp_path / "mine" / folder).glob("*.*")}
     shutil.copy(ROOT / "solutions" / "01_single_device.ipynb", tmp_path / "mine" / "exercises")
-    done = ran(installed, "-m", "ddp_course.cli", "check", "1", cwd=tmp_path / "mine")
+    done = ran(installed, "-m", "ddp_course.lab.cli", "check", "1", cwd=tmp_path / "mine")
     assert done.returncode == 0 and "correct" in done.stdout, done.stdout + done.stderr
-    done = ran(installed, "-m", "ddp_course.cli", "claims", cwd=tmp_path)
+    done = ran(installed, "-m", "ddp_course.lab.cli", "claims", cwd=tmp_path)
     assert done.returncode == 0 and "no_sync" in done.stdout, done.stderr
 
 
@@ -175,7 +175,7 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
     browser = tmp_path / "browser"  # JupyterLab shows it a page that leads on to the notebook
     browser.write_text(f'#!/bin/sh\ncat "${{1#file://}}" >{tmp_path}/page\n')
     browser.chmod(0o755)
-    command = [installed, "-m", "ddp_course.cli", "lab", "mine", "--", "--ServerApp.port=0"]
+    command = [installed, "-m", "ddp_course.lab.cli", "lab", "mine", "--", "--ServerApp.port=0"]
     environ = without_checkout(BROWSER=f"{browser} %s", HOME=str(tmp_path))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     lab = subprocess.Popen(command, cwd=tmp_path, env=environ, **quiet)

@@ -12,9 +12,8 @@ from oracles import (
     weights,
 )
 
-from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor
-from ddp_course.errors import RankError
-from ddp_course.running import wire
+from ddp_course import launch, stage3_paramserver, stage4_ring, stage9_tensor, wire
+from manyranks.errors import RankError
 
 SHAPES = [(5, 3), (), (17,)]
 

@@ -13,8 +13,7 @@ from oracles import (
     weights,
 )
 
-from ddp_course import launch, stage4_ring
-from ddp_course.running import wire
+from ddp_course import launch, stage4_ring, wire
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 SHAPES = [(24, 5), (7,), (3,), (1,), (0,), ()]

@@ -10,9 +10,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_course import launch, stage5_bucketed
-from ddp_course.measuring import timeline
-from ddp_course.running import wire
+from ddp_course import launch, stage5_bucketed, wire
+from ddp_course.lab.measuring import timeline
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP, assign_buckets
 
@@ -160,7 +159,7 @@ def unused_parameter():
 
 
 def test_an_unused_parameter_is_reported_and_does_not_hang():
-    from ddp_course.errors import RankError
+    from manyranks.errors import RankError
 
     with pytest.raises(RankError, match="2 parameters got no gradient"):
         launch(unused_parameter, world_size=2)

@@ -12,10 +12,7 @@ from oracles import tiny_batches, weights
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_course import launch, problems, stage1_single, stage8_pipeline
-from ddp_course.errors import RankError
-from ddp_course.running import wire
-from ddp_course.running.devices import Device
+from ddp_course import launch, problems, stage1_single, stage8_pipeline, wire
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
     Backward,
@@ -32,6 +29,8 @@ from ddp_course.stage8_pipeline import (
     timetable,
     zero_bubble,
 )
+from manyranks.devices import Device
+from manyranks.errors import RankError
 
 
 def interleaved_zero_bubble(ranks, microbatches):

@@ -304,6 +304,10 @@ REFUSED = {
     "one of the weights": ("differentiate twice", lambda: penalty(lambda m, x: m[0].weight)),
     "one of a last bias": ("differentiate twice", lambda: penalty(lambda m, x: m[0].bias)),
     "DDP over the tensor axis": (AXIS, lambda: DistributedDataParallel(split())),
+    "DDP that broadcasts nothing": (
+        AXIS,
+        lambda: DistributedDataParallel(split(), init_sync=False),
+    ),
     "torch's DDP over it": (AXIS, torchs_over_the_tensor_axis),
     "stage 5 over it": (AXIS, lambda: BucketedDDP(split())),
     "ZeRO-1 over it": (AXIS, lambda: ShardedOptimizer(split().parameters(), torch.optim.SGD)),

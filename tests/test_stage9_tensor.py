@@ -8,11 +8,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ddp_course import launch, problems, stage1_single, stage9_tensor
-from ddp_course.errors import RankError
-from ddp_course.running import wire
-from ddp_course.running.checkpoint import set_random_state
-from ddp_course.running.devices import Device
+from ddp_course import launch, problems, stage1_single, stage9_tensor, wire
+from ddp_course.checkpoint import set_random_state
+from manyranks.devices import Device
+from manyranks.errors import RankError
 
 MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # (data, tensor)
 

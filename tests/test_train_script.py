@@ -9,10 +9,9 @@ import psutil
 import pytest
 import torch
 
-from ddp_course import launch
-from ddp_course.errors import RankError
-from ddp_course.running import checkpoint
-from ddp_course.running.join import first_node, from_slurm, tasks_on_node
+from ddp_course import checkpoint, launch
+from manyranks.errors import RankError
+from manyranks.joining.join import first_node, from_slurm, tasks_on_node
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]

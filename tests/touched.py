@@ -1,8 +1,8 @@
 """Which tests a change touches: `python tests/touched.py REVISION` prints their files and folders.
 
-A module is tested by the file or folder of tests with its name: `ddp_course/running/wire.py` by
-tests/running/test_wire.py, and where there is none by the nearest folder, tests/running. The table
-has what a name alone does not say.
+A module is tested by the file or folder of tests with its name: `ddp_course/wire.py` by
+tests/test_wire.py, and where there is none by the nearest folder: `manyranks/launching/rank.py` by
+tests/manyranks/launching. The table has what a name alone does not say.
 """
 
 import subprocess
@@ -14,32 +14,38 @@ PROMISES = "tests/test_house.py tests/test_ladder.py"
 ALSO = {  # the first prefix that fits counts, beside the tests that the name says
     "ddp_course/stage6_ddp": "tests/stage6_ddp tests/torch_suite",
     "ddp_course/stage": "tests/test_ladder.py tests/test_notebooks.py",
-    "ddp_course/running/launching": "tests/running/launching tests/running/test_faults.py",
-    "ddp_course/checking": "tests/grading",
-    "ddp_grading": "tests/grading",
+    "manyranks/launching": "tests/manyranks/launching tests/test_faults.py",
+    "ddp_exercises": "tests/exercises",
     "ddp_predictions": "tests/predictions",
-    "ddp_course/measuring": "tests/measuring tests/commands tests/running/clocks/test_clocks.py",
-    "ddp_course/errors": "tests/test_house.py tests/running/launching tests/running/test_faults.py",
-    "ddp_course/collectives": "tests/measuring/test_theory.py tests/test_contributing.py",
+    "ddp_course/lab/measuring": (
+        "tests/lab/measuring tests/lab/commands tests/manyranks/clocks/test_clocks.py"
+    ),
+    "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
+    "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
+    "ddp_course/collectives": "tests/lab/measuring/test_theory.py tests/test_contributing.py",
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
+    "ddp_course/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
+    "ddp_course/before_bucketing": "tests/test_stage5_bucketed.py",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
-    "ddp_course/variants": "tests/commands/test_compare.py",
+    "ddp_course/variants": "tests/lab/commands/test_compare.py",
     "ddp_course/train": "tests/test_train_script.py",
     "ddp_course/script": "tests/test_train_script.py",
-    "exercises": "tests/grading tests/test_clinic.py",
+    "ddp_course/options": "tests/lab/commands/test_numbers.py",
+    "ddp_course/lab": "tests/lab/commands tests/exercises",
+    "exercises": "tests/exercises tests/test_clinic.py",
     "authoring/lessons": "tests/test_notebooks.py",
     "notebooks": "tests/test_notebooks.py",
     "docs": "tests/test_docs.py tests/authoring",
     "setup.py": "tests/test_packaging.py",
     "pyproject.toml": "tests/test_packaging.py",
 }
-PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
+PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def named_like(path: str) -> str | None:
     """The test file or folder that has the name of a module, or of the nearest folder around it."""
     parts = list(Path(path).with_suffix("").parts)
-    if parts[0] in PACKAGES:
+    if parts[0] == "ddp_course":
         parts = parts[1:]
     while parts:
         folder = Path("tests", *parts)

@@ -21,7 +21,8 @@ all others; a click on the dots shows their code.
 # %% imports
 import torch.distributed as dist
 
-from ddp_course import compare, doctor, launch, on_your_gpus, show
+from ddp_course import launch
+from ddp_course.lab import compare, doctor, on_your_gpus, show
 
 K = 4  # how many ranks to train on; 2 works as well
 

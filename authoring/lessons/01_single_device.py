@@ -18,8 +18,9 @@ of, where its time goes, and what the batch size does.
 # %% imports
 import torch
 
-from ddp_course import Device, on_your_gpus, problems, show, stage1_single, timeline
-from ddp_course.checking import check, task
+from ddp_course import Device, problems, stage1_single
+from ddp_course.lab import on_your_gpus, show, timeline
+from ddp_exercises import check, task
 
 # %% [markdown]
 r"""

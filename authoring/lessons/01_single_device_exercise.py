@@ -10,7 +10,7 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from ddp_course import DataParallel, claims, compare, launch, on_your_gpus, problems, show
-from ddp_course import stage1_single, stage2_dataparallel, timeline, timing
-from ddp_course.checking import task
+from ddp_course import DataParallel, launch, problems, stage1_single
+from ddp_course import stage2_dataparallel
+from ddp_course.lab import claims, compare, on_your_gpus, show, timeline, timing
+from ddp_exercises import task
 
 K = 4  # how many devices; 2 works as well
 

@@ -8,7 +8,7 @@
 # %% imports
 import torch
 
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

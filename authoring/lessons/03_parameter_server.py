@@ -24,9 +24,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import Link, average_on_server, broadcast_parameters, claims, launch, on_your_gpus
-from ddp_course import problems, show, stage2_dataparallel, stage3_paramserver, timing, wire
-from ddp_course.checking import task
+from ddp_course import Link, average_on_server, broadcast_parameters, launch, problems
+from ddp_course import stage2_dataparallel, stage3_paramserver, wire
+from ddp_course.lab import claims, on_your_gpus, show, timing
+from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 

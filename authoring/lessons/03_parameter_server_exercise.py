@@ -10,8 +10,8 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking import check, hint
-from ddp_course.running import wire
+from ddp_course import wire
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -23,10 +23,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import Link, average_on_server, claims, collectives, every_order, launch
-from ddp_course import on_your_gpus, problems, ring_all_reduce, show, stage3_paramserver
-from ddp_course import stage4_ring, timing, whole_gradient_ring, wire
-from ddp_course.checking import task
+from ddp_course import Link, average_on_server, collectives, every_order, launch
+from ddp_course import problems, ring_all_reduce, stage3_paramserver, stage4_ring
+from ddp_course import whole_gradient_ring, wire
+from ddp_course.lab import claims, on_your_gpus, show, timing
+from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -174,7 +175,7 @@ def sums(ring):
 
 hasty = launch(sums, hasty_ring)
 print("the same sums here:", all(map(torch.equal, hasty, launch(sums, ring_all_reduce))))
-every_order(sums, hasty_ring).show()
+show.verdict(every_order(sums, hasty_ring))
 print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]

@@ -19,11 +19,11 @@ those of the first layers. Why not send them while backward still works on the r
 import torch
 import torch.distributed as dist
 
-from ddp_course import BucketedDDP, Device, Link, average_on_server, claims, launch
-from ddp_course import on_your_gpus, problems, show, simulate, stage1_single, stage3_paramserver
-from ddp_course import stage4_ring, stage5_bucketed, theory, timeline, traces
-from ddp_course.checking import task
-from ddp_course.running import presets
+from ddp_course import BucketedDDP, Device, Link, average_on_server, launch, problems
+from ddp_course import stage1_single, stage3_paramserver, stage4_ring, stage5_bucketed
+from ddp_course.lab import claims, on_your_gpus, show, simulate, theory, timeline, traces
+from ddp_exercises import task
+from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 
@@ -219,8 +219,8 @@ it on devices that compute in no time, so that communication has nothing to hide
 caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
 settings = {
     "1 ms": (caps, link, device),
-    "none": (caps, Link("40Mbit"), device),
-    "nothing to hide behind": (caps[::2] + caps[-1:], link, Device("100GFLOP/s")),
+    "none": ([0.001, 0.05, 0.2, 0.5], Link("40Mbit"), device),
+    "nothing to hide behind": ([0.001, 0.05, 0.5], link, Device("100GFLOP/s")),
 }
 program = {}
 for setting, (tried, carrier, computer) in settings.items():

@@ -27,10 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors
-from ddp_course import launch, on_your_gpus, problems, ring_all_reduce, script, show
-from ddp_course import stage5_bucketed, stage6_ddp, wire
-from ddp_course.checking import task
+from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
+from ddp_course import problems, ring_all_reduce, script, stage5_bucketed, stage6_ddp
+from ddp_course import wire
+from ddp_course.lab import claims, on_your_gpus, show
+from ddp_exercises import task
+from manyranks import audit
+from manyranks.errors import LaunchError, RankError
 
 K = 4  # how many ranks; 2 works as well
 
@@ -168,7 +171,7 @@ def two_steps(wrap, rank_0_uses_both=False, **options):
 
 try:
     launch(two_steps, DistributedDataParallel, world_size=2)
-except errors.RankError as error:
+except RankError as error:
     message = error.message
 print(message)
 guess.reveal("an error", "raise an error that names the parameter")
@@ -496,7 +499,7 @@ def uneven(join):
 
 try:
     launch(uneven, False, world_size=2, timeout=4)
-except errors.CourseError as error:
+except LaunchError as error:
     print(type(error).__name__, str(error).splitlines()[0])
 
 # %% check-uneven folded=true
@@ -554,11 +557,11 @@ mistakes = {
 # %% audited folded=true
 messages_of = {}
 for name, change in show.progress(mistakes.items()):
-    messages_of[name] = audit.audit(text.replace(*change))
+    messages_of[name] = audit(text.replace(*change))
 for name, messages in messages_of.items():
     print(f"{name}:\n    {'; '.join(messages)}")
 
-assert audit.audit(text) == []
+assert audit(text) == []
 assert all(len(messages) == 1 for messages in messages_of.values()), messages_of
 
 # %% [markdown]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_course.checking import check, hint
-from ddp_course.running import wire
+from ddp_course import wire
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

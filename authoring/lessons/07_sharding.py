@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel, Link
-from ddp_course import ShardedOptimizer, allgather, claims, launch, mesh, on_your_gpus, problems
-from ddp_course import reduce_scatter, ring_all_reduce, show, stage5_bucketed, stage7_sharded
-from ddp_course import timeline, timing, wire
-from ddp_course.checking import task
-from ddp_course.running import presets
+from ddp_course import ShardedOptimizer, allgather, launch, mesh, problems
+from ddp_course import reduce_scatter, ring_all_reduce, stage5_bucketed, stage7_sharded
+from ddp_course import wire
+from ddp_course.lab import claims, on_your_gpus, show, timeline, timing
+from ddp_exercises import task
+from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 

@@ -14,8 +14,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking import check, hint
 from ddp_course.stage4_ring import allgather, reduce_scatter
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

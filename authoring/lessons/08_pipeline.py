@@ -21,9 +21,10 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, launch, on_your_gpus, problems, show, stage1_single
-from ddp_course import stage5_bucketed, stage8_pipeline, timing, wire
-from ddp_course.checking import task
+from ddp_course import Device, launch, problems, stage1_single, stage5_bucketed
+from ddp_course import stage8_pipeline, wire
+from ddp_course.lab import on_your_gpus, show, timing
+from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy

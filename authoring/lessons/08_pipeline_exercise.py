@@ -9,8 +9,8 @@
 # %% imports
 import torch
 
-from ddp_course.checking import check, hint
-from ddp_course.running import wire
+from ddp_course import wire
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -22,10 +22,11 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, Link, launch, on_your_gpus, problems, ring_all_reduce, show
-from ddp_course import stage4_ring, stage8_pipeline, stage9_tensor, timing, wire
-from ddp_course.checking import task
-from ddp_course.running import presets
+from ddp_course import Device, Link, launch, problems, ring_all_reduce, stage4_ring
+from ddp_course import stage8_pipeline, stage9_tensor, wire
+from ddp_course.lab import on_your_gpus, show, timing
+from ddp_exercises import task
+from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy

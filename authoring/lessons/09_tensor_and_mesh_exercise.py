@@ -9,7 +9,7 @@
 # %% imports
 import torch
 
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

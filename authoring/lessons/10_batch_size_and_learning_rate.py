@@ -22,9 +22,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, Link, claims, facts, launch, problems, show, stage1_single
-from ddp_course import stage5_bucketed, stage6_ddp
-from ddp_course.checking import task
+from ddp_course import Device, Link, launch, problems, stage1_single, stage5_bucketed
+from ddp_course import stage6_ddp
+from ddp_course.lab import claims, facts, show
+from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 

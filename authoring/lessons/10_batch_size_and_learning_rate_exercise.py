@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

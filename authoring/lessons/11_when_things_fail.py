@@ -31,9 +31,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems
-from ddp_course import ring_all_reduce, show, stage4_ring, stage5_bucketed, timeline, traces, train
-from ddp_course.checking import task
+from ddp_course import Device, checkpoint, launch, problems, ring_all_reduce
+from ddp_course import stage4_ring, stage5_bucketed, train
+from ddp_course.lab import claims, facts, show, timeline, traces
+from ddp_exercises import task
+from manyranks import watch_finite
+from manyranks.errors import LaunchError, LaunchTimeout
 
 K = 4  # how many ranks; 2 works as well
 
@@ -56,7 +59,7 @@ guess
 def failing(fn, **options):
     try:
         launch(fn, world_size=K, **options)
-    except errors.CourseError as error:
+    except LaunchError as error:
         return error
 
 
@@ -125,7 +128,7 @@ for state in hang.states:
 
 # %% check-hang folded=true
 # NBVAL_CHECK_OUTPUT
-assert isinstance(hang, errors.LaunchTimeout) and len(hang.states) == K
+assert isinstance(hang, LaunchTimeout) and len(hang.states) == K
 print("a timeout, with the state of every rank")
 
 # %% [markdown]
@@ -245,7 +248,7 @@ assert "Rank 1 failed to pass" in missing
 r"""
 ## NaN: name it before it spreads
 
-One rank has a NaN in its gradient. After averaging, all ranks have it, and nobody knows where it came from. `finite.watch`
+One rank has a NaN in its gradient. After averaging, all ranks have it, and nobody knows where it came from. `watch_finite`
 checks each gradient before it leaves the rank.
 """
 
@@ -255,7 +258,7 @@ checks each gradient before it leaves the rank.
 def poisoned():
     problem = problems.make("synthetic", parameters=2 * 64**2, width=64)
     model = problem.model()
-    finite.watch(model)
+    watch_finite(model)
     factor = float("nan") if dist.get_rank() == 1 else 1
     batches = [(inputs * factor, targets) for inputs, targets in problem.batches(48, 1)]
     stage5_bucketed.train(model, batches, 0.1)

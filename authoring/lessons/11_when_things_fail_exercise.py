@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -19,12 +19,11 @@ on many machines all devices share one network card. This lesson crosses that bo
 # %% imports
 import torch
 
-from ddp_course import (
-    Link, collectives, facts, launch, ring_all_reduce, show, theory, timing,
-)
+from ddp_course import Link, collectives, launch, ring_all_reduce
+from ddp_course.lab import facts, show, theory, timing
+from ddp_exercises import task
 from ddp_predictions import one_host
-from ddp_course.checking import task
-from ddp_course.running import links
+from manyranks import links
 
 K = 4  # how many ranks, on two hosts; 2 works as well
 
@@ -136,7 +135,7 @@ allows no virtual hosts, both ranks are on this machine:
 
 # %% torchrun
 rendezvous = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=host0:29400"
-torchrun = f"python -m ddp_course.running.on_hosts --hosts 2 -- torchrun {rendezvous}"
+torchrun = f"python -m manyranks.hosts.on_hosts --hosts 2 -- torchrun {rendezvous}"
 if links.available()["hosts"] is not None:  # the system allows no virtual hosts
     torchrun = "torchrun --standalone --nproc-per-node=2"
 codes = show.command(f"{torchrun} -m ddp_course.script FOLDER", timeout=240)

@@ -8,8 +8,8 @@
 # %% imports
 import torch
 
-from ddp_course.checking import check, hint
-from ddp_course.stage4_ring import allgather, ring_all_reduce, reduce_scatter
+from ddp_course.stage4_ring import allgather, reduce_scatter, ring_all_reduce
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

@@ -20,12 +20,12 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 # %% imports
 from statistics import median
 
-from ddp_course import claims, facts, show, simulate, theory
-from ddp_course.checking import check, task
-from ddp_course.running.presets import ACCELERATORS, LINKS
+from ddp_course.lab import claims, facts, show, simulate, theory
+from ddp_exercises import check, task
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.plans import decide, score
+from manyranks.presets import ACCELERATORS, LINKS
 
 # %% [markdown]
 r"""

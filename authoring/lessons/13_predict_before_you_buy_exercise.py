@@ -7,7 +7,7 @@
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next.
 # %% imports
-from ddp_course.checking import check, hint
+from ddp_exercises import check, hint
 
 
 # %% [markdown]

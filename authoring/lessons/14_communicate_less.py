@@ -22,11 +22,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import (
-    Device, DistributedDataParallel, Link, communicate_less, launch, problems, show,
-    stage1_single, stage4_ring, wire,
-)
-from ddp_course.checking import task
+from ddp_course import Device, DistributedDataParallel, Link, communicate_less, launch
+from ddp_course import problems, stage1_single, stage4_ring, wire
+from ddp_course.lab import show
+from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 

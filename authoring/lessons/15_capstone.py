@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_course import show, theory, timing
-from ddp_course.running.files import course_folder
-from ddp_course.running.presets import ACCELERATORS
+from ddp_course.lab import show, theory, timing
+from ddp_course.lab.folders import course_folder
 from ddp_predictions.answers import predict
+from manyranks.presets import ACCELERATORS
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 K = max(K, torch.cuda.device_count())  # a rank for each GPU

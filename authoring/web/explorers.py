@@ -12,8 +12,8 @@ import math
 import ipywidgets
 import matplotlib
 
-from ddp_course.showing import widgets
-from ddp_course.showing.plots import style
+from ddp_course.lab.showing import widgets
+from ddp_course.lab.showing.plots import style
 
 SVG = {
     "svg.hashsalt": "ddp_course",

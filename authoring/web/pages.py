@@ -15,7 +15,7 @@ import nbformat
 from elsewhere import BADGES, INSTALL, addresses, repository
 from latex2mathml.converter import convert
 
-from ddp_course.showing.widgets import MIME
+from ddp_course.lab.showing.widgets import MIME
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDGET = "application/vnd.jupyter.widget-view+json"

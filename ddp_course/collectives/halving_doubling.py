@@ -5,7 +5,7 @@ neighbours.
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from .strides import copy_back, flat_memory
 
 

@@ -5,9 +5,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from ..running import wire
-from ..running.torch_inside import default_group
+from .. import wire
 from ..stage4_ring import allgather, reduce_scatter
+from ..torch_private import default_group
 from .strides import copy_back, flat_memory
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from .strides import copy_back, flat_memory
 
 

@@ -8,13 +8,11 @@ together, or hang. These checks find such a rank before training begins, and nam
 import torch
 import torch.distributed as dist
 
-from ..errors import MismatchError
-from ..mesh import refuse_slices
-from ..running import wire
-from ..running.torch_inside import default_group, is_wrapper
+from manyranks.errors import MismatchError
+from manyranks.torch_inside import is_wrapper
 
-# Layers are known by the names of their classes: stage 7's has torch's name, and imports stage 6.
-SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
+from .. import wire
+from ..torch_private import default_group
 
 
 def trainable(module, ignored):
@@ -64,9 +62,7 @@ def same_on_all_ranks(parameters, group=None):
     """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
 
     Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
-    Raises ValueError for slices of layers that these ranks share.
     """
-    refuse_slices(parameters, group)
     forms = []
     for name, parameter in parameters.items():
         # The gradient's strides count: `empty_like` packs them as autograd does.
@@ -137,13 +133,14 @@ def devices_of(parameters, device_ids, output_device):
 
 
 def refuse_modules(module):
-    """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on
-    the CPU.
+    """Raise ValueError for a layer that torch has sharded, and for torch's SyncBatchNorm on the
+    CPU.
     """
-    classes = {each.__name__ for layer in module.modules() for each in type(layer).__mro__}
-    if classes & SHARDED:
+    # Importing torch's FSDP, to ask for its classes, takes a while.
+    homes = {each.__module__ for layer in module.modules() for each in type(layer).__mro__}
+    if any(home.startswith("torch.distributed.fsdp") for home in homes):
         raise ValueError(
-            "the model contains a FullyShardedDataParallel, which averages gradients itself; use it"
+            "torch's FSDP has sharded a part of the model, and averages gradients itself; use it"
             " alone"
         )
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())

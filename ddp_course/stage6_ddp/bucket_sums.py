@@ -11,9 +11,9 @@ the function that it returns waits for the end, and returns the tensor with the 
 
 import torch.distributed as dist
 
-from ..running import wire
-from ..running.communication import communication_thread
-from ..running.torch_inside import Future
+from .. import wire
+from ..communication import communication_thread
+from ..torch_private import Future
 
 
 class GradBucket:

@@ -7,7 +7,7 @@ those of the others are lost.
 
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from ..stage3_paramserver import flattened, unflatten
 
 

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ..running.communication import keep_for_backward
-from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
+from manyranks.torch_inside import tree_map_only
+
+from ..communication import keep_for_backward
+from ..replicas import check_replicas
+from ..torch_private import unnoticed_by_autograd
 from . import before_training
 from .bucket_sums import by_algorithm, by_backend, by_hook
 from .buckets import size_limits
@@ -108,6 +111,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
+        # A layer may refuse even if its parameters are ignored.
+        replicated = {**dict(self.module.named_modules()), **dict(self.module.named_parameters())}
+        for name in self.parameters_to_ignore:
+            replicated.pop(name, None)
+        check_replicas(replicated, self.process_group)
         parameters = self.trainable()
         self.device = next(iter(parameters.values())).device
         self.device_ids, self.output_device = before_training.devices_of(

@@ -5,7 +5,8 @@ static_graph              a gradient may come in no part or in several, but in t
                           every pass
 """
 
-from ..running.torch_inside import after_backward, tensors_in
+from manyranks.torch_inside import after_backward, tensors_in
+
 from .reducer import Reducer
 from .unused import (
     CHANGED,

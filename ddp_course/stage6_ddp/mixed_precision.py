@@ -17,14 +17,9 @@ from contextlib import ExitStack
 import torch
 from torch.func import functional_call
 
-from ..running.torch_inside import (
-    after_backward,
-    backward_pass,
-    tensors_in,
-    tree_map_only,
-    uncompiled,
-    with_weights,
-)
+from manyranks.torch_inside import after_backward, backward_pass, tensors_in, tree_map_only
+
+from ..torch_private import uncompiled, with_weights
 
 
 class LowPrecision:

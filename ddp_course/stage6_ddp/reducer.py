@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from ..running import wire
-from ..running.torch_inside import after_backward, as_plain_tensors, uncompiled
+from manyranks.torch_inside import after_backward
+
+from .. import wire
+from ..torch_private import as_plain_tensors, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
 from .unused import UNUSED, not_finished, ready_twice

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from ..running.torch_inside import tree_leaves, tree_map_only
+from manyranks.torch_inside import tree_leaves, tree_map_only
 
 
 def used_by(outputs):
@@ -33,9 +33,8 @@ def graph_behind(roots, stop=()):
     leaves = set()
     known = {None, *roots, *stop}
     for function in functions:  # The loop also visits the functions that it appends.
-        if (
-            type(function).__name__ == "AccumulateGrad"
-        ):  # Other functions may have a `variable` too.
+        # Other functions may have a `variable` too.
+        if type(function).__name__ == "AccumulateGrad":
             leaves.add(function.variable)
         for following, _ in function.next_functions:
             if following not in known:

@@ -4,8 +4,10 @@ from contextlib import suppress
 
 import torch
 
-from ..running.torch_inside import as_plain_tensors, tree_leaves
-from .flat import Flat, gather_chunks
+from manyranks.torch_inside import tree_leaves
+
+from ..torch_private import as_plain_tensors
+from .flat import Flat, Shard, gather_chunks
 from .parts import label
 
 # These functions and attributes tell of shape and kind, and read no element.
@@ -20,6 +22,8 @@ class Sharded(torch.nn.Parameter):
     A parameter's class is exchanged for this one and back, as that of a
     `torch.nn.UninitializedParameter` is.
     """
+
+    refuse_average = Shard.refuse_average
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

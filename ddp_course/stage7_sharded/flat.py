@@ -10,10 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..running import communication, wire
-from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
+from manyranks.torch_inside import tree_map_only
+
+from .. import communication, wire
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage6_ddp.unused import count_users
+from ..torch_private import allow_foreach, as_plain_tensors, timeout_of
 from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)
@@ -37,6 +39,13 @@ class Shard(PartOfParameter):
     def takes(cls, tensor, values):
         """Not if the tensor is a shard: what is trained is the memory that it has now."""
         return not isinstance(tensor, Shard)
+
+    def refuse_average(self, name, group):
+        """Raise ValueError: each rank has other elements."""
+        raise ValueError(
+            f"{name or 'the model'} is sharded by FullyShardedDataParallel, which averages"
+            " gradients itself; use it alone"
+        )
 
 
 allow_foreach(Shard)
@@ -243,8 +252,7 @@ def load_whole_state_dict(optimizer, flats, state_dict):
                 and (value.dim() or not parameter.dim())
             ):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = with_dimensions_of(
-                    elements[flat.pieces[parameter][0]], shard
-                ).clone()  # deepcopy would copy the whole tensor
+                # Without the clone, deepcopy would copy the whole tensor.
+                value = with_dimensions_of(elements[flat.pieces[parameter][0]], shard).clone()
             state.setdefault(number, {})[key] = deepcopy(value)
     optimizer.load_state_dict({**state_dict, "state": state})

@@ -10,10 +10,13 @@ from contextlib import suppress
 
 import torch
 
-from ..running import communication, flight_recorder, wire
-from ..running.torch_inside import after_backward, backward_pass, tensors_in, uncompiled
+from manyranks import flight_recorder
+from manyranks.torch_inside import after_backward, backward_pass, tensors_in
+
+from .. import communication, wire
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
+from ..torch_private import uncompiled
 from .blocks import Block, assign_blocks, default_blocks, holders_of
 from .clipping import clip_grad_norm_
 from .flat import (
@@ -41,6 +44,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     load_state_dict = _load_from_state_dict = refuse_with(
         "load a state dict into the model before it is wrapped, or after restore()"
     )
+    refuse_average = Shard.refuse_average
     _apply = refuse_with(
         "a sharded model cannot be moved or converted; do that before it is wrapped"
     )
@@ -233,9 +237,8 @@ class FullyShardedDataParallel(torch.nn.Module):
                 )
             self.enter(block, "backward")
             while communication.is_queued(self.device) and len(self.reducing) > 1:
-                self.reducing.pop(
-                    0
-                )()  # the stream waits for this average, so its message can be freed
+                # The stream waits for this average, so its message can be freed.
+                self.reducing.pop(0)()
             block.make_room_for_gradients()
 
     def gradient_ready(self, block, parameter):

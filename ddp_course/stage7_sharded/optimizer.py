@@ -10,7 +10,8 @@ So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 
 import torch
 
-from ..running.communication import failing_together
+from ..communication import failing_together
+from ..replicas import check_replicas
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.before_training import same_on_all_ranks
@@ -49,7 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "these are shards of FullyShardedDataParallel; give them to an ordinary optimizer"
             )
-        same_on_all_ranks(dict(self.parameters.named_parameters(prefix="parameter")), group)
+        named = dict(self.parameters.named_parameters(prefix="parameter"))
+        check_replicas(named, group)
+        same_on_all_ranks(named, group)
         broadcast_parameters(self.parameters, group=group)
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]

@@ -12,13 +12,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from ..running.torch_inside import (
-    Operator,
-    allow_foreach,
-    as_plain_tensors,
-    tensors_in,
-    tree_map_only,
-)
+from manyranks.torch_inside import tensors_in, tree_map_only
+
+from ..torch_private import Operator, allow_foreach, as_plain_tensors
 
 # These copy elements, convert them, or make room for as many.
 SAME_ELEMENTS = """

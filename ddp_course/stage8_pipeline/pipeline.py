@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 
-from ..running import flight_recorder
-from ..running.communication import failing_together
+from manyranks import flight_recorder
+
+from ..communication import failing_together
 from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
 from ..stage6_ddp.unused import graph_behind

@@ -5,7 +5,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from ..running import wire
+from .. import wire
 from .instructions import Result
 from .timetable import given
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_course.running import files
+from manyranks import files
 
 from ..answers import Answer, answer_of
 from ..runs import read_run

@@ -67,7 +67,7 @@ def sharded_step(weights, gradients, update, group=None):
 
 
 # %% 7.2 right: straight to the owner and back
-from ddp_course.running import wire
+from ddp_course import wire
 
 
 def sharded_step(weights, gradients, update, group=None):

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from ddp_course.checking.tasks import task
+from ddp_exercises.tasks import task
 
 from .shared import tensors
 

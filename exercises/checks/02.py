@@ -5,8 +5,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from ddp_course.checking.diagnosis import same
-from ddp_course.checking.tasks import task
+from ddp_exercises.diagnosis import same
+from ddp_exercises.tasks import task
 
 from .shared import copied_gradient, require, tensors
 

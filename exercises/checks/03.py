@@ -2,9 +2,9 @@
 
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.tasks import task
-from ddp_course.running import wire
+from ddp_course import wire
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.tasks import task
 
 from .shared import RING, SERVER, as_sum, tensors, worlds
 

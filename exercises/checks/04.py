@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.tasks import task
-from ddp_course.errors import Wrong
-from ddp_course.running import wire
+from ddp_course import wire
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import task
 
 from .shared import RING, as_sum, in_words, require, tensors, worlds
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.checking.diagnosis import kind_of
-from ddp_course.checking.tasks import each_return, task
-from ddp_course.errors import Wrong
-from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.diagnosis import kind_of
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import each_return, task
+from manyranks.devices import Device
 
 from .shared import as_sum, in_words, require, several, tensors, worlds
 

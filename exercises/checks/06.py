@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.tasks import load_tasks, task
-from ddp_course.errors import MismatchError, Wrong
-from ddp_course.running import wire
+from ddp_course import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import load_tasks, task
+from manyranks.errors import MismatchError
 
 from .shared import (
     RING,

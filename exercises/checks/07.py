@@ -9,11 +9,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.tasks import each_case, load_tasks, task
-from ddp_course.errors import Wrong
-from ddp_course.running import wire
+from ddp_course import wire
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import each_case, load_tasks, task
 
 from .shared import (
     OTHER_ALGORITHMS,

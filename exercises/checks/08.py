@@ -7,11 +7,7 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.diagnosis import kind_of
-from ddp_course.checking.tasks import task
-from ddp_course.errors import Wrong
-from ddp_course.running import wire
+from ddp_course import wire
 from ddp_course.stage8_pipeline import (
     Backward,
     BackwardInput,
@@ -21,6 +17,10 @@ from ddp_course.stage8_pipeline import (
     one_forward_one_backward,
     timetable,
 )
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.diagnosis import kind_of
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import task
 
 from .shared import require, several, tensors
 

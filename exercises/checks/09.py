@@ -7,10 +7,10 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp_course.checking.attempt import COLLECTIVES
-from ddp_course.checking.tasks import task
-from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
+from ddp_exercises.tasks import task
 
 from .shared import in_words, require, several, tensors, worlds
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import problems, stage1_single
-from ddp_course.checking.tasks import task
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.tasks import task
 
 from .shared import in_words, noted_ring, require, several, tensors, worlds
 

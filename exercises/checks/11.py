@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_course.checking.diagnosis import kind_of, same
-from ddp_course.checking.plain import ODD
-from ddp_course.checking.tasks import load_tasks, task
-from ddp_course.errors import Wrong
+from ddp_exercises.diagnosis import kind_of, same
+from ddp_exercises.errors import Wrong
+from ddp_exercises.plain import ODD
+from ddp_exercises.tasks import load_tasks, task
 
 from .shared import in_words, require, several, tensors
 

@@ -2,8 +2,8 @@
 out, a layer, and how far each way reaches.
 """
 
-from ddp_course.checking.diagnosis import kind_of
-from ddp_course.checking.tasks import task
+from ddp_exercises.diagnosis import kind_of
+from ddp_exercises.tasks import task
 
 from .shared import require, several
 

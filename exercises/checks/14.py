@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_course.checking.tasks import task
+from ddp_exercises.tasks import task
 
 from .shared import noted_ring, require, several, tensors, worlds
 

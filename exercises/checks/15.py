@@ -6,7 +6,7 @@ import hashlib
 import json
 from operator import itemgetter
 
-from ddp_course.checking.tasks import task
+from ddp_exercises.tasks import task
 
 from .shared import require, several
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import collectives
-from ddp_course.checking.attempt import groups
-from ddp_course.checking.diagnosis import kind_of
-from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.attempt import groups
+from ddp_exercises.diagnosis import kind_of
+from ddp_exercises.errors import Wrong
 
 # Dotted names of functions that would be the answer; each names the module that defines it.
 SERVER = (

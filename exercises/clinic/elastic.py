@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_course.running import on_hosts, virtual_hosts
+from manyranks.hosts import on_hosts, virtual_hosts
 
 TIMING = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
 PROGRAM = Path(__file__).resolve().with_name("slow_train.py")
@@ -51,7 +51,7 @@ def main(folder, options):
 
 def wait_for(folder, world_size, steps=20, seconds=150):
     """Wait until so many ranks have done a number of steps."""
-    from ddp_course.running import checkpoint
+    from ddp_course import checkpoint
 
     end, first = time.monotonic() + seconds, None
     while time.monotonic() < end:
@@ -68,7 +68,7 @@ def wait_for(folder, world_size, steps=20, seconds=150):
 
 def write(folder, events):
     """Write elastic.csv, from the times of the checkpoints."""
-    from ddp_course.running import checkpoint
+    from ddp_course import checkpoint
 
     rows = [(when, "", "", event) for when, event in events]
     for file in checkpoint.checkpoints(f"{folder}/run"):

@@ -6,8 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from ddp_course import checking
-from ddp_course.errors import Wrong
+import ddp_exercises as checking
+from ddp_exercises.errors import Wrong
 
 ROOT = Path(__file__).parents[2]
 LESSONS = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))

@@ -21,6 +21,10 @@ BROKEN = {
     f"{PAIR}\n    def y(self):\n        return self[0]": "the field's name",
     f"{PAIR}\ndef f(p: Pair):\n    return p[0]": "the field's name",
     "value = f(1)  # fmt: skip": "without a table of data",
+    "first(\n    0\n)()  # why": "a comment breaks a bracket",
+    "if (\n    a == b\n):  # why\n    pass": "a comment breaks a bracket",
+    "value: (\n    bool  # why\n)": "a comment breaks a bracket",
+    "f(\n    # why\n    1\n)": "a comment breaks a bracket",
 }
 PLAIN = [
     "a, b = b, a",
@@ -36,6 +40,9 @@ PLAIN = [
     "for place, x in enumerate(y[1:]): pass",
     "for letter in 'ab': print(letter)",
     "def f(p: list):\n    return p[0]",
+    "f(\n    1,  # why\n    2,\n)",
+    f"f(\n    {'a' * 60},\n    {'b' * 60}  # why\n)",
+    "f(\n    1\n)\nvalue = 2  # why",
     "table = [\n    [1, 2],\n    [3, 4],\n]  # fmt: skip",
 ]
 

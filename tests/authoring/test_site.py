@@ -17,7 +17,7 @@ import pytest
 from chromium import PALE, fresh_page, running_browser
 from web import explorers, pages
 
-from ddp_course.showing import widgets
+from ddp_course.lab.showing import widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.lessons

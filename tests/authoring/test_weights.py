@@ -22,7 +22,7 @@ def test_code_counts_and_words_do_not():
 
 def test_a_package_beyond_its_weight_fails(monkeypatch, capsys):
     assert weights.main() == 0
-    monkeypatch.setitem(weights.PACKAGES, "ddp_grading", 100)
+    monkeypatch.setitem(weights.PACKAGES, "ddp_exercises", 100)
     assert weights.main() == 1
     assert "TOO HEAVY" in capsys.readouterr().out
 

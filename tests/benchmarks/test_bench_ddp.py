@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import ddp, ring
 from ddp_course import launch
-from ddp_course.errors import EmulationError
+from manyranks.errors import EmulationError
 
 
 @pytest.mark.parametrize("refuses", ["__init__", "check"])

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu
-from ddp_course.errors import RankError
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
+from manyranks.errors import RankError
 
 CPU = argparse.Namespace(device="cpu", repeats=1)
 BARE = """

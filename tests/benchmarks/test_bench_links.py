@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import links as bench
 from benchmarks.__main__ import main
-from ddp_course.running import virtual_hosts
+from manyranks.hosts import virtual_hosts
 
 KEYS = {
     "mode",

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import virtual_time
-from ddp_course.running import links
+from manyranks import links
 
 REPORT = Path(__file__).parents[2] / "results" / "virtual_time.json"
 
 
 @pytest.mark.slow
 def test_steps_are_their_closed_forms():
-    """The other stages are in tests/commands/test_compare.py."""
+    """The other stages are in tests/lab/commands/test_compare.py."""
     rows = virtual_time.beside_closed_forms(4, ("4w", "6", "7o", "7", "9", "2", "8"))
     for row in rows:
         assert abs(row["step/closed form - 1"]) <= row["bound"], row

@@ -13,7 +13,7 @@ from oracles import assert_all_equal_sum, rank_tensor
 from benchmarks import streams
 from benchmarks.pipelined_ring import pipelined_ring_all_reduce
 from ddp_course import launch
-from ddp_course.errors import RankError
+from manyranks.errors import RankError
 
 NBYTES = 400
 

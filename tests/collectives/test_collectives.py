@@ -9,9 +9,8 @@ import torch.distributed as dist
 from oracles import ALL_REDUCES, assert_all_equal_sum, rank_tensor
 
 from benchmarks import pipelined_ring
-from ddp_course import launch
+from ddp_course import launch, wire
 from ddp_course.collectives import hierarchical_all_reduce
-from ddp_course.running import wire
 
 ALGORITHMS = {**ALL_REDUCES, "pipelined ring": pipelined_ring.pipelined_ring_all_reduce}
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import predictions
-from ddp_course.measuring import facts
+from ddp_course.lab.measuring import facts
 from ddp_predictions import one_host
 
 

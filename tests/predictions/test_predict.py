@@ -13,13 +13,14 @@ import pytest
 
 from benchmarks import predictions, published
 from benchmarks import scoreboard as tables_anew
-from ddp_course import Device, cli, stage8_pipeline
-from ddp_course.measuring import facts
-from ddp_course.running import presets
+from ddp_course import Device, stage8_pipeline
+from ddp_course.lab import cli
+from ddp_course.lab.measuring import facts
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.runs import read_run
 from ddp_predictions.transformers import memory_gb, step
+from manyranks import presets
 
 TABLE = Path(facts.__file__).parent / "transformer_throughput.csv"
 LLAMA = {"model": "llama-3.1-8b", "gpu": "H100-80GB", "gpus": 64, "accumulate": 2}

@@ -36,9 +36,8 @@ def install():
     nccl.install()
     profiler.install()
     os.register_at_fork(before=functools.partial(warm_up, streams))
-    atexit.register(
-        time.sleep, 0.1
-    )  # autograd's threads let go of their last tensors: that needs Python
+    # Autograd's threads let go of their last tensors meanwhile: that needs Python.
+    atexit.register(time.sleep, 0.1)
 
 
 def copying(original):

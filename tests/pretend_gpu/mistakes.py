@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
 
 
 def missing_wait(right):

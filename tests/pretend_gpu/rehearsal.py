@@ -33,9 +33,9 @@ NAMES = ("notebook", "GPUs", "NCCL", "waits", "MiB", "figures", "races", "second
 # pretended ones share two cores, half of the steps, the smallest model and a quarter of its batch
 # are enough, and to be slow is no fault.
 BEFORE = """
-import ddp_course.measuring.on_your_gpus as probe
+import ddp_course.lab.measuring.on_your_gpus as probe
 from ddp_course import launch
-from ddp_course.showing import shell
+from ddp_course.lab.showing import shell
 
 for function in (launch, shell.command):
     function.__kwdefaults__["timeout"] = PATIENCE

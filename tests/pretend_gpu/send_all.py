@@ -23,8 +23,8 @@ from ddp_course import (
     stage8_pipeline,
     wire,
 )
-from ddp_course.measuring import finite
-from ddp_course.running.devices import rank_device
+from manyranks import watch_finite
+from manyranks.devices import rank_device
 from pretend_gpu import tensors
 from pretend_gpu.train_all import distances
 
@@ -145,7 +145,7 @@ def waits_of_a_step(what, parts):
         bitmap = {"find_unused_parameters": what == "bitmap"}
         parallel = stage6_ddp.DistributedDataParallel(model, **bitmap)
         if what == "finite":
-            finite.watch(model)
+            watch_finite(model)
         step = lambda: parallel(inputs).square().sum().backward()  # noqa: E731
     step()  # The first one may wait: for shapes, and for buckets.
     step()

@@ -27,7 +27,7 @@ MISTAKES = {
     "new_thread": "context",
     "item_in_the_loop": "waits",
 }
-THREAD = "running/communication.py"
+THREAD = "communication.py"
 MUTANTS = {  # stage, a file of the course, a line, what stands there instead, and how it must show
     "the thread does not wait for the gradient": (
         "5", THREAD, "                ready.wait()", "                pass", "race",
@@ -53,7 +53,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "6", "stage6_ddp/bucket_sums.py", "future.wait()", "future.value()", "race",
     ),
     "the ring does not wait for its messages": (
-        "4", "running/wire.py", "                work.wait()\n        except",
+        "4", "wire.py", "                work.wait()\n        except",
         "                pass\n        except", "race",
     ),
     "a pipeline does not wait for an activation": (
@@ -131,7 +131,7 @@ def test_the_stages_train_with_nccl_as_one_device_does_and_nothing_is_found(tmp_
 SHARDED = """
 import torch
 from ddp_course import launch
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
 from ddp_course.stage7_sharded import FullyShardedDataParallel
 
 WIDTH = 256

@@ -57,14 +57,14 @@ def test_a_training_that_goes_on_keeps_to_its_gpus_and_takes_leave_of_nccl(tmp_p
     ],
 )
 def test_the_doctors_two_ranks_send_as_it_says(gpus, sum_on, cells, tmp_path):
-    printed, findings = run(gpus, tmp_path / "log", "-m", "ddp_course.cli", "doctor")
+    printed, findings = run(gpus, tmp_path / "log", "-m", "ddp_course.lab.cli", "doctor")
     assert f"their sum on {sum_on} is right" in printed
     assert cells in printed
     assert printed.count("Pretended GPU") == gpus
     assert bool(findings.communicators) == (gpus > 1)
 
 
-@pytest.mark.parametrize("words", [["-m", "ddp_course.cli"], [*TORCHRUN, "ddp_course.cli"]])
+@pytest.mark.parametrize("words", [["-m", "ddp_course.lab.cli"], [*TORCHRUN, "ddp_course.lab.cli"]])
 def test_compare_chooses_a_problem_that_is_large_enough(words, tmp_path):
     options = ["compare", "--stages", "3", "--steps", "2", "--global-batch", "16", "--out", "out"]
     _, findings = run(2, tmp_path / "log", *words, *options)
@@ -103,7 +103,7 @@ def test_stage_2_is_trained_on_the_one_gpu_that_was_asked_for(tmp_path):
 
 def test_stage_2_has_all_gpus_under_torchrun(tmp_path):
     options = ["compare", "--problem", "synthetic", "--stages", "2", "--steps", "2", "--out", "out"]
-    _, findings = run(2, tmp_path / "log", *TORCHRUN, "ddp_course.cli", *options)
+    _, findings = run(2, tmp_path / "log", *TORCHRUN, "ddp_course.lab.cli", *options)
     assert any("GPU is 0 opened a context on GPU 1" in line for line in findings.foreign)
     assert not findings.races
 
@@ -119,7 +119,7 @@ def test_the_capstone_shards_over_ranks_on_the_processor_beside_a_gpu(tmp_path):
 CLIPPED = """
 import torch
 from ddp_course import launch, stage9_tensor
-from ddp_course.running.devices import rank_device
+from manyranks.devices import rank_device
 
 
 def clip():
@@ -161,7 +161,7 @@ def test_make_gpu_runs(part, tmp_path, monkeypatch):
 
 
 OWN_TRACE = """
-from ddp_course import show, traces
+from ddp_course.lab import show, traces
 
 if __name__ == "__main__":
     figure = show.own_trace("trace.json")

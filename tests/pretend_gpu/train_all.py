@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import ladder, launch, problems
-from ddp_course.running.devices import rank_device
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.devices import rank_device
 
 VECTORS = {"parameters": 6 * 64**2, "width": 64}
 

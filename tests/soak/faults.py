@@ -22,8 +22,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ddp_course import launch
-from ddp_course.running import checkpoint
+from ddp_course import checkpoint, launch
 
 SLOW_TRAIN = Path(__file__).parents[2] / "exercises/clinic/slow_train.py"
 FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)

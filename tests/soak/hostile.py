@@ -28,11 +28,11 @@ from ddp_course import (
     launch,
     stage9_tensor,
 )
-from ddp_course.errors import CourseError, LaunchTimeout
-from ddp_course.running.join import from_slurm
 from ddp_course.stage3_paramserver import average_on_server, broadcast_parameters, gradients
 from ddp_course.stage4_ring import average_on_ring
 from ddp_course.stage5_bucketed import BucketedDDP
+from manyranks.errors import LaunchError, LaunchTimeout
+from manyranks.joining.join import from_slurm
 
 RIGHT = "right"
 REFUSED = "refused"
@@ -41,7 +41,7 @@ WAYS_OUT = """
     instead before after only must call make wrap write use take choose give see set stage freeze
     launch free cannot return print leave once_differentiable stay name allows
 """
-REFUSALS = (RuntimeError, ValueError, TypeError, CourseError)
+REFUSALS = (RuntimeError, ValueError, TypeError, LaunchError)
 
 
 def words_of(error):
@@ -721,7 +721,7 @@ def report(part):
         except LaunchTimeout as error:
             outcomes.update({name: f"hangs: {words_of(error)}" for name in chosen})
             continue
-        except CourseError as error:
+        except LaunchError as error:
             outcomes.update(dict.fromkeys(chosen, refusal(error)))
             continue
         for name in chosen:
@@ -840,8 +840,8 @@ LAUNCHES = {
     "breakpoint()": (breakpoint, [], "cannot be used in a rank"),
 }
 SETTINGS = {
-    "DDP_COURSE_NETWORK": ["privat", "AUTO", "1", "no", " private"],
-    "DDP_COURSE_START": ["forkserver", "FORK", "1"],
+    "MANYRANKS_NETWORK": ["privat", "AUTO", "1", "no", " private"],
+    "MANYRANKS_START": ["forkserver", "FORK", "1"],
 }
 WORLD_SIZES = [0, -1, 2.0, "2", 10**9, 10**30]
 SLURM = {
@@ -855,7 +855,7 @@ SLURM = {
 def launched(function, arguments, wanted):
     try:
         got = launch(function, *arguments, world_size=2, timeout=60)
-    except (CourseError, ValueError, TypeError) as error:
+    except (LaunchError, ValueError, TypeError) as error:
         if isinstance(wanted, str) and wanted in str(error):
             return REFUSED
         return f"poor words: {words_of(error)}"

@@ -120,7 +120,6 @@ def memory_of(pid):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = (
-            own_folder  # so no other program leaves files in it
-        )
+        # No other program leaves files in this folder.
+        os.environ["TMPDIR"] = tempfile.tempdir = own_folder
         sys.exit(main())

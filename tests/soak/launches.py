@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from launch_faults import FAULTS, HEADER, Fault
 
-from ddp_course.running.launching import server_handle
+from manyranks.launching import server_handle
 
 ALLOWED_GROWTH = 5 << 20  # Memory may grow by this many bytes.
 TORCH_CACHE = "torchinductor_"  # Torch makes one such folder per user when an optimizer is made.
@@ -189,7 +189,6 @@ def report(count, seconds, before, after, wrong):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = (
-            own_folder  # so no other program leaves files in it
-        )
+        # No other program leaves files in this folder.
+        os.environ["TMPDIR"] = tempfile.tempdir = own_folder
         sys.exit(main())

@@ -37,15 +37,19 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     ),
     "ddp_course/stage9_*.py": "tests/test_stage9_tensor.py",
     # A module of these has a file of tests with its name, or the tests of its folder.
-    "ddp_course/measuring/*.py": None,
-    "ddp_course/running/devices/*.py": None,
-    "ddp_course/running/launching/stacks.py": None,
-    "ddp_course/showing/*.py": None,
-    "ddp_grading/comments.py": "tests/grading/test_comments.py",
-    "ddp_grading/gradebooks.py": "tests/grading/test_gradebooks.py",
-    "ddp_grading/people.py": "tests/grading/test_people.py",
-    "ddp_grading/tables.py": "tests/grading/test_people.py tests/grading/test_gradebooks.py",
-    "ddp_grading/re*.py": "tests/grading/test_grade_reports.py tests/grading/test_gradebooks.py",
+    "ddp_course/lab/measuring/*.py": None,
+    "manyranks/devices/*.py": None,
+    "manyranks/launching/stacks.py": None,
+    "ddp_course/lab/showing/*.py": None,
+    "ddp_exercises/grading/comments.py": "tests/exercises/test_comments.py",
+    "ddp_exercises/grading/gradebooks.py": "tests/exercises/test_gradebooks.py",
+    "ddp_exercises/grading/people.py": "tests/exercises/test_people.py",
+    "ddp_exercises/grading/tables.py": (
+        "tests/exercises/test_people.py tests/exercises/test_gradebooks.py"
+    ),
+    "ddp_exercises/grading/re*.py": (
+        "tests/exercises/test_grade_reports.py tests/exercises/test_gradebooks.py"
+    ),
 }
 MARKS = "not slow and not weekly"
 CONFIG = """[cosmic-ray]

@@ -33,10 +33,10 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from oracles import ALL_REDUCES  # noqa: E402
 
 from ddp_course import launch  # noqa: E402
-from ddp_course.errors import CourseError  # noqa: E402
 from ddp_course.stage4_ring import ring_all_reduce, whole_gradient_ring  # noqa: E402
 from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
+from manyranks.errors import LaunchError  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 # None is about sparse gradients: torch 2.13 spoils dense ones beside them.
@@ -561,7 +561,7 @@ def run(play, first, count, world_size, batch=100, timeout=300.0):
                     play, start, size, reached.name, world_size=world_size, timeout=timeout
                 ):
                     wrong |= found
-            except CourseError as error:
+            except LaunchError as error:
                 size = int(reached.read() or start) + 1 - start
                 wrong[start + size - 1] = str(error)[-600:]
                 wrong |= run(play, start, size - 1, world_size, batch, timeout)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course import launch
-from ddp_course.errors import CourseError
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel
+from manyranks.errors import LaunchError
 
 STAGES = {
     "5": lambda model: BucketedDDP(model, 0.0001),
@@ -140,7 +140,7 @@ def test_after_an_exception_on_one_rank_nobody_trains_alone(stage):
             raise RuntimeError(f"refused: {words}")
         return errors
 
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(LaunchError) as caught:
         launch(run, world_size=2, timeout=20)
     assert "refused" in str(caught.value)
     assert launch(dist.get_rank, world_size=2) == [0, 1], "the next launch is not affected"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ddp_course.stage6_ddp import DistributedDataParallel, before_training
@@ -26,6 +27,15 @@ def in_other_tensors(layer):
 SPREAD = {**parameters(), "other": torch.empty(1, device="meta")}
 MIXED = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
 ONE_GPU = "only work with modules on a single GPU"
+
+
+def sharded_by_torch():
+    """A layer of torch's FSDP without ranks."""
+    layer = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(layer)
+    return layer
+
+
 REFUSED = [
     (
         partial(before_training.group_of, "group", SimpleNamespace(ndim=1)),
@@ -49,6 +59,11 @@ REFUSED = [
         partial(before_training.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))),
         ValueError,
         "SyncBatchNorm runs anywh",
+    ),
+    (
+        partial(before_training.refuse_modules, nn.Sequential(sharded_by_torch())),
+        ValueError,
+        "torch's FSDP has sharded a part",
     ),
     (
         partial(DistributedDataParallel, MIXED, param_to_hook_all_reduce=[]),

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage6_ddp.buckets import MIB
+from manyranks.errors import RankError
 
 
 class Scale(torch.nn.Module):

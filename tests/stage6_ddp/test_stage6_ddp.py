@@ -20,11 +20,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from ddp_course import launch, stage1_single, stage6_ddp
-from ddp_course.errors import CourseError
-from ddp_course.running import wire
+from ddp_course import launch, stage1_single, stage6_ddp, wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import bucket_assignment, size_limits
+from manyranks.errors import LaunchError
 
 CLASSES = {"torch": TorchDDP, "ours": stage6_ddp.DistributedDataParallel}
 
@@ -49,7 +48,7 @@ def outcomes(kind, world_size):
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
         return launch(attempt, names, kind, world_size=world_size, timeout=120)
-    except CourseError:
+    except LaunchError:
         return None
 
 

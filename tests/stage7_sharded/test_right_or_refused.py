@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import Linear, Sequential, Tanh, init, utils
 
-from ddp_course import launch
+from ddp_course import BucketedDDP, broadcast_parameters, launch
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 
@@ -317,7 +317,15 @@ REFUSED = {
         "are shards",
         lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD),
     ),
-    "stage 6 around it": ("averages gradients itself", lambda: DistributedDataParallel(sharded())),
+    "stage 3 gives all ranks one shard": (
+        "averages gradients itself",
+        lambda: broadcast_parameters(sharded()),
+    ),
+    "stage 5 around it": ("averages gradients itself", lambda: BucketedDDP(sharded())),
+    "stage 6 around it": (
+        "averages gradients itself",
+        lambda: DistributedDataParallel(sharded(), init_sync=False),
+    ),
     "torch's DDP around it": (
         "a gradient",
         lambda: torch.nn.parallel.DistributedDataParallel(sharded()),

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from traps import Boom, Trap
 
 from ddp_course import launch
-from ddp_course.errors import LaunchTimeout, RankError
-from ddp_course.running import flight_recorder
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 from ddp_course.stage8_pipeline import Pipeline, split
+from manyranks import flight_recorder
+from manyranks.errors import LaunchTimeout, RankError
 
 
 def trapped():

@@ -5,19 +5,12 @@ from pathlib import Path
 
 import nbformat
 
-from ddp_course.checking.attempt import Attempt
-from ddp_course.checking.diagnosis import verdict
-from ddp_course.checking.evidence import gather
-from ddp_course.checking.tasks import (
-    cell_of,
-    cells_with,
-    find,
-    known_answers,
-    known_wrong,
-    solution,
-)
-from ddp_grading.people import Owner
-from ddp_grading.submissions import read_submission, walk
+from ddp_exercises.attempt import Attempt
+from ddp_exercises.diagnosis import verdict
+from ddp_exercises.evidence import gather
+from ddp_exercises.grading.people import Owner
+from ddp_exercises.grading.submissions import read_submission, walk
+from ddp_exercises.tasks import cell_of, cells_with, find, known_answers, known_wrong, solution
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("[0-9]*.py"))

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.running import linux
+from manyranks import linux
 
 NOBODY = 65534
 LAUNCHES = """
@@ -68,7 +68,7 @@ def main(way, launches="1", world_size="2"):
     network = "open" if way == "open" else "auto"
     subprocess.run(
         [sys.executable, *denied, "-c", LAUNCHES, launches, world_size],
-        env={**os.environ, "DDP_COURSE_NETWORK": network},
+        env={**os.environ, "MANYRANKS_NETWORK": network},
         check=True,
     )
     os.kill(stranger, 9)

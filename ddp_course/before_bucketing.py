@@ -1,0 +1,60 @@
+"""What stage 5 refuses: other ranks would wait for ever, or train something else."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .replicas import check_replicas
+from .stage3_paramserver import trainable
+from .torch_private import uncompiled
+
+
+def check_model(module: torch.nn.Module, group: Any) -> None:
+    """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
+    check_replicas(dict(module.named_parameters()), group)
+    shapes = [parameter.shape for parameter in trainable(module)]
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, shapes, group=group)
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+        raise ValueError("the ranks' models have parameters of different shapes")
+
+
+def refuse(wrong: Any, words: str) -> None:
+    """Raise RuntimeError with these `words` if something is `wrong`."""
+    if wrong:
+        raise RuntimeError(words)
+
+
+@uncompiled
+def check_pass(wrapper: Any) -> None:
+    """Raise RuntimeError if buckets of a backward pass that failed have left, and if there are
+    other parameters now.
+    """
+    refuse(
+        wrapper.waits,
+        "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
+        " all again",
+    )
+    refuse(
+        {p for p in wrapper.module.parameters() if p.requires_grad} != wrapper.bucket_of.keys(),
+        "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew",
+    )
+
+
+def check_gradient(parameter: torch.Tensor, bucket: Any) -> None:
+    """Raise RuntimeError unless this is the parameter's first gradient in this pass, and dense."""
+    refuse(
+        parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
+        "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
+    )
+    # The parameter notes the first bucket of this pass, by an id that keeps no bucket alive.
+    first_taker = vars(parameter).setdefault("bucket", id(bucket))
+    refuse(
+        first_taker != id(bucket),
+        "two wrappers average the same parameter: wrap it once, and let go of older wrappers",
+    )
+    refuse(
+        parameter not in bucket.missing,
+        "a gradient was computed twice in one backward pass; stage 6 has static_graph for that",
+    )

@@ -1,0 +1,227 @@
+"""A job: what is trained and how, checked before anything starts, and what a step of it costs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from manyranks.devices import Device
+
+from . import problems
+from .stage8_pipeline import layers_of, split
+from .stage9_tensor import split_layers
+
+
+class Layer(NamedTuple):
+    """One layer or parameter: seconds of its forward and backward pass, bytes of its gradient."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gradient_bytes: float
+
+
+class Profile(NamedTuple):
+    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if
+    known.
+
+    Backward runs through the layers in reverse.
+    """
+
+    layers: tuple[Layer, ...]
+    update_s: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of all gradients together."""
+        return sum(layer.gradient_bytes for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step on one device, without communication."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
+
+
+@dataclass(frozen=True)
+class Job:
+    """A problem, and how it is trained. Data, sizes and work are made once, when they are asked
+    for.
+
+    `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the
+    problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch, and
+    `progress` shows the steps of each. Data and models are on the `device`, which a rank replaces
+    by its own.
+    """
+
+    problem_name: str
+    world_size: int
+    steps: int
+    global_batch: int
+    lr: float
+    seed: int = 0
+    dtype: str = "float32"
+    parameters: int | None = None
+    dropout: float = 0.0
+    bucket_cap_mb: float = 0.25
+    timeout: float = 300.0
+    progress: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self):
+        """Raise ValueError for a setting that cannot work."""
+        for right, message in [
+            (self.steps >= 1, f"steps is {self.steps}; it must be 1 or more"),
+            (0 < self.lr < math.inf, f"lr is {self.lr}; it must be a positive number, such as 0.1"),
+            (
+                0 <= self.dropout < 1,
+                f"dropout is {self.dropout}; it must be 0 or more, and less than 1",
+            ),
+            (
+                self.dtype in ("float32", "float64"),
+                f'dtype is "{self.dtype}"; choose float32 or float64',
+            ),
+            (
+                0 < self.bucket_cap_mb < math.inf,
+                f"bucket_cap_mb is {self.bucket_cap_mb}; it must be a positive number of MiB",
+            ),
+        ]:
+            if not right:
+                raise ValueError(message)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The ranks get the settings, and make data and models of their own."""
+        return asdict(self)
+
+    @cached_property
+    def problem(self) -> problems.Problem:
+        """The problem: its data and its models."""
+        settings = {"parameters": self.parameters, "dropout": self.dropout}
+        # Not every problem knows these: None and 0 are not said.
+        options = {name: value for name, value in settings.items() if value}
+        dtype = getattr(torch, self.dtype)
+        return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
+
+    def model(self) -> torch.nn.Module:
+        """A new model with the job's weights."""
+        return self.problem.model(self.seed)
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[problems.Batch]:
+        """The (inputs, targets) of all steps: one of `world_size` equal shares of each global
+        batch.
+        """
+        return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model().parameters())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return self.parameter_count * getattr(torch, self.dtype).itemsize
+
+    @cached_property
+    def activation_bytes(self) -> list[int]:
+        """Bytes of one batch's activations at each cut of a pipeline over all ranks."""
+        activation, _ = next(self.batches())
+        sizes = []
+        with torch.no_grad():
+            for part in split(layers_of(self.model()), self.world_size)[:-1]:
+                activation = part(activation)
+                sizes.append(activation.nbytes)
+        return sizes
+
+    @cached_property
+    def reduced_bytes(self) -> list[int]:
+        """Bytes of each all-reduce of activations in a step, if layers are split over all ranks."""
+        sizes = []
+        inputs, targets = next(self.batches())
+        cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
+        return sizes
+
+    def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
+        """A model with one rank's slices of the layers, which notes the bytes of its all-reduces
+        and sends nothing.
+        """
+
+        def note(tensor):
+            """Stand in for an all-reduce: only its bytes count."""
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        return split_layers(self.model(), 0, self.world_size, note)
+
+    def work(self, device: Device, ranks: int = 1) -> Profile:
+        """The times of a step on `device` with one of `ranks` equal shares of a batch."""
+        return profile_of_step(self, device, ranks)
+
+
+def make_job(
+    problem: str,
+    world_size: int,
+    steps: int | None = None,
+    global_batch: int | None = None,
+    lr: float | None = None,
+    parameters: int | None = None,
+    **settings: Any,
+) -> Job:
+    """The job with these settings; None for steps, batch and learning rate are the problem's own.
+
+    Raises ValueError for a setting that cannot work.
+    """
+    if world_size < 1:
+        raise ValueError(f"world size is {world_size}; it must be 1 or more")
+    options = {} if parameters is None else {"parameters": parameters}
+    defaults = problems.make(problem, **options)
+    steps = defaults.steps if steps is None else steps
+    lr = defaults.learning_rate if lr is None else lr
+    if global_batch is None:
+        share = max(1, defaults.global_batch // world_size)
+        global_batch = share * world_size
+    job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
+    # This call refuses a batch that is too large or that ranks cannot share equally.
+    next(job.batches(0, world_size))
+    return job
+
+
+@lru_cache(maxsize=16)
+def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
+    """Compute one step on the emulated device without waiting for its clock; return a `Layer` for
+    each parameter.
+
+    If `sliced`, the model has one rank's slices of the layers.
+    """
+    model = job.slice_of_model([]) if sliced else job.model()
+    inputs, targets = next(job.batches(0, ranks))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    ready_s = {}
+    with device.emulate(sleep=False) as emulation:
+
+        def note(parameter):
+            """Remember when the device had made this gradient."""
+            ready_s[parameter] = emulation.busy_s
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+        loss = cross_entropy(model(inputs), targets)
+        forward_s = emulation.busy_s
+        loss.backward()
+        end_s = emulation.busy_s
+        optimizer.step()
+    # Gradients are made from the last parameter to the first: a `Layer` lasts from one to the next.
+    layers = []
+    now = forward_s
+    for parameter in reversed([p for p in model.parameters() if p in ready_s]):
+        backward_s = max(0.0, ready_s[parameter] - now)
+        layers.append(Layer("", 0.0, backward_s, parameter.nbytes))
+        now = max(now, ready_s[parameter])
+    # The forward pass, and what of the backward pass follows the last gradient, are in one more.
+    layers.append(Layer("", forward_s, end_s - now, gradient_bytes=0.0))
+    return Profile(tuple(reversed(layers)), emulation.busy_s - end_s, emulation.flops)

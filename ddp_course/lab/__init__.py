@@ -1,0 +1,55 @@
+"""What notebooks show and measure: comparisons, timelines, closed forms, figures, commands.
+
+compare      every stage trains on the same batches, beside each other and the theory
+show         figures, sliders, guesses, and the package's own source
+theory       closed forms of collectives        simulate   a step, layer by layer
+timeline     what each rank did, and when       timing     seconds of a function on ranks
+claims       what people say, put to the test   facts      what others measured
+traces       profiles of real GPUs              on_your_gpus   the stages on real devices
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
+    from . import showing
+
+    show = showing
+    from .commands import compare as compare
+    from .commands import doctor as doctor
+    from .measuring import claims as claims
+    from .measuring import facts as facts
+    from .measuring import simulate as simulate
+    from .measuring import theory as theory
+    from .measuring import timeline as timeline
+    from .measuring import timing as timing
+    from .measuring import traces as traces
+    from .measuring.on_your_gpus import on_your_gpus as on_your_gpus
+
+_MODULES = {
+    "claims": "measuring.claims",
+    "compare": "commands.compare",
+    "doctor": "commands.doctor",
+    "facts": "measuring.facts",
+    "show": "showing",
+    "simulate": "measuring.simulate",
+    "theory": "measuring.theory",
+    "timeline": "measuring.timeline",
+    "timing": "measuring.timing",
+    "traces": "measuring.traces",
+}
+__all__ = [*_MODULES, "on_your_gpus"]
+
+if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
+
+    def __getattr__(name):
+        """Import on first use: matplotlib and scikit-learn take seconds."""
+        if name == "on_your_gpus":
+            return import_module(f"{__name__}.measuring.on_your_gpus").on_your_gpus
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{_MODULES[name]}")
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,205 @@
+"""`ddp-course lab [DIR]`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
+
+What you changed there stays as it is, also when the course has been updated since; what you did not
+touch is renewed. A notebook counts as changed when the source of a cell is: opening, running and
+saving one changes nothing. Lessons come without outputs, so that they show no answer before the
+guess.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from manyranks.files import replace_file
+
+from ..folders import course_folder
+from ..learners_copy import RECORD
+from ..waiting import say_while
+from . import as_typed
+
+FOLDERS = ("notebooks", "exercises", "docs")
+NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
+STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
+letters can be read, and the title of a slider stands above it. In the dark,
+figures and the blocks of show.source are dark too. */
+.jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
+@media (max-width: 800px) {
+  .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
+}
+@media (max-width: 500px) {
+  .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
+  .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
+  .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
+}
+[data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
+[data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
+  filter: invert(.93) hue-rotate(180deg);
+}
+/* The kernel that these sliders belong to has ended: what they cannot move is the picture. */
+.widget-vbox.jupyter-widgets-disconnected .widget-inline-hbox { display: none; }
+.jp-OutputArea-output > .widget-vbox.jupyter-widgets-disconnected::after {
+  content: "Its kernel has ended. Run the cells down to this one again to use it.";
+}"""
+SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
+    # Explorers return when a lesson is reopened.
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("work"),
+        metavar="DIR",
+        help="where your copies are, or shall be (default: work)",
+    )
+    parser.add_argument("--no-open", action="store_true", help="copy only")
+    parser.add_argument(
+        "options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser"
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    """The command itself."""
+    # In `ddp-course lab -- --no-browser` the parser takes the first option for the folder.
+    if str(args.folder).startswith("-"):
+        args.options.insert(0, str(args.folder))
+        args.folder = Path("work")
+    folder = args.folder.resolve()
+    for path in bring(folder):
+        print(
+            f"{path}: kept yours; the course has another, which comes when you rename or delete"
+            " yours"
+        )
+    print(f"Your copies of the course are in {folder}, and what you change there stays.")
+    if args.no_open:
+        print(f"Next: {as_typed(f'lab {args.folder}')} opens them in JupyterLab.")
+        return
+    print(
+        "The browser opens at lesson 00; Ctrl-C twice ends the lab. Next, in a terminal of the lab:"
+        "\nddp-course check says what you have solved.",
+        flush=True,
+    )
+    prepare_environment(folder)
+    with say_while("JupyterLab starts, some seconds"):
+        from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
+
+    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
+    LabApp.launch_instance([*lab_options(folder), *args.options])
+
+
+def lab_options(folder: Path) -> list[str]:
+    """What JupyterLab is told for the copies in `folder`, before the options of the learner."""
+    options = [
+        # A kernel that has been idle for an hour ends, and frees its memory.
+        "--MappingKernelManager.cull_idle_timeout=3600",
+        "--MappingKernelManager.cull_connected=True",
+        f"--ServerApp.root_dir={folder}",
+        "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
+        "--LabApp.news_url=None",  # Without an address JupyterLab asks for no news.
+        "--LabApp.custom_css=True",
+        f"--LabApp.extra_labextensions_path={Path(__file__).with_name('labextensions')}",
+        "--ServerApp.log_level=WARN",
+        f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom",
+    ]
+    if os.name == "posix":
+        # Without a terminal of its own, the server would open login shells, which reset PATH.
+        shell = os.environ.get("SHELL", "sh")
+        options.append(f"--ServerApp.terminado_settings=shell_command={shell}")
+        if os.geteuid() == 0:
+            options.append("--allow-root")
+    return options
+
+
+def prepare_environment(folder: Path) -> None:
+    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in
+    `folder`; style it.
+    """
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )
+    os.chdir(folder)
+    home = folder / ".jupyter"
+    files = {
+        "labconfig/default_setting_overrides.json": json.dumps(SETTINGS),
+        "custom/custom.css": STYLE,
+    }
+    for path, text in files.items():
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text, encoding="utf-8")
+    # Each copy has its own tabs.
+    os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
+    folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
+
+
+def bring(folder: Path) -> list[str]:
+    """Copy the course's files into `folder`; return those that both the learner and the course
+    changed: they stay.
+    """
+    record_path = folder / RECORD
+    record = {}  # by file: the digest of the course's version that was copied last
+    with suppress(OSError, ValueError):  # Without a record, or a whole one, nothing is overwritten.
+        record = json.loads(record_path.read_text())
+    both_changed = []
+    for name, source in course_files():
+        content = source.read_bytes()
+        copied = folder / name
+        learner_digest = digest(copied.read_bytes()) if copied.exists() else None
+        course_digest = digest(content)
+        # The learner has no copy, or the course's newest version, or has not changed the copy.
+        if learner_digest in (None, course_digest, record.get(name)):
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            if learner_digest != course_digest:
+                if copied.suffix == ".ipynb":
+                    content = without_outputs(content)
+                replace_file(copied, content)
+            record[name] = course_digest
+        elif record.get(name) != course_digest:
+            both_changed.append(name)
+    replace_file(record_path, json.dumps(record).encode())
+    return both_changed
+
+
+def course_files() -> Iterator[tuple[str, Path]]:
+    """All files that a learner gets: the path in the course, and where the file is."""
+    for top in map(course_folder, FOLDERS):
+        for path in sorted(top.rglob("*")):
+            if path.is_file() and not NOT_COPIED & {*path.parts}:
+                yield path.relative_to(top.parent).as_posix(), path
+
+
+def without_outputs(content: bytes) -> bytes:
+    """The notebook without its outputs, and with the Python that will run it: what JupyterLab
+    adds when a notebook is opened would make it one with unsaved changes.
+    """
+    from ipykernel.ipkernel import IPythonKernel  # It takes a while to load.
+
+    notebook = json.loads(content)
+    notebook["metadata"]["language_info"] = IPythonKernel.language_info
+    notebook["metadata"].pop("widgets", None)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def digest(content: bytes) -> str:
+    """A hash that tells versions of a file apart; of a notebook only the sources of its cells
+    count.
+    """
+    with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
+        cells = json.loads(content)["cells"]
+        sources = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+        content = json.dumps(sources).encode()
+    return hashlib.sha256(content).hexdigest()

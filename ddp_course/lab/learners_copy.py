@@ -1,0 +1,49 @@
+"""A learner's copy of the course, and what is kept in it: tasks solved, guesses, the last visit."""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from manyranks.files import write_whole
+
+RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
+PROGRESS = ".ddp-course-progress.json"  # What is kept is in this one.
+
+
+def find_copy() -> Path | None:
+    """The copy in whose folders this process runs, or else the one in `work` below; None without
+    one.
+    """
+    folder = Path.cwd()
+    for place in (folder, *folder.parents, folder / "work"):
+        if (place / RECORD).is_file():
+            return place
+    return None
+
+
+def progress_in(copy: Path) -> dict[str, Any]:
+    """What is kept in a copy, as {"tasks": {task: solved}, "guesses": {question: right}, "visited":
+    seconds since 1970}; keys of which nothing is known are missing.
+    """
+    try:
+        return json.loads((copy / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def keep(kind: str, name: str, value: bool) -> None:
+    """Keep the result of a task (`kind` is "tasks") or of a guess ("guesses"), if this process runs
+    in a copy. A full disk, or a folder that cannot be written, must not cost a check.
+    """
+    copy = find_copy()
+    if copy is None:
+        return
+    with suppress(OSError), FileLock(f"{copy / PROGRESS}.lock", timeout=5):
+        known = progress_in(copy)
+        known.setdefault(kind, {})[name] = value
+        known["visited"] = time.time()
+        write_whole(copy / PROGRESS, json.dumps(known, indent=1).encode(), 0o644)

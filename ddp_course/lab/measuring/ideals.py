@@ -1,0 +1,234 @@
+"""What a step of each stage should take on emulated devices: its compute, and the closed form of
+its communication.
+
+ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
+single          C
+averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
+copied          C/K + K-1 copies, one after the other, of weights and gradients (2(K-1) p/b), and of
+                shards of the inputs, the outputs and the outputs' gradients
+overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
+fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
+                block and the sums of gradients share the link, one after the other
+sharded         stage 7 adds up a bitmap of used parameters as well, by a ring
+layers split    C of the slices of one rank + the closed form of each all-reduce of activations
+pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
+                has arrived
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from manyranks.devices import Device
+from manyranks.links import Link
+
+from ...job import Job, profile_of_step
+from ...ladder import Stage
+from ...problems import Batch
+from ...stage7_sharded.blocks import assign_blocks, default_blocks
+from ...stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
+from . import theory
+from .simulate import Network, simulate
+from .theory import Costs
+
+MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
+
+# An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
+Event = tuple[float, str, int]
+
+
+def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
+    """{stage's key: milliseconds that its step should take on these devices and links}, for stages
+    with a formula.
+    """
+    costs = Costs.of_link(link.bandwidth, link.latency) if link else Costs(0.0, 0.0)
+    return {
+        stage.key: 1000 * STEPS[stage.step](stage, job, device, costs)
+        for stage in stages
+        if stage.step
+    }
+
+
+def compute_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step of one device that computes the whole batch."""
+    return job.work(device).compute_s
+
+
+def averaged_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step in which communication follows the backward pass."""
+    nbytes = job.gradient_bytes
+    seconds = job.work(device, job.world_size).compute_s
+    return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
+
+
+def sharded_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step that averages into shards, and adds up the bitmap of used parameters."""
+    return averaged_seconds(stage, job, device, costs) + bitmap_seconds(job, costs)
+
+
+def bitmap_seconds(job: Job, costs: Costs) -> float:
+    """Seconds in which stage 7 adds up, over all ranks, a number of four bytes per parameter."""
+    nbytes = 4 * len(list(job.model().parameters()))
+    return theory.seconds("ring", nbytes, job.world_size, costs)
+
+
+def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step in which one process copies to and from its other devices, tensor by
+    tensor.
+    """
+    model = job.model()
+    inputs, _ = next(job.batches())
+    with torch.no_grad():
+        outputs = model(inputs)
+    weights = [parameter.nbytes for parameter in model.parameters()]
+    # Shards of the inputs go out, those of the outputs come back, and their gradients go out.
+    shards = [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
+    # Weights go out, and gradients of the same sizes come back.
+    copies_s = sum(costs.message(nbytes) for nbytes in [*weights, *weights, *shards])
+    return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
+
+
+def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step whose buckets travel under the backward pass."""
+    work = job.work(device, job.world_size)
+    step = simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb)
+    return step.step_s
+
+
+def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step whose parameters are gathered block by block."""
+    model = job.model()
+    blocks = assign_blocks(model, default_blocks(model))
+    events = events_of(model, blocks, next(job.batches(0, job.world_size)), device)
+    sizes = []
+    for _, parameters in blocks:
+        sizes.append(sum(parameter.nbytes for parameter in parameters))
+    update_s = job.work(device, job.world_size).update_s / job.world_size
+    passes_s = passes_seconds(events, sizes, job.world_size, costs)
+    return passes_s + bitmap_seconds(job, costs) + update_s
+
+
+def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step of a pipeline."""
+    parts = split(layers_of(job.model()), job.world_size)
+    blocks = [(part, list(part.parameters())) for part in parts]
+    microbatch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
+    events = events_of(nn.Sequential(*parts), blocks, microbatch, device)
+    forward, backward = passes_of(events)
+    schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
+    messages = [nbytes / MICROBATCHES * costs.beta for nbytes in job.activation_bytes]
+    rows = timetable(schedule, forward, backward, message=messages, latency=costs.alpha)
+    passes_s = max(end for row in rows for _, _, end in row)
+    return passes_s + job.work(device, job.world_size).update_s
+
+
+def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
+    """Seconds of a step whose layers are split over all ranks."""
+    sending_s = sum(
+        theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
+    )
+    return profile_of_step(job, device, sliced=True).compute_s + sending_s
+
+
+# All take the same arguments, which not all of them need, so that any can be called by its name.
+STEPS = {
+    "alone": compute_seconds,
+    "averaged": averaged_seconds,
+    "sharded": sharded_seconds,
+    "copied": copied_seconds,
+    "overlapped": overlapped_seconds,
+    "gathered": gathered_seconds,
+    "pipelined": pipelined_seconds,
+    "split": sliced_seconds,
+}
+
+
+def events_of(
+    model: nn.Module,
+    blocks: Sequence[tuple[nn.Module, list[nn.Parameter]]],
+    batch: Batch,
+    device: Device,
+) -> list[Event]:
+    """When each block, a module with its parameters, begins its passes and has its gradients, by
+    the device's clock.
+    """
+    events = []
+    numbers = {}
+    missing = {}  # The block of each parameter that has no gradient yet.
+    for number, (module, parameters) in enumerate(blocks):
+        numbers[module] = number
+        missing |= dict.fromkeys(parameters, number)
+    with device.emulate(sleep=False) as emulation:
+
+        def note(kind, number):
+            """Write down what begins or is done now."""
+            events.append((emulation.busy_s, kind, number))
+
+        def note_gradient(parameter):
+            """With the last gradient of a block the block is done."""
+            number = missing.pop(parameter)
+            if number not in missing.values():
+                note("done", number)
+
+        def note_backward(module, inputs, outputs):
+            """A block's backward pass begins when its output has a gradient."""
+            outputs.register_hook(lambda _: note("backward", numbers[module]))
+
+        for module in numbers:
+            module.register_forward_pre_hook(lambda module, _: note("forward", numbers[module]))
+            module.register_forward_hook(note_backward)
+        for parameter in list(missing):
+            parameter.register_post_accumulate_grad_hook(note_gradient)
+        inputs, targets = batch
+        cross_entropy(model(inputs), targets).backward()
+        note("end", 0)
+    return events
+
+
+def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs: Costs) -> float:
+    """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
+
+    Gathers and sums of gradients share one link: each leaves when the one before has arrived. A
+    pass of a block begins when the block's parameters have arrived, and the gather of the next
+    block leaves then.
+    """
+    now = 0.0
+    worked = 0.0  # This is `now` without the waits for parameters, as the events count.
+    link_free = 0.0
+    arrivals = {}
+
+    def travel(block):
+        """When the parameters or gradients of a block, which are ready now, have gone around."""
+        nonlocal link_free
+        around = (world_size - 1) * costs.message(sizes[block] / world_size)
+        link_free = max(now, link_free) + around
+        return link_free
+
+    for place, (moment, kind, block) in enumerate(events):
+        now = now + moment - worked
+        worked = moment
+        if kind == "done":
+            travel(block)  # Its gradients are summed.
+        elif kind != "end":
+            if (kind, block) not in arrivals:  # The first block of each pass is not prefetched.
+                arrivals[kind, block] = travel(block)
+            now = max(now, arrivals[kind, block])
+            blocks_to_come = [later for _, other, later in events[place + 1 :] if other == kind]
+            if blocks_to_come:
+                following = blocks_to_come[0]
+                arrivals[kind, following] = travel(following)
+    return max(now, link_free)
+
+
+def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward passes of blocks that follow each other, both in
+    the order of the blocks.
+    """
+    moments = [moment for moment, kind, _ in events if kind != "done"]
+    seconds = [end - begin for begin, end in pairwise(moments)]
+    middle = len(seconds) // 2
+    # The backward pass goes through the blocks from the last to the first.
+    return seconds[:middle], seconds[middle:][::-1]

@@ -1,0 +1,69 @@
+"""The four networks of PyTorch's published DDP table, as layer sizes: nothing to download, nothing
+to run.
+
+Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101), and Xie et al.,
+"Aggregated Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224
+pixels and 1,000 classes.
+"""
+
+from collections.abc import Iterator
+
+from ....job import Layer, Profile
+
+# A network has the blocks of each stage, the groups of a block's middle convolution, and the width
+# of a group at the first stage.
+SHAPES = {
+    "resnet50": ((3, 4, 6, 3), 1, 64),
+    "resnet101": ((3, 4, 23, 3), 1, 64),
+    "resnext50": ((3, 4, 6, 3), 32, 4),
+    "resnext101": ((3, 4, 23, 3), 32, 8),
+}
+
+
+def layers(name: str) -> Iterator[tuple[int, int]]:
+    """Yield (parameters, multiplications per picture) of each layer of a network in SHAPES, in
+    forward order.
+
+    A convolution counts with its batch normalisation.
+    """
+    blocks, groups, group_width = SHAPES[name]
+    yield _convolution(3, 64, kernel=7, side=112)
+    channels = 64
+    side = 56  # Between these, a pooling layer without parameters halves the picture.
+    for stage, count in enumerate(blocks):
+        middle = groups * group_width * 2**stage
+        out = 256 * 2**stage
+        for block in range(count):
+            yield _convolution(channels, middle, kernel=1, side=side)
+            # The middle convolution of the first block halves the picture, but for the first stage.
+            if block == 0 and stage > 0:
+                side //= 2
+            yield _convolution(middle, middle, kernel=3, side=side, groups=groups)
+            yield _convolution(middle, out, kernel=1, side=side)
+            if block == 0:  # The first block's shortcut changes the channels.
+                yield _convolution(channels, out, kernel=1, side=side)
+            channels = out
+    yield channels * 1000 + 1000, channels * 1000  # The head has 1,000 classes.
+
+
+def profile(name: str, compute_s: float) -> Profile:
+    """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward.
+
+    A layer's share is that of its multiplications; gradients of inputs and of weights make backward
+    cost twice forward.
+    """
+    sizes = list(layers(name))
+    multiplications = sum(work for _, work in sizes)
+    unit = compute_s / (3 * multiplications)  # Forward is one part of three, backward two.
+    profiled = []
+    for parameters, work in sizes:
+        profiled.append(Layer("", work * unit, 2 * work * unit, 4 * parameters))
+    return Profile(tuple(profiled))
+
+
+def _convolution(channels_in, channels_out, kernel, side, groups=1):
+    """The parameters and multiplications of a convolution whose output is `side` pixels wide; its
+    normalisation has two parameters for each channel.
+    """
+    weights = channels_in // groups * channels_out * kernel**2
+    return weights + 2 * channels_out, weights * side**2

@@ -1,0 +1,139 @@
+"""What `every_order` has found, on a timeline: a figure in a notebook, text in a terminal."""
+
+import textwrap
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from IPython import get_ipython
+from IPython.display import display
+
+from manyranks.errors import Awaited
+from manyranks.orders.verdict import MOST_OF_A_RANK, Verdict
+
+from .plots import Picture, panels
+
+COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
+DIRECTIONS = {"send": "to", "receive": "from"}
+COLLECTIVE = "#5F5F5F"
+FAULT = "#BF5200"
+HATCHED = "▨"  # This sign stands before a line that begins a message, whose bar is hatched.
+STOPS = "×"  # This sign stands before a line at which a rank goes no further.
+
+
+class Bar(NamedTuple):
+    """A message on its way, in virtual milliseconds; `what` is that of its events."""
+
+    start: float
+    end: float
+    what: Awaited
+    waited_for: bool
+
+
+def verdict(found: Verdict) -> None:
+    """Draw what `every_order` has found in a notebook; elsewhere print it, with its last events."""
+    if getattr(get_ipython(), "kernel", None):
+        display(timeline(found))
+    else:
+        print(found.text())
+
+
+def timeline(verdict: Verdict) -> Picture:
+    """A row for each rank, and on it a bar for each message, from its post to its wait. A bar that
+    nobody has waited for is hatched, a cross is where a rank stops, and the lines stand below.
+    """
+    lanes_by_rank = lanes_of_ranks(verdict.events)
+    lines = lines_of(verdict)
+    height = 1.6 + 0.2 * len(lines) + 0.3 * sum(map(len, lanes_by_rank.values()))
+    description = f"A timeline of {len(lanes_by_rank)} ranks, messages as bars"
+    with panels(1, 1, 8.4, height, str(verdict), description, "virtual time") as (picture, axes):
+        axes.set_title(verdict.kind or verdict.proof)
+        row = 0
+        middles = {}
+        for rank, lanes in lanes_by_rank.items():
+            middles[rank] = row + (len(lanes) - 1) / 2
+            for bars in lanes:
+                for bar in bars:
+                    draw(axes, row, bar)
+                row += 1
+            axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
+        for moment, rank, kind, *_ in verdict.events:
+            # A message that nobody waits for stops no rank: it is found at the rank's end.
+            if rank in verdict.ranks and kind not in ("post", "wait", "not waited for"):
+                axes.plot(
+                    1000 * moment, middles[rank], "x", color=FAULT, markersize=12, markeredgewidth=3
+                )
+        axes.set_yticks(list(middles.values()), [f"rank {rank}" for rank in middles])
+        axes.set_ylim(row - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("\n".join(["time (ms)", *lines]), loc="left")
+    return picture
+
+
+def lines_of(verdict: Verdict) -> list[str]:
+    """The program's lines of a verdict; those of a fault with their sign in the figure and their
+    rank.
+    """
+    lines = [textwrap.shorten(line, 90) for line in verdict.lines]
+    if verdict.kind == "unlike results":
+        return lines  # Nobody stops there, and of many ranks nothing says which one was at a line.
+    # One rank begins a message and touches its memory too early; in a deadlock each has a line.
+    signs = [HATCHED, STOPS]
+    ranks = verdict.ranks * 2
+    if verdict.kind == "deadlock":
+        signs = [STOPS] * len(lines)
+    return [
+        f"{sign} rank {rank}, {line}" for sign, rank, line in zip(signs, ranks, lines, strict=False)
+    ]
+
+
+def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
+    """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
+    ranks = {event.rank for event in events}
+    bars = {rank: [] for rank in sorted(ranks)}
+    posts = defaultdict(list)  # The moments of each rank's messages that it has not waited for.
+    for event in events:
+        message = (event.rank, event.what)
+        moment = 1000 * event.moment
+        if event.kind == "post":
+            posts[message].append(moment)
+        elif event.kind == "wait":
+            start = posts[message].pop(0)
+            bars[event.rank].append(Bar(start, moment, event.what, waited_for=True))
+    end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
+    for (rank, what), starts in posts.items():
+        bars[rank] += [Bar(start, end, what, waited_for=False) for start in starts]
+    return {rank: lanes_of(messages[-MOST_OF_A_RANK:]) for rank, messages in bars.items()}
+
+
+def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
+    """The bars in as few lanes as they need for none to cover another."""
+    lanes = [[]]
+    for bar in sorted(bars):
+        free_lanes = [lane for lane in lanes if not lane or lane[-1].end <= bar.start]
+        if free_lanes:
+            free_lanes[0].append(bar)
+        else:
+            lanes.append([bar])
+    return lanes
+
+
+def draw(axes: Any, row: int, bar: Bar) -> None:
+    """Draw a bar with its name."""
+    colour, name = colour_and_name(bar.what)
+    look: Any = {"facecolor": colour, "edgecolor": "white"}
+    letters: Any = {"color": "white"}
+    if not bar.waited_for:
+        look = {"facecolor": "white", "edgecolor": FAULT, "hatch": "////"}
+        letters = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+    axes.broken_barh([(bar.start, bar.end - bar.start)], (row - 0.42, 0.84), **look)
+    middle = (bar.start + bar.end) / 2
+    axes.text(middle, row, name, ha="center", va="center", fontsize=9, **letters)
+
+
+def colour_and_name(what: Awaited) -> tuple[str, str]:
+    """How a bar looks and is called: a send to rank 1 is blue and called "to 1", a receive is green
+    and called "from 1", and a collective is grey and has its own name.
+    """
+    if what.kind in COLOURS:
+        return COLOURS[what.kind], f"{DIRECTIONS[what.kind]} {what.ranks[0]}"
+    return COLLECTIVE, what.name

@@ -1,0 +1,121 @@
+"""What stages and exercises need of torch that it does not promise, and that may differ between
+versions. It was seen on 2.10 and 2.13.
+
+What launching needs as well is in `manyranks/torch_inside.py`; no other module names a private part
+of torch, and a test sees to it. (Stage 5 queues its callback as torch's own tutorials do, because a
+lesson shows that line.)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+import torch
+import torch.distributed as dist
+from torch._C import Future as Future
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
+BatchNorm = _BatchNorm
+Operator = torch._ops.OpOverload  # A dispatch mode is given these.
+busy_gpu = torch.cuda._sleep
+with_weights = _reparametrize_module  # In this block a module has other tensors as its weights.
+# The function raises ValueError where no group has been made.
+default_group = distributed_c10d._get_default_group
+default_store = distributed_c10d._get_default_store
+# In this block functions treat subclasses as plain tensors.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+
+
+def wrapper_around() -> torch.nn.Module | None:
+    """Return torch's own DistributedDataParallel whose forward pass is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def allow_foreach(kind: type) -> None:
+    """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
+    ordinary ones; torch itself does this for its DTensor.
+    """
+    clipping: list[Any] = _foreach_utils._foreach_supported_types
+    updates: list[Any] = optimizer._foreach_supported_types
+    clipping.append(kind)
+    updates.append(kind)
+
+
+def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+    """Within this block autograd does not notice that `tensors` are overwritten."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a collective of `group` waits before it gives up."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+@contextmanager
+def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
+    """Within this block torch's own collectives of tensors on the CPU are `function(name)`, in all
+    threads and by whatever name one calls them; sends, receives and barriers stay as they are.
+    """
+    backend = torch._C._distributed_c10d.Backend
+    methods = {name: method for name, method in vars(backend).items() if is_collective(name)}
+    library = torch.library.Library("c10d", "IMPL")
+    try:
+        with catch_warnings():  # torch warns of an operator that has other code than before.
+            simplefilter("ignore")
+            for name in collective_operators():
+                library.impl(name, lambda *_, name=name: function(name), "CPU")
+        for name in methods:
+            setattr(backend, name, lambda *_, name=name, **__: function(name))
+        yield
+    finally:
+        library._destroy()
+        for name, method in methods.items():
+            setattr(backend, name, method)
+
+
+@cache
+def collective_operators() -> list[str]:
+    """The names of torch's collectives among its thousands of operators."""
+    operators = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    return [name for space, name in operators if space == "c10d" and is_collective(name)]
+
+
+def is_collective(name: str) -> bool:
+    """Whether a method or an operator of this name sends between all ranks of a group."""
+    return name.lstrip("_").startswith(("all", "broadcast", "gather", "reduce", "scatter"))
+
+
+def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a process group with the backend and timeout of `group`, and with all its ranks or only
+    its `members`.
+
+    Only the new group's ranks call this, all of them together. Every rank of the job would have to
+    call `dist.new_group`; with `use_local_synchronization` that derives a name from the number of
+    groups that a rank is in, which may differ between ranks. So this calls the inner part of
+    `dist.new_group`.
+    """
+    everyone = dist.get_process_group_ranks(group)
+    members = range(len(everyone)) if members is None else members
+    ranks = [everyone[member] for member in members]
+    group_of_own, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(members).index(dist.get_rank(group)),
+        ranks,
+        distributed_c10d.Backend(dist.get_backend_config(group)),
+        default_store(),
+        # All members are a range here, so that two of two ranks get another name than all ranks.
+        distributed_c10d.GroupName(f"{group.group_name} communication {members}"),
+        timeout=timeout_of(group),
+    )
+    distributed_c10d._world.pg_group_ranks[group_of_own] = {
+        rank: place for place, rank in enumerate(ranks)
+    }
+    return group_of_own

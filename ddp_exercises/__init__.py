@@ -1,0 +1,82 @@
+"""Exercises, checked while they are solved: `check` says whether an answer is right, `hint` helps.
+
+`evidence` tries an answer on ranks (`attempt`), as `exercises/checks/NN.py` says (`tasks`), and
+returns plain data (`plain`). `diagnosis` compares that data with the solution's and with that of
+known wrong answers, and `any_order` tries a right answer in every order of its messages.
+`ddp_exercises.grading` grades whole folders in the same way.
+"""
+
+import os
+import secrets
+from typing import Any
+
+from ddp_course.lab.learners_copy import keep
+from manyranks import own_code
+
+from .errors import Wrong
+from .handing_over import HAND_OVER, hand_over
+from .hints import hint
+
+own_code.register(__name__, __path__[0])
+
+__all__ = ["check", "hint", "task"]
+UNSOLVED = "not solved yet"
+CORRECT = "correct. The grader draws other inputs."
+SO_FAR = "right so far: "
+
+
+def check(number: str, *answers: Any, seed: int | None = None) -> None:
+    """Say in one line that the answers to task `number` are right, or raise Wrong with what is
+    wrong.
+
+    The answer runs on ranks of its own, with inputs that are drawn anew each time. A message about
+    a wrong answer ends with the seed: the same seed draws the same inputs again.
+    """
+    if HAND_OVER in os.environ:  # This is the kernel of a submission that is being graded.
+        hand_over(number, answers)
+        return
+    from .any_order import confirm  # These import torch, which takes seconds.
+    from .diagnosis import verdict
+    from .evidence import Attempt, find, gather, known_attempts, solution_attempt
+
+    definition = find(number)
+    call = f'check("{number}", {", ".join(definition.names)}'
+    if len(answers) != len(definition.names):
+        raise ValueError(f"{call}) is how this check is called")
+    if seed is None:
+        seed = secrets.randbelow(100_000)
+    inputs = definition.inputs(seed)
+    attempt = Attempt(number, inputs, answers)
+    solution, evidence = gather([solution_attempt(definition, inputs), attempt])
+    result = verdict(
+        definition, evidence, solution, lambda: gather(known_attempts(definition, inputs))
+    )
+    result = confirm(result, attempt)
+    if result.message.startswith(UNSOLVED):
+        print(f'{number} is not solved yet; hint("{number}") helps.')
+        return
+    keep("tasks", number, not result.message)
+    if result.message:
+        right_parts = [part for part, message in result.parts.items() if not message]
+        so_far = f"{SO_FAR}{', '.join(right_parts)}; " if right_parts else ""
+        raise Wrong(
+            f"Exercise {number}: {result.message} ({so_far}again with the same inputs: {call},"
+            f" seed={seed}))"
+        )
+    praise = CORRECT if inputs else "correct."
+    print(f"Exercise {number}: {praise}")
+
+
+def task(number: str, *answers: Any) -> str:
+    """For a task that stands in a lesson: `check` the answers once all are written; returns one
+    solution as text.
+
+    An answer is not written as long as it raises NotImplementedError.
+    """
+    from .tasks import solution
+
+    if any("NotImplementedError" in answer.__code__.co_names for answer in answers):
+        print(f"Task {number} is open. Write it and run this cell again, or read on.")
+    else:
+        check(number, *answers)
+    return solution(number)

@@ -1,0 +1,288 @@
+"""One answer at work on one rank: load it, refuse what its task forbids, put it to the task's
+probe, count its traffic.
+
+Nothing here knows what is right.
+"""
+
+import inspect
+import linecache
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from pkgutil import resolve_name
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.torch_private import other_collectives
+
+from .errors import TooSlow, Wrong
+from .plain import pack, unpack
+from .tasks import Task, find
+
+# An answer that may not call these is to send with the wire.
+SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
+OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
+LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
+SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
+# So the names of torch's functions that send begin. COLLECTIVES has those of the torch that is
+# here: no task forbids a function that this version lacks.
+BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
+COLLECTIVES = tuple(
+    f"torch.distributed.{name}"
+    for name, thing in vars(dist).items()
+    if name.startswith(BEGINNINGS) and type(thing) is FunctionType
+)
+# {size: group of the first `size` ranks}; the groups last for the whole launch.
+groups: dict[int, Any] = {}
+# A `read` may draw from torch's one random state, and the grader reads in several threads.
+reading = threading.Lock()
+
+
+class Attempt(NamedTuple):
+    """`answers` to a task are functions, or pickled with the source of their cells, or {id: source}
+    of cells to run.
+    """
+
+    number: str
+    inputs: dict
+    answers: Any
+
+
+class Evidence(NamedTuple):
+    """What an attempt returned: `values` are {(part, case): {rank: value}}, where the rank is None
+    for all ranks together, or a `failure` says why there are none. The first attempt of its launch
+    was through after `seconds`.
+    """
+
+    values: dict | None
+    failure: str = ""
+    seconds: float = 0.0
+
+
+def make_attempts(
+    attempts: Sequence[Attempt], folder: str, enter: Callable | None, ended: Callable = lambda: None
+) -> None:
+    """On each rank: make every attempt, call `ended()`, and write its evidence into a file named by
+    the attempt's place and the rank. `enter(folder)` sets a submission's limits before anything of
+    it runs.
+    """
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    tasks = [find(attempt.number) for attempt in attempts]
+    make_groups()
+    if enter:
+        enter(folder)
+    silence_libraries()
+    for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
+        answers = load(task, attempt.answers)
+        if ranks > 1:
+            dist.barrier()  # No rank waits in an answer for one that is still loading.
+        limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
+        evidence = pack(probe(task, answers, attempt.inputs))
+        ended()
+        Path(folder, f"{place}-{rank}").write_bytes(evidence)
+
+
+def make_groups() -> None:
+    """Make what probes need in a rank: its own numbers of chance, one thread, and groups."""
+    torch.manual_seed(dist.get_rank())
+    torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        for size in range(1, ranks + 1):
+            groups[size] = dist.new_group(list(range(size)), timeout=LONG)
+
+
+def silence_libraries() -> None:
+    """What Python prints is shown, but not what gloo prints ("terminate called …") when it ends a
+    process: a learner gets our message.
+    """
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def limit_processor_time(seconds: float) -> None:
+    """Raise TooSlow when this process has computed for so many seconds from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    signal.signal(signal.SIGXCPU, too_slow)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, most))
+
+
+def too_slow(*_: Any) -> None:
+    """Raise TooSlow, as the handler of a signal."""
+    raise TooSlow
+
+
+def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
+    """The evidence of all ranks together, from the contents of their files. What the task reads
+    from it is computed here, where nothing of the answer runs.
+    """
+    values: dict = {}
+    task = find(attempt.number)
+    alone = task.ranks == 1
+    try:
+        of_ranks = [unpack(content) for content in contents]
+        if task.read:
+            returned = [list(of_rank.values()) for of_rank in of_ranks]
+            one_or_all = returned[0] if alone else returned
+            with reading:
+                for part, case, value in task.read(one_or_all, **attempt.inputs):
+                    values[part, case] = {None: value} if alone else value
+            return Evidence(values)
+        ranks = [None] if alone else range(task.ranks)
+        for rank, of_rank in zip(ranks, of_ranks, strict=True):
+            for part_and_case, value in of_rank.items():
+                values.setdefault(part_and_case, {})[rank] = value
+    except Wrong as error:
+        return Evidence(None, str(error))
+    except Exception as error:  # Only a value that the answer returned can fail here.
+        return Evidence(
+            None, f"your answer returned something that cannot be used ({str(error)[:300]})"
+        )
+    return Evidence(values)
+
+
+def load(task: Task, answers: Any) -> Sequence:
+    """The objects that an answer defines, in the order of the task's `names`."""
+    objects = answers
+    sources = {}
+    if isinstance(answers, bytes):
+        objects, sources = pickle.loads(answers)
+    elif isinstance(answers, dict):
+        sources = answers
+    for name, text in sources.items():  # Tracebacks then show the lines of cells.
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    if not isinstance(answers, dict):
+        return objects
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for name, source in answers.items():
+        exec(compile(source, name, "exec"), namespace)
+    return [namespace[name] for name in task.names]
+
+
+def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
+    """{(part, case): value} of one answer on this rank; where torch's collectives are forbidden,
+    the wire must send all.
+    """
+    evidence: dict = {}
+    only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
+    past_the_wire = other_collectives(refuse_collective) if only_the_wire else nullcontext()
+    refuse_the_courses_own(answers)
+    with past_the_wire, refusing(task.forbidden) as replaced:
+        refuse_copies(answers, replaced)
+        for part, case, value in task.probe(*answers, **inputs):
+            evidence[part, case] = value
+    return evidence
+
+
+def refuse_the_courses_own(answers: Sequence) -> None:
+    """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
+    for answer in answers:
+        function = inspect.unwrap(getattr(answer, "func", answer))  # A partial has a `func`.
+        module = getattr(function, "__globals__", {}).get("__name__") or function.__module__
+        if str(module).startswith(OURS):
+            name = getattr(function, "__name__", type(function).__name__)
+            raise Wrong(
+                f"your answer is {module.removeprefix('ddp_course.')}.{name}: write it yourself"
+            )
+
+
+def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
+    """Raise Wrong if an answer, or a function of its module, is a copy of a forbidden one, whose
+    code was `replaced`: code of the same file, or of an executed text, that uses the same names.
+    """
+    for answer in answers:
+        for thing in (answer, *getattr(answer, "__globals__", {}).values()):
+            if not isinstance(thing, FunctionType):
+                continue
+            code = getattr(inspect.unwrap(thing), "__code__", None)
+            for function, forbidden in replaced:
+                is_copied = code and code.co_filename in (forbidden.co_filename, "<string>")
+                if is_copied and code.co_names == forbidden.co_names:
+                    raise Wrong(f"your code has a copy of {function.__name__}: write it yourself")
+
+
+class Forbidden(NamedTuple):
+    """A function that an answer must not call: what its caller is told, how many frames of
+    decorators lie above it, and a copy of it.
+    """
+
+    message: str
+    depth: int
+    original: FunctionType
+
+
+forbidden_now: dict[str, Forbidden] = {}
+refused: list[str] = []  # What was refused: an answer may catch the error.
+STUB = """
+def stub(*args, **kwargs):
+    from ddp_exercises.attempt import refuse_or_call
+    return refuse_or_call({!r}, args, kwargs)
+"""
+
+
+@contextmanager
+def refusing(forbidden: Sequence[str]) -> Iterator[list]:
+    """For a while forbidden functions have other code, by whatever name and in whatever thread they
+    are called: it raises Wrong unless torch or the course calls. Yields (function, its code) of
+    each. Raises Wrong once more at the end.
+    """
+    changed = []
+    for name in forbidden:
+        # The colon says where the module ends, which takes a hundred searches of the disk less.
+        function = resolve_name(":".join(name.rsplit(".", 1)))
+        depth = 1
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+            depth += 1
+        sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
+        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
+        original = FunctionType(
+            function.__code__, function.__globals__, None, function.__defaults__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        forbidden_now[name] = Forbidden(message, depth, original)
+        names: dict[str, Any] = {}
+        exec(STUB.format(name), names)
+        changed.append((function, function.__code__))
+        function.__code__ = names["stub"].__code__
+    refused.clear()
+    try:
+        yield changed
+    finally:
+        for function, code in changed:
+            function.__code__ = code
+    if refused:
+        raise Wrong(refused[0])
+
+
+def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
+    """Call a forbidden function for torch and the course; raise Wrong for all other callers."""
+    forbidden = forbidden_now[name]
+    frame = sys._getframe(1 + forbidden.depth)
+    if not str(frame.f_globals.get("__name__")).startswith(OURS):
+        refused.append(forbidden.message)
+        raise Wrong(forbidden.message)
+    return forbidden.original(*args, **kwargs)
+
+
+def refuse_collective(name: str) -> None:
+    """Raise Wrong: an answer calls torch's own collective, perhaps in a thread, where it is not
+    noticed.
+    """
+    message = f"your code calls torch's own {name}: send and receive with the wire's functions"
+    refused.append(message)
+    raise Wrong(message)

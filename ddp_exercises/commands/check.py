@@ -1,0 +1,118 @@
+"""`ddp-course check N`: grade your own notebook, as the course's grader would; without N: where
+you are in all exercises.
+
+From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the file.
+"""
+
+import argparse
+import secrets
+import time
+from pathlib import Path
+
+from tabulate import tabulate
+
+from ddp_course.lab.learners_copy import find_copy, keep
+from ddp_course.lab.waiting import say_while
+from ddp_course.options import whole_number
+from ddp_exercises import SO_FAR
+from ddp_exercises.errors import GradingError
+
+from ..grading import overview
+from ..grading.grader import Judge, grade_one
+from ..grading.people import Owner
+from ..grading.report import rendered
+from ..grading.results import TaskResult
+from ..grading.submissions import Exercises, Item, exercise_of, load_exercises, read_submission
+
+# The learner's notebook is looked for here.
+FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "exercise",
+        type=whole_number,
+        nargs="?",
+        metavar="N",
+        help="the number of the exercise; without it: where you are in all of them",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="without N: write one page to keep"
+    )
+    parser.add_argument(
+        "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """The command itself: 0 if all points were earned, 1 if not. Raises GradingError for an
+    exercise or a notebook that is not there, or is another.
+    """
+    exercises = load_exercises()
+    if args.exercise is None:
+        return where_am_i(exercises, args.html)
+    seed = secrets.randbelow(100_000)
+    if args.exercise not in exercises:
+        raise GradingError(
+            f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
+        )
+    path = args.notebook or own_notebook(args.exercise)
+    saved_at = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
+    print(f"{path}, saved {saved_at}: its cells run first, then its answers", flush=True)
+    submission = read_submission(Item((path.name,), path), Owner("you", path.name))
+    number = exercise_of(submission, exercises)
+    if number != args.exercise:
+        raise GradingError(f'"{path}" is exercise {number}, not {args.exercise}')
+    with say_while("some seconds"):
+        result = grade_one(submission, exercises, Judge(seed), seconds=120.0, progress=show)
+    if result.message:
+        print(result.message)
+    again = ""
+    if not result.passed:
+        again = f"; the same inputs again in a cell: check(…, seed={seed})"
+    print(f"{result.in_words} points{again}")
+    return 0 if result.passed else 1
+
+
+def where_am_i(exercises: Exercises, html: Path | None) -> int:
+    """Print a line for each exercise, and what is known of guesses; write the page. Raises
+    GradingError where there is no copy of the course.
+    """
+    copy = find_copy()
+    if copy is None:
+        raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
+    results = overview.results_so_far(copy, exercises)
+    sentence = overview.sentence(copy)
+    rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
+    print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
+    print(sentence)
+    if html:
+        figures = list(overview.figures(copy))
+        page = rendered("overview.html", results=results, sentence=sentence, figures=figures)
+        html.write_text(page, encoding="utf-8")
+        print(f"wrote {html}")
+    return 0
+
+
+def own_notebook(exercise: int) -> Path:
+    """The learner's notebook of an exercise: here, in work/, or in exercises/. Raises GradingError
+    if it is in none of these.
+    """
+    for folder in map(Path, FOLDERS):
+        notebooks = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
+        if notebooks and folder.resolve().name not in ("notebooks", "solutions"):
+            return notebooks[0]
+    raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
+
+
+def show(task: TaskResult) -> None:
+    """Print the result of a task, with the properties that are right if only some are."""
+    solved = task.points == task.possible
+    keep("tasks", task.id, solved)
+    right_parts = [part["name"] for part in task.parts if part["points"]]
+    message = task.message
+    if solved:
+        message = "correct"
+    elif right_parts:
+        message += f" ({SO_FAR}{', '.join(right_parts)})"
+    print(f"{task.id}  {message}", flush=True)

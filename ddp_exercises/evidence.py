@@ -1,0 +1,252 @@
+"""Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer
+failed.
+
+Each rank writes a file per attempt: after a bad answer the launch is repeated from the next attempt
+on.
+"""
+
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from manyranks.clocks.stalls import in_words, who_waits
+from manyranks.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError, Wait
+from manyranks.launching.launch import launch
+from manyranks.links import Link
+
+from .attempt import Attempt, Evidence, assemble, make_attempts
+from .errors import TooSlow
+from .tasks import Task, cells_with, check_files, find, known_wrong, of_exercise, solution
+
+ONE_HOST = Link(hosts=1)
+TOO_LATE = "not finished in time"
+STILL_RUNNING = "still running after all of its time"
+# What computes is stopped after a task's `seconds` of the processor, and a deadlock is known at
+# once. The clock stops only what waits for something else: in the grader at the submission's
+# deadline, in the lab after PATIENCE times a task's seconds, and on a busy machine not before
+# SLOWER times what the solution took.
+PATIENCE = 4.0
+SLOWER = 10.0
+TOO_LONG = (
+    "a message was longer than the tensor it was received into: do both sides mean the same chunk"
+    " and dtype?"
+)
+BOTH_SEND = (
+    " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
+)
+# These are of the answer, even if the traceback shows none of its lines.
+LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
+GIVEN = "shared.py"  # This file of checks has an all-reduce that they give to answers.
+# These files are torch's, the course's or Python's.
+NOT_LEARNERS = re.compile(
+    r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
+)
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
+
+
+def gather(
+    attempts: Sequence[Attempt],
+    enter: Callable | None = None,
+    on_rank: Callable = make_attempts,
+    link: Link = ONE_HOST,
+    seconds: float | None = None,
+) -> list[Evidence]:
+    """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
+    before anything of it runs, they keep to them. All launches together take at most `seconds` by
+    the clock, and there is no evidence of what they do not reach; without `seconds` the first
+    attempt must be one that ends: the solution, or an answer that does nothing.
+    """
+    results: list[Evidence] = []
+    waiting = list(attempts)
+    began = time.monotonic()
+    first_took = 0.0  # This is how long the first attempt took, from its launch on.
+    while waiting:
+        planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
+        patience = max(planned, SLOWER * first_took)
+        if seconds is not None:
+            patience = began + seconds - time.monotonic()
+            if patience <= 0:
+                break
+        written, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
+        for attempt, of_ranks in zip(waiting, written, strict=False):
+            results.append(assemble(attempt, of_ranks)._replace(seconds=took))
+        waiting = waiting[len(written) :]
+        if not failure:
+            break
+        first_took = first_took or took
+        # If the machine is slower than was planned for, there is more time in the next launch.
+        if (
+            isinstance(failure, LaunchTimeout)
+            and seconds is None
+            and patience < SLOWER * first_took
+        ):
+            continue
+        if waiting:
+            failed = waiting.pop(0)
+            results.append(Evidence(None, explain(failure, find(failed.number))))
+    return results
+
+
+def solution_attempt(task: Task, inputs: dict) -> Attempt:
+    """The attempt with the course's own solution."""
+    return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
+
+
+def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
+    """Attempts with an answer that does nothing, then with the known wrong ones, all on the inputs
+    of a wrong answer.
+    """
+    texts = ["\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)]
+    texts += [answer.source for answer in known_wrong(task.number)]
+    return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
+
+
+def launch_attempts(
+    attempts: Sequence[Attempt],
+    enter: Callable | None,
+    on_rank: Callable,
+    link: Link,
+    patience: float,
+) -> tuple[list, ManyranksError | None, float]:
+    """What the ranks of one launch wrote down, by attempt and by rank, the error that ended it, and
+    the seconds up to the first evidence.
+    """
+    ranks = find(attempts[0].number).ranks
+    failure = None
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
+        try:
+            launch(
+                on_rank,
+                list(attempts),
+                folder,
+                enter,
+                world_size=ranks,
+                device="cpu",
+                link=link,
+                timeout=patience,
+            )
+        except ManyranksError as error:
+            failure = error
+        first_end = time.time()
+        written = []
+        for number in range(len(attempts)):
+            files = [Path(folder, f"{number}-{rank}") for rank in range(ranks)]
+            if all(file.exists() for file in files):
+                written.append([file.read_bytes() for file in files])
+                first_end = min(first_end, files[0].stat().st_mtime)
+        return written, failure, first_end - began
+
+
+def explain(error: ManyranksError, task: Task) -> str:
+    """Why a launch failed, in words for the learner."""
+    if isinstance(error, LaunchTimeout):
+        return f"{TOO_LATE}: {still_running(error, task)}"
+    if not isinstance(error, (RankError, DeadlockError)):
+        return f"the ranks could not be run: {error}"
+    culprit = error.failures[0]
+    kind = culprit.type_name
+    message = culprit.message
+    shortened = message[:300]
+    frame = own_frame(culprit.traceback, task)
+    where = place(frame, task)
+    if kind == "Wrong" and message:
+        return message + where
+    if TooSlow.__name__ in culprit.traceback:  # A lock may have made another error of it.
+        return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
+    if kind == "NotImplementedError":
+        if frame and frame.task != task.number:
+            return (
+                f"it uses {frame.function} of {frame.task}, which does not run yet: mend"
+                f" {frame.task} first"
+            )
+        return f"not solved yet ({message})"
+    if isinstance(error, DeadlockError):
+        advice = task.hang
+        all_send = all(wait.what.kind == "send" for wait in error.waits)
+        if all_send and "wire.exchange" in solution(task.number):
+            advice += BOTH_SEND
+        waits = who_waits(error.waits, error.returned, in_answer)
+        return f"the ranks wait for each other for ever: {waits}; {advice}"
+    if culprit.exit_code == -signal.SIGABRT and task.ranks > 1:
+        return TOO_LONG
+    if "Pair is not connected" in message:
+        return f"a rank sends to itself, or receives from itself{where}: the others are meant"
+    if "modified by an inplace operation" in message:
+        return (
+            f"weights changed between the forward and the backward pass{where}: step() comes after"
+            " backward()"
+        )
+    if kind in ("killed", "exited"):
+        return f"your code ended the process of rank {culprit.rank} ({kind} {message})"
+    if not frame and kind not in LEARNERS_OWN:
+        return f"your answer returned something that cannot be used ({kind}: {shortened})"
+    advice = ""
+    if kind == "NameError":
+        advice = "; is it spelt right, and defined or imported in a cell above?"
+    return f"your code raised {kind}: {shortened}{where}{advice}"
+
+
+def in_answer(wait: Wait) -> str:
+    """For whom a rank waits, and in which line of the answer; past its answer it waits in a file of
+    checks, or at no line of a program's at all.
+    """
+    waits = f"rank {wait.rank} waits {in_words(wait.what)}"
+    if wait.file == GIVEN:
+        return f"{waits} in all_reduce"
+    if not wait.in_program or wait.file in check_files():
+        return f"rank {wait.rank} has ended"
+    return f"{waits} (line {wait.line})"
+
+
+def still_running(error: LaunchTimeout, task: Task) -> str:
+    """The line of the learner's that was still running when time ran out; else the task's hint."""
+    hint = task.hang if task.ranks > 1 else "does it ever end?"
+    for state in error.states:
+        if frame := own_frame(state.stack, task):
+            return f"still running on rank {state.rank}{place(frame, task)}: {hint}"
+    return hint
+
+
+class Frame(NamedTuple):
+    """A line of the learner's: the task whose answer it is in, its number there, its function, and
+    its text.
+    """
+
+    task: str
+    line: str
+    function: str
+    text: str
+
+
+def own_frame(traceback: str, task: Task) -> Frame | None:
+    """The last line of the learner's own in a traceback; it belongs to the innermost function that
+    a task asks for.
+    """
+    own = [frame for frame in FRAME.findall(traceback) if not NOT_LEARNERS.search(frame[0])]
+    if not own:
+        return None
+    task_of = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
+    owner = task.number
+    for _, _, function, _ in own:
+        owner = task_of.get(function, owner)
+    _, line, function, text = own[-1]
+    return Frame(owner, line, function, text.strip())
+
+
+def place(frame: Frame | None, task: Task) -> str:
+    """The learner's line in brackets; if it is in another task's answer, with the number of that
+    task.
+    """
+    if not frame:
+        return ""
+    text = f": {frame.text}" if frame.text else ""
+    if frame.task != task.number:
+        return (
+            f" (line {frame.line} of {frame.task}, {frame.function}{text}; mend {frame.task} first)"
+        )
+    return f" (line {frame.line} of your cell{text})"

@@ -1,0 +1,268 @@
+"""Grade submissions: run each notebook's cells, try what its checks are given, put the points
+together.
+"""
+
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
+from itertools import zip_longest
+from pathlib import Path
+from queue import SimpleQueue
+
+from ddp_exercises.any_order import confirm
+from ddp_exercises.attempt import Attempt, Evidence, make_attempts
+from ddp_exercises.diagnosis import Verdict, nothing, verdict
+from ddp_exercises.errors import GradingError
+from ddp_exercises.evidence import ONE_HOST, SLOWER, gather, known_attempts, solution_attempt
+from ddp_exercises.tasks import cell_of, find
+from manyranks.launching.launch import launch
+from manyranks.orders import every
+
+from .guard import enter
+from .remarks import remarks
+from .results import Result, TaskResult, clean, result_of
+from .run_cells import run_cells
+from .submissions import (
+    Exercises,
+    Pristine,
+    Submission,
+    assemble,
+    copy_neighbours,
+    exercise_of,
+    troubles_of,
+)
+from .watched import make_watched
+
+LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
+MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
+
+
+def grade(
+    submissions: Sequence[Submission],
+    exercises: Exercises,
+    seed: int,
+    jobs: int = 1,
+    timeout: float = 120.0,
+) -> Iterator[Result]:
+    """Grade all submissions, `jobs` at a time; yield the Result of each as soon as it is known.
+
+    Ctrl-C ends the grading as soon as the submissions that have begun are done, and yielded.
+    """
+    judge = Judge(seed)
+    ended: SimpleQueue[Future] = SimpleQueue()
+    with ThreadPoolExecutor(jobs) as threads:
+        try:
+            for submission in submissions:
+                graded = threads.submit(grade_one, submission, exercises, judge, timeout)
+                graded.add_done_callback(ended.put)
+            for _ in submissions:
+                yield ended.get().result()
+        except KeyboardInterrupt:
+            threads.shutdown(cancel_futures=True)
+            while not ended.empty():
+                graded = ended.get()
+                if not graded.cancelled() and not graded.exception():
+                    yield graded.result()
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+class Judge:
+    """What the grader compares evidence with: for each task its inputs, the solution's evidence,
+    and known answers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.lock = threading.RLock()
+        self.right = cache(lambda task: gather([solution_attempt(task, task.inputs(seed))])[0])
+        self.known = cache(lambda task: gather(known_attempts(task, task.inputs(seed))))
+
+    def verdicts(
+        self, answers: dict[str, bytes], folder: str, seconds: float
+    ) -> Iterator[tuple[str, Verdict]]:
+        """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
+
+        All launches together take what is left of the submission's `seconds`, or some times what
+        the solutions took here, if that is longer.
+
+        Answers that run on equally many ranks, and in one way, share a launch, which takes at most
+        half of what is left: where ranks send, it is one that decides for every order of their
+        messages. What fails in company, or is not reached there, is tried again alone, in an equal
+        part of the rest: an answer before it may have spoilt it.
+        """
+        limits = partial(enter, folder)
+        companies: dict[tuple, list[Attempt]] = {}
+        solutions_took = 0.0
+        for number, content in answers.items():
+            task = find(number)
+            with self.lock:
+                solutions_took += self.right(task).seconds
+            attempt = Attempt(number, task.inputs(self.seed), content)
+            companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
+        left = max(seconds, SLOWER * solutions_took)
+        failed: list[tuple[Attempt, Verdict]] = []
+        for (_, in_every_order), company in companies.items():
+            on_rank = make_watched if in_every_order else make_attempts
+            link = every.SLOW if in_every_order else ONE_HOST
+            began = time.monotonic()
+            evidences = gather(company, limits, on_rank, link, left / 2)
+            left -= time.monotonic() - began
+            for attempt, evidence in zip_longest(company, evidences):
+                if evidence:
+                    last_tried = attempt.number
+                    said = self.compared(attempt, evidence)
+                else:
+                    said = nothing(
+                        find(attempt.number), f"not tried: {last_tried} took all of the time"
+                    )
+                if said.message:
+                    failed.append((attempt, said))
+                else:
+                    yield attempt.number, said
+        for place, (attempt, said) in enumerate(failed):
+            began = time.monotonic()
+            said = self.try_alone(attempt, said, limits, left / (len(failed) - place))
+            left -= time.monotonic() - began
+            yield attempt.number, said
+
+    def try_alone(
+        self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float
+    ) -> Verdict:
+        """The verdict on an attempt in a launch of its own, and in another in every order of its
+        messages; what was `said` before if there is no time for it.
+        """
+        if find(attempt.number).every_order:
+            seconds /= 2  # Each of the two launches has one half.
+        evidences = gather([attempt], limits, seconds=seconds)
+        if not evidences:
+            return said
+        return confirm(self.compared(attempt, evidences[0]), attempt, limits, seconds)
+
+    def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:
+        """The verdict on an attempt with this evidence."""
+        task = find(attempt.number)
+        with self.lock:
+            return verdict(task, evidence, self.right(task), partial(self.known, task))
+
+
+def grade_one(
+    submission: Submission,
+    exercises: Exercises,
+    judge: Judge,
+    seconds: float,
+    progress: Callable = lambda result: None,
+) -> Result:
+    """Grade one submission, whatever it is; an error of the grader itself is reported as such.
+    `progress(result)` is called for each task as soon as it is judged. Raises nothing.
+    """
+    files = {submission.file: submission.digest} if submission.file else {}
+    result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
+    result.note = "handed in late" if submission.late else ""
+    try:
+        result.exercise = exercise_of(submission, exercises)
+        pristine = exercises[result.exercise]
+        if submission.fault:
+            raise GradingError(submission.fault)
+        result.tasks = points_of(pristine, submission, judge, seconds, progress)
+    except GradingError as error:
+        result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
+    except Exception as error:  # One odd submission must not spoil the others' results.
+        result.graded = False
+        result.message = clean(
+            f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
+            " report it"
+        )
+    if result.exercise and not result.tasks:
+        for task, worth in exercises[result.exercise].points.items():
+            result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
+    return result
+
+
+def points_of(
+    pristine: Pristine, submission: Submission, judge: Judge, seconds: float, progress: Callable
+) -> list[TaskResult]:
+    """What each task earned, once a submission's cells have run and its answers were tried, each in
+    fresh processes.
+    """
+    given = pristine.given.get("imports", "")
+    results: list[TaskResult] = []
+    sources = {cell.task: cell.source for cell in submission.answers}
+    troubles = troubles_of(pristine, sources)
+    with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
+        for name in ("work", "answers", "ipython"):
+            Path(folder, name).mkdir()
+        copy_neighbours(submission.place, Path(folder, "work"))
+        errors: dict[str, str] = {}
+        left = seconds
+        if troubles.keys() != pristine.points.keys():
+            errors, left = run(assemble(pristine, submission.cells), folder, seconds)
+        answers = {}
+        for number in pristine.points:
+            file = Path(folder, "answers", f"{number}.answers")
+            if number not in troubles and file.exists():
+                answers[number] = file.read_bytes()
+        verdicts = judge.verdicts(answers, f"{folder}/work", left)
+        judged = {}
+        for number, worth in pristine.points.items():
+            trouble = troubles.get(number)
+            if number not in answers:
+                error = trouble or error_of(number, errors) or "its check did not run"
+                judged[number] = nothing(find(number), error)
+            while number not in judged:  # Verdicts come as they are known, not in order.
+                other, judged[other] = next(verdicts)
+            result = result_of(number, worth, judged[number])
+            source = sources.get(number, "")
+            if trouble is None:
+                result.answer = clean(source, MOST_SHOWN)
+                result.suspicious = remarks(clean(source), given)
+                if result.message:
+                    name_what_comes_first(result, results, source)
+            results.append(result)
+            progress(result)
+    return results
+
+
+def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], source: str) -> None:
+    """If a wrong answer uses an earlier answer that is wrong too, add that task to its message."""
+    words = set(re.findall(r"\w+", source))
+    for other in before:
+        if other.points < other.possible and words & set(find(other.id).names):
+            advice = f"mend {other.id} first"
+            if advice not in result.message:
+                result.message = clean(
+                    f"{result.message} (it uses {other.id}, which is not right yet: {advice})"
+                )
+            break
+
+
+def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:
+    """Run cells, {id: source}, in a launch of their own; return {id: its error, or ""}, and how
+    many of the `seconds` are left.
+    """
+    (outcome,) = launch(
+        run_cells,
+        cells,
+        folder,
+        seconds,
+        world_size=1,
+        device="cpu",
+        timeout=LONGEST * seconds,
+    )
+    return outcome
+
+
+def error_of(task: str, errors: dict[str, str]) -> str:
+    """The error of a task's last answer cell, or of its check; `errors` are {id of a cell: its
+    error}.
+    """
+    for name, error in reversed(errors.items()):
+        if error and name.startswith(f"{cell_of(task)}-"):
+            return f"the answer cell fails: {error}"
+    check = errors.get(cell_of(task).replace("answer", "check"))
+    return f"its check fails: {check}" if check else ""

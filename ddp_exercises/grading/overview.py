@@ -1,0 +1,53 @@
+"""Where a learner is: points and the next task of each exercise, and guesses, from their copy."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import nbformat
+
+from ddp_course.lab.learners_copy import progress_in
+
+from .results import Result, TaskResult
+from .submissions import Exercises
+
+FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cell that draws it}.
+    "00_start_here": "comparison-figure",
+    "04_ring_all_reduce": "time-by-ranks",
+    "05_bucketed_ddp": "regimes",
+}
+
+
+def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
+    """A result of each exercise, by the last check of each task."""
+    solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
+    results = []
+    for number, pristine in exercises.items():
+        tasks = []
+        for task, worth in pristine.points.items():
+            tasks.append(TaskResult(task, worth if task in solved else 0, worth))
+        results.append(Result("you", number, tasks))
+    return results
+
+
+def sentence(copy: Path) -> str:
+    """How many guesses were right, and when something was checked or guessed last."""
+    progress = progress_in(copy)
+    if not progress:
+        return "nothing was checked or guessed yet"
+    last_visit = time.strftime("%d %B, %H:%M", time.localtime(progress["visited"]))
+    guesses = progress.get("guesses", {}).values()
+    count = f"right in {sum(guesses)} of {len(guesses)} guesses" if guesses else "no guess yet"
+    return f"{count}; last visit: {last_visit}"
+
+
+def figures(copy: Path) -> Iterator[tuple[str, str]]:
+    """(Lesson, PNG in base64) of each figure that the learner's own run has drawn."""
+    for lesson, identifier in FIGURES.items():
+        with suppress(OSError, ValueError, KeyError):  # Anything may have become of a copy.
+            notebook = nbformat.read(copy / "notebooks" / f"{lesson}.ipynb", as_version=4)
+            cells = {cell["id"]: cell for cell in notebook.cells}
+            for output in cells[identifier]["outputs"]:
+                if png := output.get("data", {}).get("image/png"):
+                    yield lesson.replace("_", " "), png

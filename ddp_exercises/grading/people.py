@@ -1,0 +1,138 @@
+"""Who is who, before anything runs: whose notebook is it that lies in a folder, or in a zip?
+
+The learner is the roster's entry whose name, id or mail is in the path. Without a roster it is what
+the names of Canvas', Moodle's and Gradescope's downloads say, or else the folder that holds the
+notebook.
+"""
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_exercises.errors import GradingError
+
+from .results import clean
+from .tables import read_table
+
+# Canvas: "doejane_LATE_12348_67893_mine.ipynb"; Moodle: "Jane Doe_123_assignsubmission_file_".
+CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
+MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
+NUMBERED = re.compile(r"(\d{1,2})[_\- .]")  # A notebook's name may begin with its exercise.
+PLACES = re.compile(  # A folder that is called so is no person.
+    r"(exercises|notebooks|solutions|work|submitted|src|ddp_course)"
+    r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
+    re.IGNORECASE,
+)
+# What a learner is known by; the first of these titles that a roster has is what they are called.
+KNOWN_BY = (
+    "learner", "Student", "Full name", "Name", "ID", "SIS User ID", "SIS Login ID", "Email address",
+    "Email", "ID number", "Identifier", "SID", "identifier", "github_username",
+)  # fmt: skip
+Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
+
+
+@dataclass
+class Owner:
+    """Whose a notebook is: in `about` is what a gradebook knows the learner by, {title: cell}, and
+    `folder` is what is the learner's alone.
+    """
+
+    learner: str
+    folder: str
+    about: dict[str, str] = field(default_factory=dict)
+    late: bool = False
+
+    @property
+    def holder(self) -> str:
+        """The folder in which the learner's own folder lies."""
+        return self.folder.rpartition("/")[0]
+
+
+def read_roster(path: str | Path) -> Roster:
+    """A roster from a file: one learner per line, or CSV with titles, such as Canvas' export of its
+    gradebook, Moodle's grading worksheet, or any table with a column `learner`. Raises GradingError
+    for a roster without learners.
+    """
+    roster = {}
+    for about in read_table(path, KNOWN_BY):
+        names = [about[title] for title in KNOWN_BY if title in about]
+        # Canvas' export has a line of points among those of learners.
+        if names and names[0] not in ("", "Points Possible"):
+            roster[names[0]] = about
+    if not roster:
+        raise GradingError(
+            f'the roster "{path}" is empty; one learner per line, called as their folder is'
+        )
+    return roster
+
+
+def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
+    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+    `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
+    several owners.
+    """
+    for place, part in enumerate(parts[1:], 1):
+        holder = "/".join(parts[:place])
+        if canvas := CANVAS.match(part):
+            name, late, number, _ = canvas.groups()
+            return [Owner(name, f"{holder}/{name}_{number}", {"ID": number}, bool(late))]
+        if moodle := MOODLE.fullmatch(part):
+            name, number = moodle.groups()
+            about = {"Identifier": f"Participant {number}"}
+            return [Owner(clean(name), f"{holder}/{number}", about)]
+        if owners := known_owners.get(f"{holder}/{part}"):
+            return owners
+    return [owner_by_folder(parts)]
+
+
+def owner_by_folder(parts: Sequence[str]) -> Owner:
+    """The folder that holds a notebook; a notebook that lies in the named folder itself has its
+    learner's name, unless that is the exercise's.
+    """
+    *folders, file = parts
+    if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
+        return Owner(clean(without_ending(file)), "/".join(parts))
+    while len(folders) > 1 and PLACES.fullmatch(folders[-1]):
+        folders.pop()
+    return Owner(clean(without_ending(folders[-1])), "/".join(folders))
+
+
+def without_ending(name: str) -> str:
+    """The name of a folder, an archive or a notebook."""
+    return re.sub(r"\.(zip|ipynb)$", "", name, flags=re.IGNORECASE)
+
+
+def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
+    """The roster's learner of whom most is in the path: name, ids, mail. "" if nothing is of any,
+    or equally much of several.
+    """
+    words = [owner.learner, *owner.about.values()]
+    if not owner.about:  # A service says which words of a path are the learner's; no folder does.
+        for part in map(without_ending, parts):
+            words += part.split("_")
+            while part:  # "ring-jane-doe" may be of "jane-doe", or of "doe".
+                words.append(part)
+                _, _, part = part.partition("-")
+    plain_words = set(map(plainly, words))
+    counts = {
+        learner: len(plain_words & names_of(learner, about)) for learner, about in roster.items()
+    }
+    most = max(1, *counts.values())
+    learners = [learner for learner, count in counts.items() if count == most]
+    return learners[0] if len(learners) == 1 else ""
+
+
+def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
+    """What a learner is called in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
+    names = {learner} | {about[title] for title in KNOWN_BY if title in about}
+    for name in list(names):
+        last, comma, first = name.partition(",")
+        names.add(first + last if comma else "".join(reversed(name.split())))
+    return set(map(plainly, names)) - {""}
+
+
+def plainly(name: str) -> str:
+    """A name without case, spaces and punctuation, as services write it into names of files."""
+    return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name).casefold())

@@ -1,0 +1,134 @@
+"""What was graded, for people and for programs: a table (`report.txt`), CSV, JSON, and pages
+(`report.html`).
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from manyranks.files import replace_file
+
+from .comments import EXCUSED
+from .remarks import likeness
+from .results import Result, grouped
+from .tables import as_csv
+
+TITLES = (
+    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "comment"
+)  # fmt: skip
+
+
+def write_files(
+    results: Sequence[Result],
+    args: Any,
+    missing: Sequence[str] = (),
+    grades: Mapping[str, str] = {},
+) -> None:
+    """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a
+    whole.
+    """
+    records = [result.as_dict() for result in results]
+    files = dict(grades)
+    if args.csv:
+        files[args.csv] = as_table(results)
+    if args.json:
+        files[args.json] = json.dumps(records, indent=1) + "\n"
+    if args.html:
+        files |= {f"{args.html}/{name}": page for name, page in pages(results, missing).items()}
+    for path, text in files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(Path(path), text.encode(), "file for the report")
+
+
+def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
+    """One line per submission, and one per task where points are missing or a teacher has
+    commented, unless all tasks have the same message; then who is alike, and who is missing.
+    """
+    return rendered("report.txt", results=results, alike=likeness(results), missing=missing)
+
+
+def rendered(template: str, **names: Any) -> str:
+    """The text of a template beside this module; in HTML all that comes from others is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=template.endswith(".html"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["first_line"] = first_line
+    return environment.get_template(template).render(names)
+
+
+def feedback(result: Result) -> str:
+    """What a learner is told of an exercise, a line a task."""
+    lines = [result.comment] if result.comment else []
+    for task in result.tasks:
+        words = "; ".join(filter(None, [task.comment, first_line(task.message)]))
+        if words:
+            lines.append(f"{task.id}: {words}")
+    return "\n".join(lines)
+
+
+def first_line(message: str) -> str:
+    """The first line of a message, at most 200 characters of it."""
+    return message.strip().split("\n")[0][:200]
+
+
+def as_table(results: Sequence[Result]) -> str:
+    """CSV with a line per task, whose points are empty if it could not be graded, and one for what
+    is said of a whole exercise, or of a notebook of none.
+    """
+    rows: list[dict[str, Any]] = []
+    for result in results:
+        whose = {"learner": result.learner, "exercise": result.exercise}
+        for task in result.tasks:
+            parts = [
+                f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
+            ]
+            row = vars(task) | whose | {"task": task.id}
+            row["parts"] = "; ".join(parts)
+            row["suspicious"] = "; ".join(task.suspicious)
+            row["points"] = task.earned if result.graded and task.graded else None
+            rows.append(row)
+        by_hand = EXCUSED if result.excused else result.extra
+        if not result.tasks or result.comment or by_hand:
+            words = {"message": result.message, "comment": result.comment}
+            rows.append(whose | words | {"points": by_hand})
+    return as_csv(TITLES, rows)
+
+
+def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, str]:
+    """{file name: page}: index.html for the teacher, and in hand_back/ one self-contained page per
+    learner; text from submissions is escaped.
+    """
+    texts = {}
+    files = {}
+    for learner, own in grouped(results, lambda result: result.learner).items():
+        file = f"hand_back/{file_name(learner)}.html"
+        while file in texts:  # Names may differ in nothing that a file's name shows.
+            file = file.replace(".html", "_.html")
+        files[learner] = file
+        texts[file] = rendered("report.html", title=learner, records=own)
+    by_number = sorted(results, key=lambda result: result.exercise or 0)
+    texts["index.html"] = rendered(
+        "report.html",
+        title="All submissions",
+        exercises=grouped(by_number, lambda result: result.exercise or 0),
+        files=files,
+        missing=missing,
+        alike=likeness(results),
+    )
+    return texts
+
+
+def file_name(learner: str) -> str:
+    """A learner's name as a file may be called, also where A is a: of small letters, digits, "_"
+    and "-".
+    """
+    name = unicodedata.normalize("NFC", learner).lower()
+    return re.sub(r"[^\w-]+", "_", name)[:80] or "learner"

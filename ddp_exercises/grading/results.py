@@ -1,0 +1,202 @@
+"""What a submission earned: by task, by exercise, and of several to one exercise the best."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_exercises.diagnosis import Verdict
+from ddp_exercises.errors import GradingError
+from ddp_exercises.tasks import find
+
+MOST_MESSAGE = 2000
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Characters that move the cursor, turn the direction of writing, or are no text at all.
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
+
+
+@dataclass(kw_only=True)
+class ByHand:
+    """What a teacher adds to a task or an exercise: a comment and `extra` points, perhaps less than
+    0; and to an exercise an excuse, which is no grade, and no zero either.
+    """
+
+    comment: str = ""
+    extra: float = 0.0
+    excused: bool = False
+
+
+@dataclass
+class TaskResult(ByHand):
+    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
+
+    `parts` are the properties that its points are for: dicts of name, points, possible and message.
+    `suspicious` are remarks for a person to judge by, and `answer` is the learner's source.
+    """
+
+    id: str
+    points: float
+    possible: float
+    message: str = ""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    suspicious: list[str] = field(default_factory=list)
+    answer: str = ""
+    graded: bool = True
+
+    @property
+    def earned(self) -> float:
+        """The points that count."""
+        return round(self.points + self.extra, 9)
+
+
+@dataclass
+class Result(ByHand):
+    """One submission, graded. `exercise` is None if it is unknown; a `note` costs no points.
+
+    `files` are {name: hash} of the notebooks that were handed in for it; `about` is what a
+    gradebook knows the learner by. It counts as `graded` unless the grader could not do its work.
+    """
+
+    learner: str
+    exercise: int | None
+    tasks: list[TaskResult] = field(default_factory=list)
+    message: str = ""
+    note: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    about: dict[str, str] = field(default_factory=dict)
+    graded: bool = True
+
+    @property
+    def points(self) -> float:
+        """Points earned in all, with those that a teacher gave or took; never less than 0."""
+        return max(0.0, round(sum(task.earned for task in self.tasks) + self.extra, 9))
+
+    @property
+    def possible(self) -> float:
+        """Points there are."""
+        return sum(task.possible for task in self.tasks)
+
+    @property
+    def next_task(self) -> str:
+        """The first task with points to be earned; "" if there is none."""
+        for task in self.tasks:
+            if task.earned < task.possible:
+                return task.id
+        return ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all points were earned."""
+        return not self.message and self.points >= self.possible > 0
+
+    @property
+    def has_grade(self) -> bool:
+        """Whether there is a grade: the grader could do its work, and nobody is excused."""
+        return not self.excused and self.graded and all(task.graded for task in self.tasks)
+
+    @property
+    def mark(self) -> str:
+        """The points as a gradebook has them: an empty cell if there is no grade."""
+        return f"{self.points:g}" if self.has_grade else ""
+
+    @property
+    def in_words(self) -> str:
+        """The points as people read them."""
+        if self.has_grade:
+            return f"{self.points:g} of {self.possible:g}"
+        return "excused" if self.excused else "not graded"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form of the JSON report."""
+        points = self.points if self.has_grade else None
+        return asdict(self) | {"points": points, "possible": self.possible}
+
+
+def read_results(path: str | Path) -> list[Result]:
+    """The results in a JSON report, without a teacher's comments; none if it is not there yet.
+    Raises GradingError for a file that is no report.
+    """
+    if not Path(path).exists():
+        return []
+    results = []
+    nothing_by_hand = asdict(ByHand())
+    try:
+        for record in json.loads(Path(path).read_text(encoding="utf-8")):
+            tasks = [TaskResult(**task | nothing_by_hand) for task in record["tasks"]]
+            del record["points"], record["possible"]
+            results.append(Result(**record | nothing_by_hand | {"tasks": tasks}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise GradingError(
+            f'"{path}" is no report to resume from ({type(error).__name__}: {error})'
+        ) from error
+    return results
+
+
+def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    """{key: the results that have it}."""
+    groups = defaultdict(list)
+    for result in results:
+        groups[key(result)].append(result)
+    return groups
+
+
+def best_of(results: Sequence[Result]) -> list[Result]:
+    """The results, with only the best of each learner's submissions to an exercise, and a note on
+    their number.
+    """
+    # What answers no exercise is compared with nothing.
+    groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
+    best_results = []
+    for group in groups.values():
+        best = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
+        files = {name: digest for result in group for name, digest in result.files.items()}
+        if len(files) > 1:
+            late = "; handed in late" if "late" in best.note else ""
+            note = f"handed in {len(files)} times; the best counts{late}"
+            best = replace(best, note=note, files=files)
+        best_results.append(best)
+    return best_results
+
+
+def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
+    """Earlier results, but for those of a learner's exercise or file of which there is a `new` one,
+    and the new ones, in the order of learners.
+    """
+    graded_anew = {(result.learner, None) for result in new}  # They had handed in nothing.
+    graded_anew.update(*map(subjects, new))
+    results = [result for result in earlier if not subjects(result) & graded_anew]
+    results += new
+    return best_of(sorted(results, key=lambda result: (result.learner, result.exercise or 0)))
+
+
+def subjects(result: Result) -> set[tuple]:
+    """What a result is about: (learner, exercise) and (learner, file) of each file, as far as there
+    are any; (learner, None) if there are none.
+    """
+    pairs = {(result.learner, each) for each in (result.exercise, *result.files) if each}
+    return pairs or {(result.learner, None)}
+
+
+def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
+    """The `TaskResult` of a task, by its verdict."""
+    weights = find(task).parts
+    parts: list[dict[str, Any]] = []
+    for name, message in verdict.parts.items():
+        worth = possible * weights[name] / sum(weights.values())
+        points = 0.0 if message else worth
+        parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
+    total = sum(part["points"] for part in parts)
+    message = clean(verdict.message)
+    return TaskResult(task, total, possible, message, parts, graded=verdict.judged)
+
+
+def clean(text: object, most: int = MOST_MESSAGE) -> str:
+    """Text of at most `most` characters, without those of CONTROL, and without colours."""
+    plain = CONTROL.sub("?", COLOUR.sub("", str(text)))
+    return plain if len(plain) <= most else f"{plain[: most - 2]} …"

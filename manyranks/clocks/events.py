@@ -1,0 +1,173 @@
+"""Messages and collectives between ranks: `post` or `join` one, then `wait` for its end."""
+
+import hashlib
+import zlib
+from typing import Any, NamedTuple
+
+from ..errors import Awaited
+from . import arbiter
+from .clock import TURN, own, process
+from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry, where
+
+
+class Ticket(NamedTuple):
+    """What `wait` needs: an entry of the table, whether this side of it `sends`, and what is
+    waited for.
+    """
+
+    entry: Entry
+    sends: bool
+    what: Awaited
+
+    @property
+    def end(self) -> int | None:
+        """The moment that is waited for; None as long as it is not known."""
+        if self.entry.stage != BOOKED:
+            return None
+        return self.entry.departs if self.sends else self.entry.arrives
+
+
+def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
+    """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
+    table = process.table
+    if sending:
+        sender = table.rank
+        receiver = peer
+    else:
+        sender = peer
+        receiver = table.rank
+    channel = (sender, receiver, group, tag)
+    process.calls[channel, sending] += 1
+    count = process.calls[channel, sending]
+    # The hash of numbers is the same in all processes; that of a text is not.
+    key = hash((*channel, count))
+    with table.lock:
+        entry = come(
+            key,
+            sides=2,
+            kind=MESSAGE,
+            first=sender,
+            second=receiver,
+            group=group,
+            tag=tag,
+            count=count,
+        )
+        if sending:
+            entry.nbytes = nbytes
+        if entry.present == 2:
+            arbiter.make_ready(table, entry)
+        elif sending:
+            arbiter.tell_receivers_of_any(table, receiver, own().moment)
+    return Ticket(entry, sending, Awaited("send" if sending else "receive", (peer,)))
+
+
+def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
+    """Take part in a collective, which begins when all `members` (global ranks) have joined; return
+    a ticket.
+    """
+    table = process.table
+    process.calls[group] += 1
+    count = process.calls[group]
+    key = hash((group, count, zlib.crc32(name.encode())))  # Unlike collectives never meet.
+    with table.lock:
+        entry = come(key, sides=len(members), kind=COLLECTIVE, group=group, count=count)
+        entry.duration = max(entry.duration, duration)
+        entry.has_bytes = max(entry.has_bytes, has_bytes)
+        if entry.present == len(members):
+            arbiter.make_ready(table, entry)
+    return Ticket(entry, False, Awaited("collective", tuple(members), name))
+
+
+def join_new_group(name: str, members: list[int]) -> int:
+    """Make a group with all its members; return its number."""
+    table = process.table
+    digest = hashlib.sha256(name.encode()).digest()
+    key = int.from_bytes(digest[:7], "big")  # seven bytes are never too many for a field
+    with table.lock:
+        entry = come(key, sides=len(members), kind=NEW_GROUP, first=members[0])
+        if entry.present == len(members):
+            arbiter.make_ready(table, entry)
+    ticket = Ticket(entry, False, Awaited("new group", tuple(members)))
+    stand_until_booked(ticket)
+    number = entry.group  # once all have waited, the entry is free
+    wait(ticket)
+    table.members[number][table.rank] = 1
+    return number
+
+
+def come(key: int, sides: int, **fields: int) -> Entry:
+    """Note, under the lock, that one of the `sides` of a message or a collective has come; return
+    its entry, in which the first side writes the `fields`.
+    """
+    entry = arbiter.find(process.table, key or 1)  # the key 0 would be an entry that is free
+    if not entry.stage:
+        entry.stage = OPEN
+        entry.readers = sides
+        for name, value in fields.items():
+            setattr(entry, name, value)
+    entry.moment = max(entry.moment, own().moment)  # type: ignore[union-attr]
+    entry.present += 1
+    return entry
+
+
+def wait(ticket: Ticket) -> int:
+    """Wait until the message has left (sender) or arrived (receiver), or the collective has ended;
+    return when.
+    """
+    stand_until_booked(ticket)
+    moment: Any = ticket.end  # It is known now.
+    own().advance(moment)  # type: ignore[union-attr]
+    drop(ticket)
+    return moment
+
+
+def stand_until_booked(ticket: Ticket) -> None:
+    """Stop this thread's clock until a ticket's moment is known."""
+    clock = own()
+    if ticket.end is not None:
+        return
+    with process.table.lock:
+        booked = ticket.end is not None
+        if not booked:
+            clock.stop(ticket=ticket)
+    if not booked:
+        clock.stand(ticket.what)
+
+
+def has_ended(ticket: Ticket) -> bool:
+    """Return whether a ticket's moment has passed on this thread's clock."""
+    return ticket.end is not None and ticket.end <= own().moment  # type: ignore[union-attr]
+
+
+def drop(ticket: Ticket) -> None:
+    """Nobody will wait with this ticket any more."""
+    process.table.dropped.append(ticket.entry)
+
+
+def oldest_sender(group: int, tag: int) -> int:
+    """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
+    table = process.table
+    clock = own()
+    clock.sleep_until(clock.moment, TURN)
+    while True:
+        with table.lock:
+            rows = table.rows
+            to_this_rank = (rows["second"] == table.rank) & (rows["group"] == group)
+            posted = (rows["stage"] == OPEN) & (rows["kind"] == MESSAGE)
+            entries = where(table.entries, to_this_rank & (rows["tag"] == tag) & posted)
+            sends = [(entry.moment, entry.first) for entry in entries if is_next_send(entry)]
+            moment, sender = min(sends, default=(FOREVER, 0))
+            if moment <= clock.moment:
+                return sender
+            clock.place.from_any = 1
+            clock.stop(moment)
+        clock.stand(Awaited("receive from any"))
+        clock.place.from_any = 0
+
+
+def is_next_send(entry: Entry) -> bool:
+    """Return whether an open message was posted by its sender, and is the next from there that this
+    rank has not begun to receive.
+    """
+    channel = (entry.first, entry.second, entry.group, entry.tag)
+    return entry.count == process.calls[channel, False] + 1

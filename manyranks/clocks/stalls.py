@@ -1,0 +1,171 @@
+"""What is said when nothing can go on: a deadlock is an error of all ranks, a thread that holds up
+all is named.
+
+This is the only place that has words for it: `WORDS`, and the functions `in_words` and `who_waits`.
+"""
+
+import json
+import linecache
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import own_code
+from ..errors import Awaited, DeadlockError, Wait
+from .table import RUNNING, real_clock, real_sleep
+
+# Virtual time may stand still for so long before the watchdog says who holds it up.
+PATIENCE_S = 3.0
+LOOK_S = 0.5  # the watchdog looks at the table this often
+GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
+POLL_S = 0.002  # a rank looks this often whether all have written theirs
+MOST_LETTERS = 160  # a line of a program is cut after so many
+WORDS = {  # by the kind of what is `Awaited`
+    "send": "to send to rank {ranks[0]}",
+    "receive": "to receive from rank {ranks[0]}",
+    "receive from any": "to receive from any rank",
+    "collective": "for ranks {ranks} in {name}",
+    "new group": "for ranks {ranks} to make a group",
+    "thread": "for another thread",
+    "turn": "for its turn",
+    "fault": "after a fault",
+}
+PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
+
+
+class Line(NamedTuple):
+    """A line of a program, with the name of its file; a cell of a notebook has none. `in_program`
+    is False for a line of a library.
+    """
+
+    file: str
+    number: int
+    text: str
+    in_program: bool = True
+
+    @property
+    def place(self) -> str:
+        """The file and the number."""
+        return f"{self.file} line {self.number}"
+
+    def __str__(self):
+        return f"{self.place}: {self.text}"
+
+
+def deadlock(clock: Any, what: Awaited) -> DeadlockError:
+    """Return the error of a thread in a deadlock: it names all ranks, what they wait for, since
+    when, and where.
+    """
+    table = clock.table
+    own_wait = Wait(table.rank, what, clock.moment / 1e12, *line_of(sys._getframe()))
+    # Of a rank with several threads the main one says what it waits for.
+    if not table.waits[table.rank] or clock.slot == table.own_threads()[0]:
+        with table.lock:  # Nobody reads half of it.
+            table.waits[table.rank] = packed(own_wait)
+    waiting_ranks = table.waiting() // table.threads_per_rank
+    end = real_clock() + GATHER_S
+    while not all(table.waits[waiting_ranks]) and real_clock() < end:
+        real_sleep(POLL_S)
+    # A rank that was told of the deadlock before may have ended: it has left its wait.
+    with table.lock:
+        written = table.waits.tolist()
+    waits = [unpacked(text) for text in written if text]
+    returned = [rank for rank, text in enumerate(written) if not text]
+    return DeadlockError(f"deadlock: {who_waits(waits, returned)}", waits, returned)
+
+
+def packed(wait: Wait) -> bytes:
+    """Return a wait as text that fits into the table."""
+    return json.dumps(astuple(wait), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def unpacked(text: bytes) -> Wait:
+    """Return the wait that was packed."""
+    rank, (kind, ranks, name), *others = json.loads(text)
+    return Wait(rank, Awaited(kind, tuple(ranks), name), *others)
+
+
+def in_words(what: Awaited) -> str:
+    """Return what is waited for in words, such as "to send to rank 1"."""
+    return WORDS[what.kind].format(ranks=list(what.ranks), name=what.name)
+
+
+def line_of_wait(wait: Wait) -> Line:
+    """Return the line at which a rank waits."""
+    return Line(wait.file, wait.line, wait.text, wait.in_program)
+
+
+def in_full(wait: Wait, line: Any = None) -> str:
+    """Return who waits for what, since when, and where; `line` may stand for the wait's own."""
+    since = f"since {wait.since:.6f} s"
+    return f"rank {wait.rank} waits {in_words(wait.what)} {since}, {line or line_of_wait(wait)}"
+
+
+def who_waits(
+    waits: Sequence[Wait], returned: Sequence[int], say: Callable[[Wait], str] = in_full
+) -> str:
+    """Return a clause for each rank of a deadlock; `say` has the words for one that waits."""
+    clauses = [say(wait) for wait in waits]
+    clauses += [f"rank {rank} has returned" for rank in returned]
+    return "; ".join(clauses)
+
+
+def line_of(frame: Any) -> Line:
+    """Return the innermost line, at or around a frame, that is the program's own.
+
+    That is neither of a package in `own_code`, nor an installed one's, nor Python's. If there is
+    none, one that is not Python's will do, or else any.
+    """
+    # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
+    stack = list(traceback.walk_stack(frame))
+    libraries = own_code.folders() + LIBRARIES
+    nothing = ()  # No path begins with one of these.
+    for left_out in (libraries, PYTHON, nothing):
+        for caller, number in stack:
+            path = caller.f_code.co_filename
+            if not path.startswith(left_out):
+                # A notebook's cell has no file.
+                name = os.path.basename(path) if os.path.exists(path) else "cell"
+                text = linecache.getline(path, number).strip()[:MOST_LETTERS]
+                return Line(name, number, text, in_program=left_out is libraries)
+    return Line("", 0, "", in_program=False)  # A thread without a frame is nowhere.
+
+
+def watch(table: Any) -> None:
+    """Say, on standard error, which line of this rank holds up virtual time, once for each such
+    line.
+    """
+    reported: set[str] = set()
+    state_before = None
+    since = real_clock()
+    while True:
+        real_sleep(LOOK_S)
+        state = (table.head.latest, table.threads["floor"].tolist())
+        if state != state_before:
+            state_before = state
+            since = real_clock()
+        elif real_clock() - since > PATIENCE_S and len(table.waiting()):
+            for slot in table.own_threads():
+                if table.places[slot].state == RUNNING:
+                    report(table, slot, reported)
+
+
+def report(table: Any, slot: int, reported: set[str]) -> None:
+    """Say which line the thread at `slot` runs, unless that was `reported` before."""
+    thread = table.idents.get(slot)
+    frame = sys._current_frames().get(thread)
+    line = "" if frame is None else str(line_of(frame))
+    if line and line not in reported:
+        reported.add(line)
+        print(
+            f"virtual time stands still: rank {table.rank} holds up all others, {line}",
+            file=sys.stderr,
+        )

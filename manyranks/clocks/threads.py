@@ -1,0 +1,281 @@
+"""Python's threads in virtual time. All that they share is built on locks, so a lock with a clock
+is enough.
+
+Python's own conditions, events, semaphores, barriers, queues, futures and executors then run on the
+locks of this module. To take a lock is a turn: whoever comes first in virtual time gets it first.
+To give it back hands it over: its next owner goes on at this moment.
+
+So an item cannot leave a queue before it was put there: the lock of the queue was taken in the
+order of virtual time. Threads without a clock may use the same locks; they wait in real time.
+"""
+
+# mypy: disable-error-code="assignment, method-assign, attr-defined, misc, union-attr, name-defined"
+
+import _queue
+import concurrent.futures
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..errors import Awaited
+from . import arbiter, clock
+from .clock import Clock, ask, own
+from .table import FOREVER, real_sleep
+
+OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
+TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
+plain_lock = threading._allocate_lock
+plain_start = threading.Thread.start
+plain_join = threading.Thread.join
+plain_is_set = threading.Event.is_set
+plain_done = concurrent.futures.Future.done
+plain_is_alive = threading.Thread.is_alive
+
+
+class Lock:
+    """A lock that threads get in the order in which they come for it in virtual time."""
+
+    takes_turns = True
+
+    def __init__(self):
+        self.real = plain_lock()
+        self.guard = plain_lock()
+        self.waiting: deque[Clock] = deque()
+        self.owner: Clock | None = None  # None also while a thread without a clock has the lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, as `threading.Lock.acquire` does."""
+        own_clock = own()
+        if own_clock is None:
+            return self.real.acquire(blocking, timeout)
+        if self.takes_turns:
+            own_clock.take_turn()
+        outcome = self.take_or_queue(own_clock, blocking, timeout)
+        while outcome == AGAIN:
+            real_sleep(OTHERS_LEAVE_S)
+            outcome = self.take_or_queue(own_clock, blocking, timeout)
+        if outcome == TAKEN:
+            return True
+        if outcome == REFUSED:
+            return ask(False)
+        try:
+            own_clock.stand(Awaited("thread"))
+        except BaseException:
+            self.give_up(own_clock)
+            raise
+        return not self.give_up(own_clock)
+
+    def take_or_queue(self, own_clock: Clock, blocking: bool, timeout: float) -> int:
+        """Take the lock, or wait in line for it. A thread without a clock lets go in real time, so
+        try AGAIN while it has the lock.
+        """
+        with self.guard:
+            if self.real.acquire(False):
+                self.owner = own_clock
+                return TAKEN
+            if not blocking:
+                return REFUSED
+            if self.owner is None:
+                return AGAIN
+            until = FOREVER
+            if timeout >= 0:
+                until = own_clock.moment + max(1, round(timeout * 1e12))
+            self.waiting.append(own_clock)
+            with own_clock.table.lock:
+                own_clock.stop(until)
+            return WAITS
+
+    def give_up(self, own_clock: Clock) -> bool:
+        """No longer wait for the lock; return False if it has been handed over already."""
+        with self.guard:
+            if own_clock in self.waiting:
+                self.waiting.remove(own_clock)
+                return True
+        return False
+
+    def release(self) -> None:
+        """Give the lock back, or to the thread that has waited longest."""
+        own_clock = own()
+        if self.takes_turns and own_clock is not None:
+            own_clock.take_turn()  # Whoever comes before this moment must find the lock taken.
+        with self.guard:
+            if not self.waiting:
+                self.owner = None
+                self.real.release()
+                return
+            next_clock = self.waiting.popleft()
+            self.owner = next_clock
+            with next_clock.table.lock:
+                # A thread without a clock lets the next one go on at that one's own time.
+                moment = 0 if own_clock is None else own_clock.moment
+                arbiter.release(next_clock.table, next_clock.place, moment)
+
+    def locked(self) -> bool:
+        """Return whether the lock is taken."""
+        return self.real.locked()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *exception):
+        self.release()
+
+    _is_owned = locked  # else a condition would try to take the lock, which is a question
+
+    def _at_fork_reinit(self):
+        self.__init__()
+
+
+class Waiter(Lock):
+    """The lock on which one thread waits for a condition; the condition's own lock has put all in
+    order already.
+    """
+
+    takes_turns = False
+
+
+class RLock(threading._RLock):
+    """A lock that its owner may take again: Python's own, on a lock of this module."""
+
+    def __init__(self):
+        super().__init__()
+        self._block = Lock()
+
+
+def feeds_a_process(thread: threading.Thread) -> bool:
+    """Whether a thread writes what multiprocessing's queues send to another process, such as a
+    worker of a DataLoader. Such a process has no clock, and whoever waits for it does so in a
+    native call that stands still in virtual time: the thread must not wait for its turn meanwhile.
+    """
+    target = getattr(thread, "_target", None)
+    return getattr(target, "__module__", None) == "multiprocessing.queues"
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, whose clock begins at that of the one that starts it."""
+    parent = own()
+    if parent is not None and not feeds_a_process(thread):
+        give_clock(thread, parent)
+    # `Thread.start` waits for the new thread's first sign of life. That is a wait in real time: by
+    # the clocks nobody could end it while the new thread has none yet, or never gets one.
+    clock.local.clock = None
+    try:
+        plain_start(thread)
+    finally:
+        clock.local.clock = parent
+
+
+def give_clock(thread: threading.Thread, parent: Clock) -> None:
+    """Have a thread run by a clock of its own."""
+    parent.take_turn()
+    thread.clock = clock.new_clock(parent, needed=not thread.daemon)
+    thread.ending = Waiter()
+    thread.ending.real.acquire()
+    thread.ending.owner = thread.clock
+    thread.run = partial(run_with_clock, thread, thread.run)
+
+
+def run_with_clock(thread: threading.Thread, run: Callable[[], None]) -> None:
+    """Run, in a new thread, what that has to do; whoever joins it goes on at the moment of its
+    end.
+    """
+    own_clock = thread.clock
+    own_clock.table.idents[own_clock.slot] = threading.get_ident()
+    clock.local.clock = own_clock
+    try:
+        run()
+    finally:
+        own_clock.take_turn()
+        thread.ending.release()
+        own_clock.end()
+
+
+def join(thread: threading.Thread, timeout: float | None = None) -> None:
+    """Wait until a thread has ended, as `threading.Thread.join` does."""
+    if own() is None or not hasattr(thread, "ending") or thread is threading.current_thread():
+        plain_join(thread, timeout)
+        return
+    own().take_turn()
+    if thread.ending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        thread.ending.release()
+        plain_join(thread)
+
+
+def is_alive(thread: threading.Thread) -> bool:
+    """Return whether a thread still runs; a "yes" takes a moment, so that a loop ends."""
+    if own() is None or not hasattr(thread, "ending"):
+        return plain_is_alive(thread)
+    clock.take_turn()
+    return not ask(not thread.ending.locked())
+
+
+def is_set(event: threading.Event) -> bool:
+    """Return whether an event is set, as of now."""
+    clock.take_turn()
+    return ask(plain_is_set(event))
+
+
+def done(future: concurrent.futures.Future) -> bool:
+    """Return whether a future has its result, as of now."""
+    return ask(plain_done(future))
+
+
+class SimpleQueue(queue._PySimpleQueue):
+    """Python's queue without C, on the locks of this module."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take the oldest item, as `queue.SimpleQueue.get` does."""
+        try:
+            return super().get(block, timeout)
+        except queue.Empty:
+            if not block:
+                ask(False)
+            raise
+
+    def empty(self) -> bool:
+        """Return whether there is no item, as of now."""
+        clock.take_turn()
+        return not ask(not super().empty())
+
+
+def sleep(seconds: float) -> None:
+    """Let time pass, as `time.sleep` does. Raises ValueError for a negative time."""
+    if own() is None:
+        real_sleep(seconds)
+    elif seconds < 0:
+        raise ValueError("sleep length must be non-negative")
+    else:
+        clock.advance(seconds)
+
+
+def nanoseconds() -> int:
+    """Return this thread's time in nanoseconds."""
+    return clock.moment() // 1000
+
+
+def patch() -> None:
+    """Have this process's threads use the locks and clocks of this module."""
+    os.register_at_fork(after_in_child=leave_virtual_time)
+    threading.Lock = Lock
+    threading.RLock = RLock
+    threading._allocate_lock = Waiter
+    threading.Thread.start = start
+    threading.Thread.join = join
+    threading.Thread.is_alive = is_alive
+    threading.Event.is_set = is_set
+    concurrent.futures.Future.done = done
+    queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue
+    threading._time = queue.time = time.monotonic = time.perf_counter = clock.now
+    time.monotonic_ns = time.perf_counter_ns = nanoseconds
+    time.sleep = sleep
+
+
+def leave_virtual_time() -> None:
+    """A child process, such as a worker of a DataLoader, has no clock."""
+    clock.local.clock = None
+    clock.process.table = None

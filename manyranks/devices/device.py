@@ -1,0 +1,100 @@
+"""An accelerator by two numbers: what it computes, and what its memory carries."""
+
+from copy import copy
+from typing import Any
+
+from .. import presets, units
+from ..errors import EmulationError
+from .emulation import Emulation
+
+
+class Device:
+    """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or
+    None for no limit.
+
+    An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
+    meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
+    that are unreadable or out of range.
+    """
+
+    def __init__(self, rate, memory=None):
+        self.rate = units.flops_per_second(rate)
+        self.memory = None if memory is None else units.bytes_per_second(memory)
+        self.name = None
+        self.link = None
+
+    @classmethod
+    def like(cls, name: str) -> "Device":
+        """Return the accelerator `name` of the table `presets.ACCELERATORS`; raises EmulationError
+        for a name that is not in it.
+        """
+        known = presets.accelerator(name)
+        device = cls(f"{known.rate}FLOP/s", f"{known.memory}B/s")
+        device.name = name
+        return device
+
+    def __str__(self):
+        memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""
+        plain = f"{with_unit(self.rate, 'FLOP/s')}{memory}"
+        return f"{self.name} ({plain})" if self.name else plain
+
+    def __repr__(self):
+        return f"Device({self})"
+
+    def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
+        """Return the seconds of an operation with these flops and bytes, and what bounds it:
+        "flops" or "memory".
+        """
+        computing = flops / self.rate
+        moving = nbytes / self.memory if self.memory else 0.0
+        return (computing, "flops") if computing >= moving else (moving, "memory")
+
+    def over(self, link: Any) -> "Device":
+        """Return this device for a process that has several: copies between them take the time of
+        `link`.
+        """
+        device = copy(self)
+        device.link = link or self.link
+        return device
+
+    def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
+        """Return a context in which this process computes on such devices; copies between them take
+        `link`'s time.
+        """
+        return Emulation(self.over(link), record, sleep)
+
+    def describe(self) -> dict:
+        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), and a known device's
+        name.
+        """
+        return {
+            "rate": self.rate,
+            "memory": self.memory,
+            "name": self.name,
+            "text": str(self),
+        }
+
+
+def for_ranks(device: Any, world_size: int) -> list[Device]:
+    """Return one Device for each of `world_size` ranks, from one for all or a list; raises
+    EmulationError otherwise.
+    """
+    devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
+    wrong = [each for each in devices if not isinstance(each, Device)]
+    if wrong:
+        raise EmulationError(
+            f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank'
+        )
+    if len(devices) != world_size:
+        raise EmulationError(
+            f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
+        )
+    return devices
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return a number with its unit, such as "2.5 GFLOP/s" for 2.5e9."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"

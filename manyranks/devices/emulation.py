@@ -1,0 +1,230 @@
+"""The emulation at work: between Python and the arithmetic, every operation is given the time of a
+device.
+
+torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the
+forward pass, in the backward pass and in the optimizer. The real arithmetic runs, the device's
+clock is advanced by the operation's time, and so is the thread's. So a gradient's hook
+fires when the device has finished that gradient.
+
+The mode is active in the thread that began the emulation, and wherever a module or a backward pass
+is called in a thread of its own. Threads that only communicate are not slowed. A tensor
+that was moved to "cpu:1" is on emulated device 1, and so are all results that are computed from it
+there; a copy from one device to another takes the time of the bus.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .. import clocks
+from ..errors import EmulationError
+from ..torch_inside import TorchDispatchMode, around, dispatch_modes, tensors_in
+from . import roofline
+
+# Each of these is called when a copy between devices begins; the copy runs in the block it returns.
+listeners: list[Callable[[str], AbstractContextManager]] = []
+
+
+class Operation(NamedTuple):
+    """An operation of a device, `bound` by "flops" or "memory"; `start` and `end` are on the
+    device's clock.
+    """
+
+    name: str
+    device: int
+    flops: float
+    nbytes: int
+    bound: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the device took for the operation."""
+        return self.end - self.start
+
+
+class Emulation:
+    """A context in which the operations of this process take the time of `device`, and copies that
+    of its link, if any.
+
+    With `record`, `operations` is the list of all `Operation`s. With `sleep=False` no thread waits:
+    the clocks say how long the work would take.
+    """
+
+    current: "Emulation | None" = None  # a process has at most one emulation
+
+    def __init__(self, device: Any, record: bool, sleep: bool):
+        self.device = device
+        self.active = False
+        self.operations = [] if record else None
+        self.sleep = sleep
+        # Both are by device number. `free_at` is in picoseconds, `busy` in seconds of work.
+        self.free_at: dict[int, int] = defaultdict(int)
+        self.busy: dict[int, float] = defaultdict(float)
+        self.home = WeakKeyDictionary()  # device numbers by storage, but for those on device 0
+        self.flops = self.copied = 0.0
+
+    def __enter__(self):
+        if Emulation.current is not None:
+            raise EmulationError(
+                "this process emulates a device already; leave that emulation first"
+            )
+        self.stack = ExitStack()
+        for owner, name in (
+            (torch.nn.Module, "__call__"),
+            (torch.autograd, "_engine_run_backward"),
+        ):
+            self.stack.enter_context(around(owner, name, self.on_its_device))
+        self.stack.enter_context(OnDevice(self, 0))
+        self.active = True
+        Emulation.current = self
+        return self
+
+    def __exit__(self, *exception):
+        Emulation.current = None
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop emulating: from here on everything runs at full speed."""
+        self.active = False
+        self.stack.close()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that all emulated devices have worked, together."""
+        return sum(self.busy.values())
+
+    def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
+        """Perform one operation on emulated device `number`, and let the device's time for it
+        pass.
+        """
+        formula = roofline.flops_formula(operation)
+        moves = roofline.has_traffic(operation)
+        # Traffic matters where memory has a limit, and where tensors are on several devices.
+        traffic_matters = self.device.memory or self.home or operation is TO_COPY
+        takes_time = formula or (moves and traffic_matters)
+        if not (self.active and takes_time):
+            return operation(*args, **kwargs)
+        target = destination(operation, kwargs, number)
+        if moves and (self.home or target != number):
+            self.fetch(target, *args, kwargs)
+        result = operation(*args, **kwargs)
+        if target:
+            for tensor in tensors_in(result):
+                self.home[tensor.untyped_storage()] = target
+        self.book(target, operation, formula, args, kwargs, result)
+        return result
+
+    def book(
+        self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any
+    ) -> None:
+        """Advance the clock of device `number` by the operation's time, and wait for that
+        moment.
+        """
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        nbytes = 0
+        if self.device.memory or self.operations is not None:
+            # Each tensor is read or written once.
+            nbytes = sum(tensor.nbytes for tensor in tensors_in(args, kwargs, result))
+        seconds, bound = self.device.seconds(flops, nbytes)
+        if clocks.several_compute():
+            clocks.own().take_turn()
+        start = max(self.moment(), self.free_at[number])
+        end = start + round(seconds * 1e12)
+        self.free_at[number] = end
+        self.busy[number] += seconds
+        self.flops += flops
+        if self.operations is not None:
+            name = operation.overloadpacket.__name__
+            self.operations.append(
+                Operation(name, number, flops, nbytes, bound, start / 1e12, end / 1e12)
+            )
+        self.reach(end)
+
+    def moment(self) -> int:
+        """Return this thread's time in picoseconds; 0 where no time passes."""
+        return clocks.moment() if self.sleep or clocks.own() else 0
+
+    def reach(self, moment: int) -> None:
+        """Let this thread go on at `moment`: by its clock, or asleep where time is real."""
+        clock = clocks.own()
+        if clock is not None:
+            clock.advance(moment)
+        elif self.sleep:
+            time.sleep(max(0.0, moment / 1e12 - time.perf_counter()))
+
+    def fetch(self, number: int, *operands: Any) -> None:
+        """Let the time pass that operands on other devices take over the link to device
+        `number`.
+        """
+        tensors = tensors_in(*operands)
+        nbytes = sum(tensor.nbytes for tensor in tensors if self.number_of(tensor) != number)
+        link = self.device.link
+        if nbytes and link:
+            seconds = link.latency + 8 * nbytes / link.bandwidth
+            with ExitStack() as spans:
+                for listener in listeners:
+                    spans.enter_context(listener("copy"))
+                self.reach(self.moment() + round(seconds * 1e12))
+        self.copied += nbytes
+
+    def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the call of a module, or the backward pass from tensors: either is `work`. A thread
+        that has no device yet runs it on the device of the first of its tensors.
+        """
+        if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
+            return run(work, *args, **kwargs)
+        tensors = work.parameters() if isinstance(work, torch.nn.Module) else work
+        numbers = map(self.number_of, tensors)
+        with OnDevice(self, next(numbers, 0)):
+            return run(work, *args, **kwargs)
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """Return the emulated device of a tensor."""
+        return self.home.get(tensor.untyped_storage(), 0)
+
+
+class OnDevice(TorchDispatchMode):
+    """Hands every operation of this thread to emulated device `number`."""
+
+    def __init__(self, emulation, number):
+        super().__init__()
+        self.emulation = emulation
+        self.number = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.emulation.perform(self.number, func, args, kwargs or {})
+
+
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+def destination(operation: Any, kwargs: dict, number: int) -> int:
+    """Return the emulated device of an operation's result: that of the operation, `number`, unless
+    it copies to a "cpu:1", which is device 1.
+    """
+    device = kwargs.get("device") if operation is TO_COPY else None
+    return number if device is None or device.index is None else device.index
+
+
+def device_number(tensor: torch.Tensor) -> int:
+    """Return which of this process's devices `tensor` is on: its GPU, or the emulated device that
+    it was moved to.
+    """
+    if tensor.is_cuda:
+        return tensor.device.index
+    return Emulation.current.number_of(tensor) if Emulation.current else 0
+
+
+def full_speed() -> None:
+    """End the emulation of this rank's device: from here on, work takes no longer than it really
+    does.
+    """
+    if Emulation.current is not None:
+        Emulation.current.stop()

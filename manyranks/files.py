@@ -1,0 +1,94 @@
+"""Files: folders that can be written to, files that are replaced whole or not at all, and locks
+between processes.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from filelock import FileLock, Timeout
+
+
+def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
+    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
+    no obstacle then.
+    """
+    in_memory = hasattr(os, "memfd_create")
+    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def writable_folder(folder: str | Path) -> Path:
+    """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be
+    written there.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f'cannot write to the folder "{folder}": {error.strerror}; choose another with --out'
+        ) from error
+    return path
+
+
+def replace_file(path: Path, content: bytes, option: str = "--out") -> Path:
+    """Write `content` (bytes) to `path`; raises ValueError, naming `option`, if that fails."""
+    try:
+        return write_whole(path, content, 0o644)
+    except OSError as error:
+        raise ValueError(
+            f'cannot write "{path}": {error.strerror}; free some space or choose another {option}'
+        ) from error
+
+
+def write_whole(path: Path, content: bytes, mode: int) -> Path:
+    """Put `content` at `path`: at any moment, even if the power fails, the old or the new file is
+    there, whole.
+
+    The new file is this user's own, whatever lay at `path` before.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())  # the contents are on the disk before the name is
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name follows the contents
+        finally:
+            os.close(folder)
+    return path
+
+
+@contextmanager
+def claimed(path: Path, patience: float) -> Iterator[None]:
+    """Keep other processes out of this block with the same `path`, a file that names the process
+    inside.
+
+    Raises BlockingIOError, which names the other process, if that stays in the block for more than
+    `patience` seconds.
+    """
+    try:
+        lock = FileLock(f"{path}.lock", is_singleton=True).acquire(timeout=patience)
+    except Timeout:
+        holder = path.read_text(errors="replace") if path.exists() else ""
+        raise BlockingIOError(holder or "a process that has just begun") from None
+    with lock:  # the same thread may claim a path twice
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield

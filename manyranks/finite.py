@@ -1,0 +1,102 @@
+"""NaN and infinity, named where they arise: an average spreads them to all ranks, and hides where
+they came from.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .errors import NotFiniteError
+from .torch_inside import after_backward, backward_pass
+
+
+def watch_finite(model: nn.Module) -> list:
+    """Check each gradient of `model` on this rank before it is averaged; call this before wrapping
+    the model.
+
+    `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks'
+    handles. The check is one sum per parameter: a sum is finite only if all its terms are. On a GPU
+    all sums are read together, when the pass is over: reading each would make the CPU wait for the
+    GPU each time.
+    """
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    sums = SumsOfPass(names)
+
+    def check_parameter(parameter):
+        """Look at a gradient that has just been made, now or on a GPU at the end of the pass."""
+        if parameter.is_cuda:
+            sums.note(parameter)
+        else:
+            check(parameter.grad, names[parameter])
+
+    return [parameter.register_post_accumulate_grad_hook(check_parameter) for parameter in names]
+
+
+class SumsOfPass:
+    """The sums of the gradients of one backward pass, by the parameters' `names`: each is started
+    as its gradient is made, and all are read when the pass is over.
+    """
+
+    def __init__(self, names):
+        self.names = names
+        self.sums = {}
+        self.backward_pass = None
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Queue the sum of a gradient that has just been made; nothing waits for it."""
+        if self.backward_pass != backward_pass():
+            self.sums = {}  # The last pass may have ended in an error.
+            self.backward_pass = backward_pass()
+            after_backward(self.check_sums)
+        if not parameter.grad.is_sparse:
+            # A part of a sharded parameter's gradient refuses to be summed as one.
+            gradient = parameter.grad.as_subclass(torch.Tensor)
+            self.sums[self.names[parameter]] = gradient.sum(dtype=torch.float64)
+
+    def check_sums(self) -> None:
+        """Wait for all sums at once; raise NotFiniteError for the first that is not finite."""
+        sums = self.sums
+        self.sums = {}
+        totals = torch.stack(list(sums.values())).tolist() if sums else []
+        names = [name for name, total in zip(sums, totals, strict=True) if not math.isfinite(total)]
+        if names:
+            first, *others = names
+            more = f", and of {len(others)} more parameters," if others else ""
+            raise NotFiniteError(
+                f"rank {this_rank()}: the gradient of {first}{more} has NaN or infinite elements"
+                " on this rank, from before the average. Look at this rank's batch and at the"
+                " learning rate."
+            )
+
+
+def this_rank() -> int:
+    """The rank of this process; 0 outside of a job."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check(gradient: torch.Tensor, name: str) -> None:
+    """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite
+    elements.
+    """
+    if gradient.is_sparse:
+        return
+    # A part of a sharded parameter's gradient refuses to be summed as one.
+    gradient = gradient.as_subclass(torch.Tensor)
+    # Finite terms may have a sum that is too large for the dtype.
+    if math.isfinite(gradient.sum().item()) or gradient.isfinite().all():
+        return
+    kinds = []
+    if gradient.isnan().any():
+        kinds.append("NaN")
+    if gradient.isinf().any():
+        kinds.append("infinite")
+    bad_elements = int((~gradient.isfinite()).sum())
+    raise NotFiniteError(
+        f"rank {this_rank()}: {bad_elements} of {gradient.numel()} elements of the gradient of"
+        f" {name} are not finite ({' and '.join(kinds)}). Nothing was averaged. Look at this rank's"
+        " batch and at the learning rate."
+    )

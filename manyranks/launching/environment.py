@@ -1,0 +1,37 @@
+"""With what a process that loads torch is started: the server by the caller, a rank anew by the
+agent.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from .. import own_code
+from .protocol import Surroundings
+
+SCRIPT = str(Path(__file__).with_name("server.py"))
+# Linux starts no program with an environment variable of more than 131,072 bytes; a character has
+# up to four.
+LONGEST_VARIABLE = 32_000
+
+
+def preloading_environment() -> dict[str, str]:
+    """Return the environment for a process that loads torch; its ranks get the caller's whole
+    environment later.
+    """
+    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    # No warnings of torch's C++, and for NumPy no threads, which would not survive a fork.
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def server_command(role: str, *modules: str) -> list[str]:
+    """Return the command that starts server.py in a role, after it has loaded these modules."""
+    return [sys.executable, SCRIPT, role, own_code.LIBRARY.found_in, *modules]
+
+
+def surroundings(**variables: str) -> Surroundings:
+    """Return what the ranks of this process share with it; their environment has these `variables`
+    added.
+    """
+    environ = {**os.environ, **variables}
+    return Surroundings(sys.path, sys.argv, os.getcwd(), environ, own_code.packages)

@@ -1,0 +1,145 @@
+"""`launch`: call a function on K ranks, get back one result for each.
+
+The request is checked and the call packed here; `local` starts the ranks, and `watch` waits for
+their end.
+"""
+
+import inspect
+import linecache
+import operator
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO, Any
+
+from ..devices.device import Device
+from ..errors import LaunchError, ManyranksError
+from ..files import open_memory
+from . import pickling
+from .protocol import EmulatedLink, Progress
+from .setting import describe_launch
+from .watch import Launch
+
+DEFAULT_RANKS = 4
+# These errors are for whoever called: they are shown without the launcher's own frames.
+EXPECTED = (ManyranksError, ValueError, TypeError, KeyboardInterrupt)
+LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
+
+
+def launch(
+    fn: Callable,
+    *args: Any,
+    world_size: int | None = None,
+    device: str | Device | Sequence[Device] = "auto",
+    timeout: float = 300.0,
+    link: EmulatedLink | None = None,
+    progress: Progress = False,
+    **kwargs: Any,
+) -> list:
+    """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
+    results in rank order.
+
+    `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
+    accelerator (a `Device`) for each rank, or a list of them, in rank order. `timeout`:
+    seconds for the whole launch. `link`: an emulated link between the ranks (a `Link`).
+    `progress`: show a bar of the optimizer's steps; a number says how many are expected, and a pair
+    of a name and a number what the bar is called, too.
+    Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
+    are ended from outside, ValueError for bad input.
+    """
+    try:
+        if world_size is None:
+            world_size = DEFAULT_RANKS
+            check_arguments(fn, args, kwargs)
+        world_size = check_request(world_size, device, timeout, link)
+        with pack_call(fn, args, kwargs) as call:
+            setting = describe_launch(world_size, device, timeout, link, progress, call)
+            return Launch(setting).run(call)
+    except EXPECTED as error:
+        raise plain(error) from None
+
+
+def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
+    """Tell the caller if an argument looks like a world size; raises TypeError if the function does
+    not take it.
+    """
+    if len(args) != 1 or type(args[0]) is not int or not callable(fn):
+        return
+    number = args[0]
+    name = getattr(fn, "__name__", "fn")
+    advice = f"for {number} ranks write world_size={number}"
+    try:
+        signature = inspect.signature(fn)
+        parameter, *_ = signature.bind(*args, **kwargs).arguments
+    except ValueError:  # a function written in C may not name its parameters
+        return
+    except TypeError:
+        raise TypeError(f"{name} does not take the argument {number}; {advice}") from None
+    if signature.parameters[parameter].default is not inspect.Parameter.empty:
+        print(f"launch: {number} is the {parameter} of {name}; {advice}", file=sys.stderr)
+
+
+def plain(error: Any) -> BaseException:
+    """Return an error without our own frames, which would bury its message; notebooks show the
+    message alone, by the method that IPython asks for it.
+    """
+    line = type(error).__name__
+    if str(error):
+        line += f": {error}"
+    error._render_traceback_ = partial(list, [line])
+    return error.with_traceback(None)
+
+
+def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
+    """Return the world size as an int; raises ValueError, with what was expected, for arguments of
+    the wrong kind.
+    """
+    if sys.platform == "win32":
+        raise LaunchError("ranks need Linux or macOS: on Windows start this Python in WSL 2")
+    try:
+        number = operator.index(world_size)
+    except TypeError:
+        raise ValueError(
+            f"world size is {world_size!r}; it must be a whole number, such as 4"
+        ) from None
+    if number < 1:
+        raise ValueError(f"world size is {number}; it must be 1 or more")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout is {timeout!r}; it must be a positive number of seconds, at most"
+            f" {LONGEST_TIMEOUT:g}"
+        )
+    for name, value in (("link", link), ("device", device)):
+        if isinstance(value, type):
+            raise ValueError(
+                f"{name} is the class {value.__name__}; it must be one made of it:"
+                f" {value.__name__}(…)"
+            )
+    if link is not None and not hasattr(link, "prepare"):
+        raise ValueError(
+            f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None"
+        )
+    return number
+
+
+def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
+    """Return a file without a name with the pickled call and the sources of all cells; ranks map
+    the file uncopied. Raises TypeError, which names what cannot be sent.
+    """
+    sources = {}
+    for name, entry in list(linecache.cache.items()):
+        # An entry has size, time, lines and path; that of a source not read yet has a loader only.
+        if len(entry) == 4 and not os.path.exists(name):
+            sources[name] = "".join(entry[2])
+    if not callable(fn):
+        raise TypeError(
+            "launch takes the function itself, as in launch(train, …), not what it returned:"
+            f" {fn!r:.100}"
+        )
+    try:
+        packed = pickling.dumps((sources, fn, args, kwargs), protocol=5)
+    except Exception as error:
+        name, reason = pickling.unsendable(fn, args, kwargs) or (repr(fn), error)
+        raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
+    return open_memory("call", packed)

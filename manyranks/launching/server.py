@@ -1,0 +1,230 @@
+"""A process that has imported torch once, and waits: the server, which forks the agent of every
+launch.
+
+It also holds what launches need of the packages in `own_code`, and reads that again once a file has
+changed, so that a launch runs what stands there. It never touches CUDA, which would not survive the
+fork. It is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is
+not forked begins here too, with its setting on its standard input.
+
+The server's standard input brings a byte with two open files of each new launch: its socket, and
+its setting. When the input ends, the caller is gone, and all launches are killed. No process
+outlives its agent, even if it has left the process group (setsid): orphans become children of the
+agent, and when the agent has ended, of the server.
+"""
+
+# ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# The second word is the folder in which Python finds this library.
+_, ROLE, FOUND_IN, *NEEDED = sys.argv
+sys.path[:] = [FOUND_IN, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+
+import contextlib
+import gc
+import importlib
+import pickle
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from manyranks import linux, own_code
+from manyranks.launching import protocol
+
+AGENT = f"{protocol.__package__}.agent"
+# What caller and server say to each other must not change, so these modules are not read again.
+KEPT = (protocol.__name__, own_code.__name__)
+CALLER = os.getppid()
+# The server imports these before it serves.
+FIRST_MODULES = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
+# After the first launch it imports these: each rank's first optimizer would do so for dynamo, which
+# takes more than a second.
+LATER_MODULES = [
+    "mpmath",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.utils.data",
+]
+POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
+# An idle server ends; the next launch starts another.
+IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 900)
+
+
+def serve(control: socket.socket, forks: bool) -> None:
+    """Fork an agent for each request until the caller is gone or idle. Where agents fork their
+    ranks (`forks`), import for these, after the first launch, what each would import otherwise.
+    """
+    modules_to_load = LATER_MODULES if forks else []
+    last_read: tuple = ()
+    launches: dict = {}  # each agent's process id, with the socket to its launch's caller
+    last_use = time.monotonic()
+    linux.adopt_orphans()  # orphans of an ended agent become children of this process
+    while os.getppid() == CALLER and time.monotonic() < last_use + IDLE_SECONDS:
+        ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
+        if ready:
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not request:  # the caller has closed the socket
+                break
+            connection = socket.socket(fileno=descriptors[0])
+            with open(descriptors[1], "rb") as setting:
+                surroundings = pickle.load(setting)
+                if forks:
+                    last_read = read_packages(surroundings.packages, last_read)
+                others = (control, *launches.values())
+                agent = fork_agent(connection, surroundings, setting, others)
+            launches[agent] = connection
+        if launches:
+            last_use = time.monotonic()
+            reap(launches)
+            if modules_to_load and not launches:
+                load(modules_to_load)
+                linux.use_huge_pages()
+                modules_to_load = []
+    for agent in launches:  # the caller is gone, so all launches must end
+        os.kill(agent, signal.SIGKILL)
+    while launches:
+        reap(launches)
+        time.sleep(POLL_SECONDS)
+
+
+def load(names: Iterable[str]) -> None:
+    """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises
+    the error.
+    """
+    gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
+    for name in names:
+        if os.getppid() != CALLER:
+            break  # Many a script is gone after its first launch.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()  # Ranks that search for garbage would otherwise copy these modules' memory.
+    gc.enable()
+
+
+def read_packages(packages: dict, last_read: tuple) -> tuple:
+    """Import what launches need of these packages, again if they, or the times at which their files
+    were changed, are not those of the last reading; return packages and times.
+    """
+    times = {}
+    for package in packages.values():
+        for file in Path(package.folder).rglob("*.py"):
+            with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
+                times[file] = file.stat().st_mtime_ns
+    if last_read != (packages, times):
+        forget(packages)
+        for package in packages.values():
+            if package.found_in not in sys.path:
+                sys.path.insert(0, package.found_in)
+            load(package.modules)
+    return packages, times
+
+
+def forget(packages: Iterable[str]) -> None:
+    """Let the next import read the files of these packages again."""
+    beginnings = tuple(f"{package}." for package in packages)
+    for name in list(sys.modules):
+        if f"{name}.".startswith(beginnings) and name not in KEPT:
+            del sys.modules[name]
+
+
+def fork_agent(
+    connection: socket.socket,
+    surroundings: protocol.Surroundings,
+    setting: IO[bytes],
+    others: Iterable[socket.socket],
+) -> int:
+    """Fork the agent of a launch, which closes the `others`; return its process id."""
+    connection.set_inheritable(False)  # ranks that are new processes must not have it
+    pid = os.fork()
+    if pid == 0:
+        for other in others:
+            other.close()
+        become_agent(connection, surroundings, setting)
+    os.setpgid(pid, pid)  # parent and child both do this: nobody knows which of them runs first
+    return pid
+
+
+def become_agent(
+    connection: socket.socket, surroundings: protocol.Surroundings, setting: IO[bytes]
+) -> None:
+    """Own the ranks of a launch, in the forked child. This never returns."""
+    try:
+        os.setpgid(0, 0)  # the agent, its ranks and their children form one process group
+        linux.die_with_parent()
+        linux.adopt_orphans()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        count = len(protocol.LaunchFiles._fields)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+        if descriptors:  # without files the caller is gone
+            files = protocol.LaunchFiles(*descriptors)
+            take_over(surroundings)
+            with setting:
+                own_setting = pickle.load(setting)
+            importlib.import_module(AGENT).own_ranks(connection, own_setting, files)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def take_over(surroundings: protocol.Surroundings) -> None:
+    """Take on the caller's surroundings."""
+    sys.path[:] = surroundings.path
+    sys.argv[:] = surroundings.argv
+    os.environ.clear()
+    os.environ.update(surroundings.environ)
+    own_code.packages.update(surroundings.packages)
+    if os.path.isdir(surroundings.folder):
+        os.chdir(surroundings.folder)
+
+
+def reap(launches: dict) -> None:
+    """Look which agents have ended: their launches are over, which the caller learns from the end
+    of the socket, once no process is left.
+    """
+    for agent, connection in list(launches.items()):
+        ended, status = os.waitpid(agent, os.WNOHANG)
+        if ended:
+            del launches[agent]
+            end_what_is_left(agent, launches)
+            if status:
+                with contextlib.suppress(OSError):  # the caller may be gone
+                    code = os.waitstatus_to_exitcode(status)
+                    protocol.send(connection.fileno(), protocol.AgentExited(code))
+            connection.close()
+
+
+def end_what_is_left(agent: int, launches: dict) -> None:
+    """Kill the process group of an ended agent, and all children that are no agents: they had left
+    that group.
+    """
+    with contextlib.suppress(OSError):  # no process of the group is left
+        os.killpg(agent, signal.SIGKILL)
+    # Only Linux has this file, and adopts orphans.
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        strays = set(map(int, linux.read(children).split())) - launches.keys()
+        if not strays:
+            return
+        for pid in strays:  # this process adopts their children, which are killed in the next round
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    # This is a server whose ranks are forked ("fork") or new ("spawn"), or such a new "rank".
+    if ROLE != "spawn":  # with spawn only the ranks load torch, not the server
+        load(FIRST_MODULES + NEEDED)
+    forget(own_code.packages)
+    if ROLE != "rank":
+        serve(socket.socket(fileno=os.dup(0)), forks=ROLE == "fork")
+        os._exit(0)  # processes that wait for this end need not wait until torch is torn down
+    take_over(pickle.load(sys.stdin.buffer))
+    importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

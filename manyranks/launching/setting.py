@@ -1,0 +1,126 @@
+"""What follows from the request for a launch: all that its agent and its ranks must know."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from ..devices.device import Device, for_ranks
+from ..devices.placement import placement, say_sharing, usable_gpus
+from ..linux import free_memory, usable_cores
+from .protocol import EmulatedLink, Progress, Setting
+
+MIB = 1 << 20
+# An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
+RANK_MEMORY = 64 * MIB
+GPU_RANK_MEMORY = 1024 * MIB  # CUDA's libraries and its context take this of the machine's memory
+RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
+SPARE_FILES = 64  # so many are left for what the caller's own program opens meanwhile
+
+
+def start_method() -> str:
+    """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
+    new, by "spawn". Raises ValueError if MANYRANKS_START names another way.
+    """
+    usual = "spawn" if sys.platform == "darwin" else "fork"
+    return choice_of("MANYRANKS_START", usual, ["fork", "spawn"])
+
+
+def network() -> str:
+    """Return where ranks meet: "auto" is a network of their own where the system allows that, else
+    the machine's loopback, where they refuse other users; "private" insists; "open" does neither.
+
+    Raises ValueError if MANYRANKS_NETWORK is anything else.
+    """
+    return choice_of("MANYRANKS_NETWORK", "auto", ["auto", "private", "open"])
+
+
+def choice_of(variable: str, usual: str, choices: list[str]) -> str:
+    """Return what an environment variable asks for, or what is usual; raises ValueError for
+    anything but the `choices`.
+    """
+    asked = os.environ.get(variable) or usual
+    if asked not in choices:
+        raise ValueError(f'{variable} is "{asked}"; choose {" or ".join(choices)}')
+    return asked
+
+
+def describe_launch(
+    world_size: int,
+    device: str | Device | Sequence[Device],
+    timeout: float,
+    link: EmulatedLink | None = None,
+    progress: Progress = False,
+    call: IO[bytes] | None = None,
+) -> Setting:
+    """Decide what follows from the request, and return all that agent and ranks must know.
+
+    Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
+    packed `call`.
+    """
+    argument_bytes = os.fstat(call.fileno()).st_size if call else 0
+    gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
+    # This comes first, as a list of a billion ranks takes long.
+    check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
+    emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
+    backend, devices = placement("cpu" if emulated else str(device), world_size)
+    if gpus:
+        say_sharing(world_size, gpus=len(set(devices)))
+    if link is not None:
+        link.check(world_size, backend)
+    return Setting(
+        world_size=world_size,
+        start=start_method(),
+        network=network(),
+        backend=backend,
+        devices=devices,
+        timeout=timeout,
+        threads=threads_of_a_rank(world_size),
+        link=link,
+        emulated=emulated,
+        progress=progress,
+        computes=bool(emulated or progress),  # both are asked for where something is trained
+    )
+
+
+def threads_of_a_rank(world_size: int) -> int:
+    """Return a rank's share of the cores, and no more threads than `OMP_NUM_THREADS` allows: where
+    many people share a machine, threads that spin for each other's cores slow everybody down.
+    """
+    share = max(1, usable_cores() // world_size)
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(share, int(allowed))) if allowed.isdigit() else share
+
+
+def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:
+    """Raise ValueError, with the largest world size that fits, if too little memory or too few open
+    files are left.
+    """
+    libraries = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
+    needed = libraries + argument_bytes  # every rank gets its own copy of the arguments
+    free = free_memory()
+    most = free // needed
+    reason = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
+    if world_size <= most:
+        files = free_files()
+        most = files // RANK_FILES
+        may_open = files or "no"
+        reason = (
+            f"{RANK_FILES} open files and this process may open {may_open} more (see `ulimit -n`)"
+        )
+    if world_size > most:
+        largest = f"the largest that fits is {most}" if most else "not even one rank fits"
+        raise ValueError(
+            f"world size {world_size} does not fit: each rank needs {reason}; {largest}"
+        )
+
+
+def free_files() -> int:
+    """Return how many more files this process may open."""
+    import resource  # Windows lacks this module, and `check_request` refuses it.
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    open_now = len(os.listdir("/dev/fd"))
+    return max(0, limit - open_now - SPARE_FILES)

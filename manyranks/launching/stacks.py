@@ -1,0 +1,170 @@
+"""What each rank was doing when time ran out, in the terms of the program."""
+
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import flight_recorder, linux, own_code
+from ..errors import RankState
+
+# Its groups are file, line, function.
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+# Linux has no entry for a process that has ended; other systems tell nothing of any.
+UNKNOWN = "ended" if sys.platform == "linux" else "waiting"
+# The keys are Linux's letters for a process's state; "" is for a process that Linux does not know.
+STATUS = {
+    "T": "stopped by a signal (SIGSTOP) and never continued",
+    "R": "running",
+    "Z": "ended",
+    "": UNKNOWN,
+}
+POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+# Ends of paths: the files of torch's collectives, and of others that programs have not called
+# themselves.
+TORCH = "/torch/distributed/distributed_c10d.py"
+LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
+
+
+class Missing(NamedTuple):
+    """A collective in words, the ranks that wait in it, and those that have not entered it."""
+
+    collective: str
+    waiting: list
+    absent: list
+
+
+def describe_ranks(
+    world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
+) -> tuple[list, str]:
+    """Return the RankState of every rank, and a sentence about the collective that some of them,
+    the culprits, did not enter; their states come first.
+
+    The dicts are by rank: results of finished ranks, states of processes in words, stacks that
+    faulthandler wrote, and our own collectives.
+    """
+    states = []
+    torch_calls = {}
+    for rank in range(world_size):
+        dump = dumps.get(rank, "")
+        torch_calls[rank] = entered_in_torch(dump)
+        if rank in results:
+            status = "finished, waiting for the others"
+        else:
+            status = statuses.get(rank, "not started yet")
+        collective = last_collective(calls.get(rank, []), torch_calls[rank])
+        states.append(RankState(rank, status, collective, as_traceback(dump)))
+    missing = missing_from_ours(calls) or missing_from_torchs(torch_calls)
+    if missing is None:
+        return states, ""
+    culprits = enumerate_ranks(missing.absent, "has", "have")
+    waiting = enumerate_ranks(missing.waiting, "waits", "wait")
+    cause = f"{culprits} not entered {missing.collective}, in which {waiting}"
+    return sorted(states, key=lambda state: state.rank not in missing.absent), cause
+
+
+def entered_in_torch(dump: str) -> str:
+    """Return which public function of torch.distributed a rank is in; "" if it is in none."""
+    for frames in parse(dump):
+        for file, _, name in frames:
+            if file.endswith(TORCH) and not name.startswith("_"):
+                return name
+    return ""
+
+
+def last_collective(calls: list, torch_call: str) -> str:
+    """Return the collective that a rank is in, or entered last, in words."""
+    call = calls[-1] if calls else None
+    if call is not None and not call.end:
+        return f"{call} (inside for {time.monotonic() - call.begin:.1f} s)"
+    if torch_call:
+        return f"torch.distributed.{torch_call} (inside)"
+    return f"{call} (returned)" if call else ""
+
+
+def missing_from_ours(calls: dict) -> Missing | None:
+    """Return what is missing by the flight recorder; None if no rank is absent.
+
+    When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
+    """
+    # The last call of a rank is the one that it is in, if that has no end.
+    current_calls = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
+    all_wait = None  # This is the oldest call whose absent ranks all wait in another one.
+    for call in sorted(current_calls.values(), key=lambda call: call.begin):
+        absent = [rank for rank in call.members if not has_reached(calls.get(rank, []), call)]
+        waiting = []
+        for rank, other in sorted(current_calls.items()):
+            if other.group == call.group and other.sequence == call.sequence:
+                waiting.append(rank)
+        culprits = [rank for rank in absent if rank not in current_calls]
+        if culprits:
+            return Missing(str(call), waiting, culprits)
+        if absent and all_wait is None:
+            all_wait = Missing(str(call), waiting, absent)
+    return all_wait
+
+
+def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
+    """Return whether a rank that has entered `own_calls` has entered `call`, or one after it."""
+    return any(own.group == call.group and own.sequence >= call.sequence for own in own_calls)
+
+
+def missing_from_torchs(torch_calls: dict) -> Missing | None:
+    """Return the same for torch's own collectives, by the function that each rank is in; None
+    unless all waiting ranks are in the same one.
+    """
+    waiting = [rank for rank, name in torch_calls.items() if name]
+    absent = [rank for rank, name in torch_calls.items() if not name]
+    names = {torch_calls[rank] for rank in waiting} - POINT_TO_POINT
+    if not absent or len(names) != 1:
+        return None
+    return Missing(f"torch.distributed.{names.pop()}", waiting, absent)
+
+
+def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
+    """Return ranks in words with a verb, such as "rank 2 has" or "ranks 0 and 1 have"."""
+    *others, last = ranks
+    if not others:
+        return f"rank {last} {singular}"
+    return f"ranks {', '.join(map(str, others))} and {last} {plural}"
+
+
+def status_of(pid: int) -> str:
+    """Return the state of a process in words, as far as the system tells."""
+    stat = linux.read(Path(f"/proc/{pid}/stat"))
+    # The letter for the state follows the name, which is in parentheses.
+    _, _, state = stat.rpartition(") ")
+    return STATUS.get(state[:1], "waiting")
+
+
+def parse(dump: str) -> list:
+    """Return the threads of a dump that run the caller's code, the main one first, as lists of
+    (file, line, function).
+
+    The most recent frame is the last, as in a traceback. Frames of the launcher, and what called
+    it, of thread start-up and of torch's logger of collectives are left out.
+    """
+    threads = []
+    _, *parts = dump.split("(most recent call first):")
+    for part in parts:
+        frames = []
+        for file, line, function in FRAME.findall(part):
+            if file in own_code.CALLING:
+                break
+            if not file.endswith(LIBRARY):
+                frames.insert(0, (file, int(line), function))
+        if frames:
+            threads.insert(0, frames)  # faulthandler writes the main thread last
+    return threads
+
+
+def as_traceback(dump: str) -> str:
+    """Return the frames of a dump as in Python tracebacks, with the source lines where they are
+    known.
+    """
+    frames = []
+    for thread in parse(dump):
+        frames += [(file, line, function, None) for file, line, function in thread]
+    return "".join(traceback.format_list(frames)).rstrip()

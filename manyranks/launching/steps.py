@@ -1,0 +1,36 @@
+"""What a rank counts of its training: the steps of its optimizers."""
+
+from typing import Any, cast
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import flight_recorder, torch_inside
+from .protocol import Stepped, send
+
+
+class Steps:
+    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if
+    there is one.
+    """
+
+    def __init__(self, report: int | None):
+        self.report = report
+        self.done = 0
+        self.optimizer = cast(Any, None)  # the last one that made a step
+        register_optimizer_step_post_hook(self.count)
+
+    def count(self, optimizer: Any, *_: Any) -> None:
+        self.done += 1
+        self.optimizer = optimizer
+        if self.report is not None:
+            send(self.report, Stepped(self.done))
+
+    def unconnected_model(self) -> float | None:
+        """Return the sum of all weights of the model that this call trained, if this rank has
+        exchanged no message; else None. Where these sums differ, so do the models.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
+            return None
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return sum(parameter.detach().double().sum().item() for parameter in parameters)

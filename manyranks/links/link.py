@@ -1,0 +1,77 @@
+"""The bandwidth and latency of a link, how ranks spread over its hosts, and which links are
+refused.
+"""
+
+from .. import units
+from ..errors import EmulationError
+from . import modes
+
+SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find each other.
+
+
+class Link:
+    """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as
+    "200Mbit" and "5ms".
+
+    The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
+    inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
+    or "hosts": real sockets on virtual hosts, in real time. Raises EmulationError for values that
+    cannot be read, or are not possible here; the message says which are.
+    """
+
+    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
+        self.bandwidth = units.bits_per_second(bandwidth)
+        if self.bandwidth < SLOWEST:
+            raise EmulationError(
+                f'the bandwidth "{bandwidth}" is out of range; choose 1Mbit or more'
+            )
+        self.latency = units.seconds(latency)
+        if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
+            raise EmulationError(
+                f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per"
+                " rank"
+            )
+        self.hosts = hosts
+        self.mode_class = modes.choose(mode, self.latency)
+        self.mode = mode
+
+    def __repr__(self):
+        return f"Link({self})"
+
+    def __str__(self):
+        latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
+        hosts = f", {self.hosts} hosts" if self.hosts else ""
+        return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.mode_class.title}"
+
+    def check(self, world_size: int, backend: str = "gloo") -> None:
+        """Raise EmulationError if a launch of `world_size` ranks can never have this link."""
+        count = self.hosts or world_size
+        if count > world_size:
+            raise EmulationError(
+                f"{count} hosts for {world_size} ranks; there can be as many hosts as ranks, not"
+                " more"
+            )
+        if "nccl" in backend:
+            raise EmulationError(
+                "emulated links are for ranks on the CPU, NCCL has wires of its own: choose"
+                ' device="cpu" (--device cpu), or no link (--link none)'
+            )
+
+    def prepare(self, world_size: int) -> None:
+        """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before
+        the ranks start.
+        """
+        count = self.hosts or world_size
+        host_of_rank = [rank * count // world_size for rank in range(world_size)]
+        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency)
+
+    def describe(self) -> dict:
+        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
+        hosts.
+        """
+        return {
+            "mode": self.mode,
+            "bandwidth_bits_s": self.bandwidth,
+            "latency_s": self.latency,
+            "hosts": self.hosts,
+        }

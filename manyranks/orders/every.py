@@ -1,0 +1,116 @@
+"""`every_order`: run a program once, in a way that decides for all orders of its messages.
+
+The run has no buffers (a send ends when its receive is there), and links so slow that every wait is
+late. docs/EVERY_ORDER.md has the argument. It does not cover all programs: others run many times,
+and their messages are delayed by random times.
+"""
+
+import copy
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..clocks.stalls import Line, in_full, line_of_wait, who_waits
+from ..errors import Awaited, DeadlockError, LaunchError, Wait
+from ..launching.launch import launch
+from ..links import Link
+from .in_flight import Watch, watching
+from .verdict import Event, Verdict, faults_in, judge
+
+SLOW = Link("10Mbit", "1ms")
+DRAWN_ORDERS = 20  # So many orders are drawn where one run proves nothing.
+PROOF = "no buffer was needed, no memory was touched on its way"
+
+
+def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) -> Verdict:
+    """Say whether `fn(*args, **kwargs)` on `world_size` ranks is right in whatever order its
+    messages travel; return a Verdict.
+
+    One run decides if each rank has one thread, receives from named ranks and asks neither the
+    clock nor whether a message has arrived. Else 20 orders are drawn, their results compared, and
+    `proof` says that this proves less. An error of `fn` itself is raised, as `launch` does.
+    """
+    events, results = run([None], world_size, fn, args, kwargs)
+    doubts = "; ".join(sorted({event.text for event in events if event.kind == "doubt"}))
+    if not doubts or faults_in(events):
+        return judge(events, results, 1, f"right in every order: {PROOF}")
+    drawn_events, drawn_results = run(range(DRAWN_ORDERS), world_size, fn, args, kwargs)
+    runs = 1 + DRAWN_ORDERS
+    proof = f"right in {runs} orders that were tried: {PROOF}; this proves less: {doubts}"
+    return judge(drawn_events, results + drawn_results, runs, proof)
+
+
+def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
+    """Run the `program` (a function, its arguments and its keyword arguments) once for each seed,
+    None for no delays. Return the events, by time, and the results of all ranks for each seed.
+
+    Raises LaunchTimeout if that takes longer than `timeout` seconds, and the error of the program,
+    unless the events have a fault that explains it.
+    """
+    results: list = []
+    failure = None
+    with tempfile.NamedTemporaryFile(prefix="manyranks_") as log:
+        try:
+            results = launch(
+                run_on_rank,
+                log.name,
+                list(seeds),
+                *program,
+                world_size=world_size,
+                device="cpu",
+                link=SLOW,
+                timeout=timeout,
+            )
+        except LaunchError as error:
+            failure = error
+        lines = Path(log.name).read_text(encoding="utf-8").splitlines()
+    events = [read_event(line) for line in lines]
+    if isinstance(failure, DeadlockError):
+        events += stops_in(failure)
+    events.sort(key=lambda event: event[:4])
+    if failure and not faults_in(events):
+        raise failure
+    return events, list(zip(*results, strict=True))  # The ranks' results become those of each seed.
+
+
+def read_event(text: str) -> Event:
+    """The event that a rank has written down."""
+    moment, rank, kind, words, lines, what = json.loads(text)
+    if what is not None:
+        awaited, ranks, name = what
+        what = Awaited(awaited, tuple(ranks), name)
+    return Event(moment, rank, kind, words, [Line(*line) for line in lines], what)
+
+
+def stops_in(error: DeadlockError) -> list[Event]:
+    """An event for each rank that waits in a deadlock; the lines of all are {0}, {1}, … in the
+    text of each.
+    """
+
+    def numbered(wait: Wait) -> str:
+        return in_full(wait, f"{{{error.waits.index(wait)}}}")
+
+    text = f"without buffers all wait for ever: {who_waits(error.waits, error.returned, numbered)}"
+    return [
+        Event(wait.since, wait.rank, "deadlock", text, [line_of_wait(wait)]) for wait in error.waits
+    ]
+
+
+def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
+    """On each rank: run the program once for each seed, None for no delays; return the results."""
+    results = []
+    with open(log, "ab", buffering=0) as file:
+        watch = Watch(file)  # Threads may outlive a run, so that all runs have one watch.
+        for seed in seeds:
+            own_args, own_kwargs = copy.deepcopy((args, kwargs))
+            dist.barrier()
+            watch.draw = None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
+            with watching(watch):
+                results.append(fn(*own_args, **own_kwargs))
+                watch.ended()
+    return results

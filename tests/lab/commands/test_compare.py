@@ -1,0 +1,293 @@
+import argparse
+import errno
+import json
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch.distributed as dist
+
+from ddp_course import Link, ladder, problems, stage3_paramserver
+from ddp_course.lab import compare
+from ddp_course.lab.measuring.results import VERSION, Comparison
+from manyranks import files
+from manyranks.errors import NotFiniteError
+
+ALL = tuple(ladder.STAGES)
+# These options take the processor and its memory as they are.
+RAW = {
+    "device_speed": "none",
+    "link": None,
+    "dtype": "float64",
+}
+NOT_COUNTED = ("1", "2", "6", "torch")
+NEARLY = ("2", "8")  # the closed forms of these leave something out
+
+
+@pytest.fixture(
+    scope="module", params=[3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+)
+def results(request):
+    """All stages on a model whose gradient any of these world sizes divides."""
+    return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)
+
+
+def test_all_stages_compute_the_same(results):
+    assert [stage.stage for stage in results.stages] == list(ALL)
+    single = results.stages[0].loss
+    assert len(single) == 3 and len(set(single)) == 3
+    for stage in results.stages:
+        assert stage.max_abs_diff_vs_single < 1e-12
+        assert stage.loss == pytest.approx(single, abs=1e-12)
+
+
+def test_bytes_are_exactly_the_formula(results):
+    K = results.world_size
+    payload = results.gradient_bytes
+    assert payload == 8 * results.parameters == 8 * 88_092
+    stages = {stage.stage: stage for stage in results.stages}
+    ring = 2 * (K - 1) * payload // K
+    wanted = {
+        "3": (K - 1) * payload,
+        "4w": (K - 1) * payload,
+        "4": ring,
+        "5": ring,
+        "7": 3 * (K - 1) * payload // K,
+    }
+    for key, stage in stages.items():
+        # Shards are of equal size, so some of their elements belong to no tensor.
+        padding = 0.001 if key == "7" else 0
+        formula = (
+            None if key in NOT_COUNTED else pytest.approx(stage.bytes_formula, rel=padding, abs=0)
+        )
+        assert stage.bytes_sent_max == formula, key
+        assert key not in wanted or stage.bytes_formula == wanted[key], key
+    assert (stages["8"].bytes_sent_max > 0) == (K > 1)
+    assert stages["6"].bytes_formula == stages["torch"].bytes_formula == ring
+    assert stages["3"].messages_max == 2 * (K - 1) and stages["4"].messages_max == 4 * (K - 1)
+    assert all(stages[key].messages_max is None for key in NOT_COUNTED)
+
+
+def test_times_and_timelines_are_there(results):
+    for stage in results.stages:
+        assert stage.step_ms > 0
+        ranks = 1 if stage.stage in ("1", "2") else results.world_size
+        assert len(stage.timeline) == ranks
+        for lane in stage.timeline:
+            names = {name for name, *_ in lane}
+            assert {"forward", "backward", "update"} <= names
+            assert ("communication" in names) == (stage.stage not in ("1", "2"))
+    waiting = {stage.stage: stage.communication_ms for stage in results.stages}
+    assert waiting["1"] == 0 and waiting["2"] is None  # the copies of threads are not timed
+    assert results.world_size == 1 or waiting["3"] > 0
+
+
+def test_results_are_saved_as_json_and_figure(results, tmp_path):
+    paths = compare.save(results, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["compare.json", "compare.png"]
+    assert Comparison.from_json(paths[0].read_text()) == results
+    written = json.loads(paths[0].read_text())
+    assert written["version"] == VERSION and written["stages"][0]["step_ms"] > 0
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert sorted(paths[0].parent.iterdir()) == paths
+    assert all(stage.name in compare.table(results).text for stage in results.stages)
+
+
+def without_division(model, batches, lr):
+    """Stage 3 with the sum of the gradients where the mean should be."""
+
+    def total(tensors):
+        stage3_paramserver.average_on_server(tensors)
+        for tensor in tensors:
+            tensor.mul_(dist.get_world_size())
+
+    return stage3_paramserver.train(model, batches, lr, total)
+
+
+def imaginary(train):
+    """A stage that nobody has heard of, with the loop `train`."""
+    return ladder.Stage(
+        "9",
+        "imaginary",
+        "adds nothing",
+        "stage9_imaginary",
+        train=train,
+        colour="#123456",
+        time="0",
+        counted=True,
+        bytes_sent=ladder.on_server,
+    )
+
+
+def test_wrong_weights_show_as_a_difference(monkeypatch):
+    monkeypatch.setitem(ladder.STAGES, "9", imaginary(without_division))
+    results = compare.run("synthetic", 2, 3, "3,9", **RAW)
+    right, wrong = (stage.max_abs_diff_vs_single for stage in results.stages)
+    assert right < 1e-12 and wrong > 1e-6
+
+
+def test_a_loss_that_is_no_number_is_told_and_not_written():
+    with pytest.raises(
+        NotFiniteError, match=r"single device is no longer a number .* smaller --lr"
+    ):
+        compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"world_size": 0}, "world size is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"stages": "1,10"}, "unknown stage '10'"),
+        ({"stages": ""}, "unknown stage"),
+        ({"problem": "mnist"}, 'unknown problem "mnist"'),
+        ({"global_batch": 10, "world_size": 4}, "try 8"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb is 0"),
+        ({"dtype": "int8"}, "choose float32 or float64"),
+        ({"parameters": 5, "problem": "bytes"}, "out of range"),
+        ({"parameters": 5}, "cannot be chosen for digits"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"device": "tpu"}, "unknown device"),
+        ({"device": "cuda:99"}, "GPUs"),
+        ({"device_speed": "fast"}, "cannot read the rate"),
+        ({"device_speed": "0GFLOP/s"}, "more than zero"),
+        ({"link": "soon"}, "cannot read the bandwidth"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        compare.run(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "compare.json"
+    files.replace_file(path, b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="No space left"):
+        files.replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["compare.json"]
+
+
+def test_an_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match="cannot write to the folder"):
+        files.writable_folder(tmp_path / "file" / "results")
+
+
+# On emulated devices
+
+
+@pytest.fixture(scope="module")
+def on_devices():
+    """Shared by the tests below."""
+    return compared()
+
+
+def compared(stages=ALL, link="100Mbit"):
+    """Two ranks and six steps in virtual time."""
+    return compare.run(
+        "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
+    )
+
+
+def test_stages_are_held_against_their_ideals(on_devices):
+    p = on_devices.gradient_bytes
+    b = 100e6 / 8
+    single = on_devices.stages[0].ideal_ms
+    assert single == pytest.approx(1000 * on_devices.emulated_device["rate"] ** -1 * 783_834_624)
+    ideal = {stage.stage: stage.ideal_ms for stage in on_devices.stages}
+    assert ideal["3"] == pytest.approx(single / 2 + 2000 * p / b)
+    copied = 4 * 96 * (64 + 2 * 10)  # a shard's inputs, outputs, and gradients of the outputs
+    assert ideal["2"] == pytest.approx(ideal["3"] + 1000 * copied / b)
+    assert ideal["4"] == ideal["4w"] == pytest.approx(single / 2 + 1000 * p / b)
+    bitmap = 4 * len(list(problems.make("digits").model().parameters()))
+    assert ideal["7o"] == pytest.approx(ideal["4"] + 1000 * bitmap / b, rel=1e-12)
+    assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
+    for stage in on_devices.stages:
+        assert stage.device == "3 GFLOP/s"
+        assert stage.speed_up == pytest.approx(on_devices.stages[0].step_ms / stage.step_ms)
+        bound = 5e-4 if stage.stage in NEARLY else 1e-9
+        assert stage.step_ms == pytest.approx(stage.ideal_ms, rel=bound), stage.name
+        assert len(stage.loss) == 6 and stage.max_abs_diff_vs_single < 1e-4
+
+
+class NotSlowed(Link):
+    """A link that carries far more than it says."""
+
+    def prepare(self, world_size):
+        """In the launch's agent: the caller, who derives the ideal, knows nothing of it."""
+        self.bandwidth = 1e10
+        super().prepare(world_size)
+
+
+def test_a_link_that_is_not_slowed_is_found_out():
+    """The negative control of `step_ms == ideal_ms`."""
+    ring = compared("1,4", NotSlowed("100Mbit")).stages[1]
+    assert ring.step_ms < 0.95 * ring.ideal_ms
+
+
+def drawn(lane, *names):
+    """Milliseconds of the spans with these names in the upper half of a lane."""
+    return 1000 * sum(
+        end - start for name, start, end, where in lane if name in names and where == "compute"
+    )
+
+
+def test_what_is_drawn_is_what_the_bars_say(on_devices):
+    assert differing(on_devices) == []
+
+
+def test_the_complete_class_hides_as_much_as_torchs(on_devices):
+    exposed = {stage.stage: stage.communication_ms for stage in on_devices.stages}
+    assert exposed["6"] == pytest.approx(exposed["torch"]) and exposed["6"] > 0.1
+
+
+def test_a_span_that_is_missing_shows(on_devices):
+    """The negative control."""
+    stages = []
+    for stage in on_devices.stages:
+        lanes = [sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage.timeline]
+        stages.append(replace(stage, timeline=lanes))
+    assert len(differing(replace(on_devices, stages=stages))) == len(stages)
+
+
+def differing(results):
+    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as
+    something else.
+    """
+    keys = []
+    for stage in results.stages:
+        lanes = stage.timeline
+        devices = 1 if stage.stage == "1" else 2
+        assert len(lanes) == devices
+        blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
+        busiest = max(
+            drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes
+        )
+        upper = []
+        for lane in lanes:
+            upper.append(
+                sorted((start, end) for _, start, end, where in lane if where == "compute")
+            )
+        apart = all(
+            end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane)
+        )
+        same = blocking == pytest.approx(stage.communication_ms, rel=0.05, abs=0.01)
+        if not (apart and same and busiest == pytest.approx(stage.step_ms, rel=0.05)):
+            keys.append(stage.stage)
+    return keys
+
+
+@pytest.mark.parametrize("gpus, ranks", [(0, 4), (1, 2), (2, 2), (4, 4), (6, 4), (8, 8)])
+def test_the_default_number_of_ranks_is_that_of_the_gpus(monkeypatch, gpus, ranks):
+    monkeypatch.setattr(compare, "usable_gpus", lambda: gpus)
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    assert parser.parse_args([]).world_size == ranks

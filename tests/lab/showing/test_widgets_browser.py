@@ -1,0 +1,380 @@
+"""`ddp-course lab` in a real browser: the first hour of a newcomer, and every slider dragged."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext, suppress
+
+import nbformat
+import pytest
+from chromium import PALE, fresh_page, running_browser
+
+NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
+
+pytestmark = pytest.mark.lessons
+CELLS = {
+    "predict": (
+        "%load_ext ddp_course\nfrom ddp_course.lab import compare, show, simulate, theory\n"
+        "from ddp_course import stage3_paramserver, stage4_ring\nguess = "
+        "show.predict('how many?', [1, 2, 4])\nguess"
+    ),
+    "ring": "show.widgets.ring_stepper(4)",
+    "figure": "show.bars({'a': 1.0, 'b': 2.0}, 'ms', 'Twice as long')",
+    "alpha beta": "show.widgets.alpha_beta_explorer()",
+    "buckets": (
+        "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\nnetwork ="
+        " simulate.Network(theory.Costs.of_link(2e8,"
+        " 3e-4))\nshow.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0},"
+        " (0.06, 0.25, 0.5))"
+    ),
+    "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
+    "source": "show.source(stage4_ring.ring_all_reduce)",
+    "table": (
+        "from types import SimpleNamespace as some\nstage = some(label='3 parameter server',"
+        " step_ms=239.04, ideal_ms=250.8, speed_up=1.36, communication_ms=154.9,"
+        " bytes_sent_max=1057104, messages_max=6, last_loss=.0968, max_abs_diff_vs_single=9.9e-7)"
+        "\ncompare.table(some(stages=[stage]))"
+    ),
+    "ranks": "%%ranks 2\nprint(rank + 42)",
+}
+EXPLORERS = ("ring", "alpha beta", "buckets")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """`ddp-course lab` in the dark, with a notebook of widgets beside the lessons, and a bare PATH.
+
+    Yields its address and its folder, and ends it with everything that it started.
+    """
+    folder = tmp_path_factory.mktemp("lab")
+    cells = [
+        nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), "guess.reveal('2.1', 2)"]
+    ]
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=cells,
+            metadata={
+                "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+            },
+        ),
+        folder / "widgets.ipynb",
+    )
+    choose_theme(folder, "Dark")
+    log = (folder / "log").open("w+")
+    environ = {
+        **os.environ,
+        "PATH": "/usr/bin:/bin",
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+    }
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "ddp_course.lab.cli",
+            "lab",
+            folder,
+            "--",
+            "--no-browser",
+            "--port=0",
+            "--ServerApp.port_retries=0",
+        ],
+        stdout=log,
+        stderr=log,
+        env=environ,
+        start_new_session=True,
+    )
+    try:
+        yield address(process, folder / "log"), folder
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.close()
+
+
+def choose_theme(folder, theme):
+    """The theme of JupyterLab's next page."""
+    where = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "themes.jupyterlab-settings").write_text(f'{{"theme": "JupyterLab {theme}"}}')
+
+
+def address(process, log):
+    """Wait for the server to print where it opens."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        match = re.search(r"(http://127\.0\.0\.1:\d+/lab\S*)\?token=(\w+)", log.read_text())
+        if match:
+            return f"{match[1]}?reset&token={match[2]}"
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
+
+
+@pytest.mark.browser
+def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_knows_the_commands(
+    lab,
+):
+    url, folder = lab
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(url)
+        page.get_by_role("heading", name="Start here").wait_for(timeout=90_000)
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        assert page.locator(".jp-Notebook .jp-OutputArea-output").count() == 0
+        assert page.locator(".jp-Dialog, .Toastify__toast").count() == 0
+        page.get_by_role("menuitem", name="File", exact=True).first.click()
+        page.get_by_text("New", exact=True).last.hover()
+        page.get_by_text("Terminal", exact=True).last.click()
+        page.locator(".jp-Terminal .xterm-screen").click(timeout=60_000)
+        page.keyboard.type(
+            "(pwd; command -v ddp-course; command -v torchrun) > terminal.tmp; mv terminal.tmp"
+            " seen\n"
+        )
+        deadline = time.monotonic() + 60
+        while not (folder / "seen").exists():
+            assert time.monotonic() < deadline, (
+                "the terminal does not start in the learner's folder"
+            )
+            page.wait_for_timeout(100)
+        tabs = folder / ".jupyter" / "workspaces"
+        while not any(tabs.glob("*")):
+            assert time.monotonic() < deadline, "the tabs of this copy are not kept in it"
+            page.wait_for_timeout(100)
+    where, *commands = (folder / "seen").read_text().split()
+    assert where == str(folder) and [os.path.basename(path) for path in commands] == [
+        "ddp-course",
+        "torchrun",
+    ]
+
+
+@pytest.mark.browser
+def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(lab[0].replace("notebooks/00_start_here", "widgets"))
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+        run_all(page)
+        assert (
+            page.locator(
+                ".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']"
+            ).count()
+            == 0
+        )
+        cells = dict(zip(CELLS, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=False))
+        is_legible(cells["diff"], cells["table"])
+        cells["ranks"].scroll_into_view_if_needed()
+        cells["ranks"].get_by_text("[rank 1] 43").wait_for()
+        has_names(cells)
+        cells["ranks"].locator(".cm-content").click()
+        page.keyboard.press("Control+s")
+        page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
+        for name in EXPLORERS:
+            drag_every_slider(page, cells[name], name)
+        explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
+        choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
+
+
+def has_names(cells):
+    """A screen reader has a name for every figure, slider, player and choice."""
+    for cell, role, name in (
+        ("figure", "img", "Twice as long (measured)"),
+        ("ring", "img", re.compile("after step .* chunks complete")),
+        ("ring", "slider", "ranks K"),
+        ("ring", "slider", "step"),
+        ("ring", "button", "play"),
+        ("ring", "button", "stop"),
+        ("alpha beta", "slider", "bandwidth"),
+        ("buckets", "slider", "bucket cap (MiB)"),
+        ("predict", "radiogroup", "how many?"),
+    ):
+        cells[cell].get_by_role(role, name=name, exact=True).first.wait_for(timeout=20_000)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, theme):
+    """After the test above, which has run and saved the notebook."""
+    url, folder = lab
+    choose_theme(folder, theme)
+    with running_browser() as browser, fresh_page(browser, width=390) as page:
+        page.goto(url.replace("notebooks/00_start_here", "widgets"))
+        cells = page.locator(".jp-Notebook .jp-CodeCell")
+        explorer = cells.nth([*CELLS].index("alpha beta"))
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        image = explorer.locator("img")
+        image.wait_for(timeout=90_000)
+        assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
+        inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
+        assert inverted == (theme == "Dark")
+        block = cells.nth([*CELLS].index("source")).locator(".jp-RenderedHTMLCommon > div")
+        inverted = "invert" in block.evaluate("block => getComputedStyle(block).filter")
+        assert inverted == (theme == "Dark")
+        for row in explorer.locator(".widget-inline-hbox:has(.noUi-target)").all():
+            label = row.locator(".widget-label")
+            assert label.evaluate("label => getComputedStyle(label).textAlign") == "left"
+            title = label.bounding_box()
+            track = row.locator(".noUi-target").bounding_box()
+            assert title["y"] + title["height"] <= track["y"] + 4 and track["width"] > 150
+        assert page.locator(".jp-FileBrowser").is_hidden(), "the list of files leaves no room"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        table = cells.nth([*CELLS].index("table")).locator(".jp-RenderedHTMLCommon").last
+        assert table.evaluate("table => getComputedStyle(table).overflowX") == "auto"
+        for cell in cells.all():
+            cell.scroll_into_view_if_needed()
+            for output in cell.locator(".jp-OutputArea-output").all():
+                assert output.evaluate(PALE) == []  # JupyterLab's own colours of code are its own
+
+
+@pytest.mark.browser
+def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab):
+    """After the tests above: the notebook is saved with its widgets."""
+    url, _ = lab
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(url.replace("notebooks/00_start_here", "widgets"))
+        explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)  # its kernel still runs
+        page.evaluate(RESTART)
+        page.reload()
+        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.locator("img").wait_for(timeout=90_000)
+        explorer.locator(".noUi-handle").first.wait_for(state="hidden", timeout=30_000)
+        assert explorer.locator("img").evaluate("image => image.naturalWidth") > 200
+        box = explorer.locator(".jp-OutputArea-output > .widget-vbox")
+        said = box.evaluate("box => getComputedStyle(box, '::after').content")
+        assert "Run the cells down to this one again" in said
+
+
+RESTART = """async () => {
+  const kernels = await (await fetch("/api/kernels")).json();
+  const token = document.cookie.match(/_xsrf=([^;]+)/)[1];
+  for (const {id} of kernels) {
+    await fetch(`/api/kernels/${id}/restart`, {method: "POST", headers: {"X-XSRFToken": token}});
+  }
+}"""
+
+
+def is_legible(diff, table):
+    """The words of a diff are light on dark, a row of the table is one line, and no code goes
+    beyond the edge.
+    """
+    colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
+    assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
+    assert max(row.bounding_box()["height"] for row in table.locator("tbody tr").all()) < 35
+    assert table.locator(".cm-scroller").evaluate(
+        "code => code.scrollWidth <= code.clientWidth + 1"
+    )
+
+
+def explorers_answer_their_questions(page, alpha_beta, buckets):
+    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the
+    largest.
+    """
+    fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
+    assert {"ring", "ring, halving-doubling"} <= set(fastest)
+    steps = [float(re.search(r"step ([\d.]+) ms", text)[1]) for text in texts(page, buckets, 0)]
+    assert min(steps) < min(steps[0], steps[-1])
+
+
+def texts(page, cell, index):
+    """What an explorer says for each setting of a slider, from the lowest to the highest."""
+    handle = cell.locator(".noUi-handle").nth(index)
+    said = []
+    readout = cell.locator(".widget-readout").nth(index)
+    message = cell.locator(".widget-html-content").last
+    handle.focus()
+    for key in ["Home"] + ["ArrowRight"] * 9:
+        value = readout.inner_text()
+        text = message.inner_text()
+        page.keyboard.press(key)
+        page.wait_for_timeout(1500)
+        moved = readout.inner_text() != value
+        if moved:  # The kernel draws the figure and then sends what it says.
+            changed = "([message, text]) => message.innerText !== text"
+            page.wait_for_function(changed, arg=[message.element_handle(), text], timeout=30_000)
+        if moved or key == "Home":
+            said.append(message.inner_text().replace("\n", " "))
+    return said
+
+
+def run_all(page):
+    # Before the kernel is idle, nothing is run.
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+    page.get_by_role("menuitem", name="Run", exact=True).first.click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_function(
+        "n => document.querySelectorAll('.jp-Notebook .jp-OutputArea-output img').length >= n",
+        arg=len(EXPLORERS),
+        timeout=90_000,
+    )
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.jp-Notebook .jp-CodeCell')].every("
+        "cell => /\\[\\d+\\]/.test(cell.querySelector('.jp-InputPrompt').textContent))",
+        timeout=90_000,
+    )
+
+
+def drag_every_slider(page, cell, name):
+    """Drag each handle with the mouse, and wait for another picture."""
+    cell.scroll_into_view_if_needed()
+    handles = cell.locator(".noUi-handle")
+    assert handles.count() >= 1, name
+    for index in reversed(range(handles.count())):
+        before = cell.locator("img").get_attribute("src")
+        # The page may still move between the look and the grasp.
+        for last in (False, False, False, True):
+            track = settled(cell.locator(".noUi-target").nth(index))
+            assert track["width"] >= 300, "too short to drag"
+            drag(page, settled(handles.nth(index)), track)
+            late = nullcontext() if last else suppress(NotInTime)
+            with late:
+                changed = "([cell, before]) => cell.querySelector('img').src !== before"
+                page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=30_000)
+                break
+        assert cell.locator("img").bounding_box()["width"] > 200
+
+
+def drag(page, handle, track):
+    """Drag a handle to the other half of its track."""
+    middle = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
+    to_the_left = middle[0] > track["x"] + track["width"] / 2
+    share = 0.1 if to_the_left else 0.9
+    page.mouse.move(*middle)
+    page.mouse.down()
+    page.mouse.move(track["x"] + share * track["width"], middle[1], steps=4)
+    page.mouse.up()
+
+
+def settled(element):
+    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
+    above get drawn.
+    """
+    box = element.bounding_box()
+    since = time.monotonic()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < since + 0.3:
+        assert time.monotonic() < deadline, "the page does not come to rest"
+        time.sleep(0.03)
+        now = element.bounding_box()
+        if now != box:
+            box = now
+            since = time.monotonic()
+    return box
+
+
+def choose_and_reveal(page, cells):
+    """Choose an answer in the prediction recorder, and see that the last cell knows it."""
+    choices = cells.nth(0).locator("input[type=radio]")
+    choices.nth(1).click()
+    page.wait_for_function("() => document.querySelector('.widget-radio-box input').name")
+    page.keyboard.press("ArrowDown")
+    last = cells.nth(len(CELLS))
+    last.scroll_into_view_if_needed()
+    last.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    last.get_by_text("your guess: 2; measured: 2.1").wait_for(timeout=20_000)

@@ -1,0 +1,91 @@
+"""Launches from a plain script: faults, results, prints, interrupts, and nothing left behind."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_faults import FAULTS, HEADER
+
+SCRIPT_END = """
+def attempt(name, source, world_size):
+    begin = time.monotonic()
+    try:
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        exec(compile(source, name, "exec"), globals())
+        error = ("none", "")
+    except BaseException as raised:
+        error = (type(raised).__name__, str(raised))
+    print(json.dumps([name, world_size, *error, time.monotonic() - begin]), flush=True)
+"""
+
+
+def run_script(source, folder, *arguments, timeout=120):
+    """Run `source` as a script of its own; returns the finished process."""
+    script = Path(folder) / "script.py"
+    script.write_text(source)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def faults_in_a_script(folder, world_sizes, start):
+    """What a script got for every fault at each world size, and how long an empty launch takes
+    right now.
+    """
+    lines = [
+        "import json, linecache",
+        HEADER,
+        f"os.environ['MANYRANKS_START'] = {start!r}",
+        SCRIPT_END,
+    ]
+    lines += [
+        "launch(lambda: None)",
+        *(f"attempt('empty', 'launch(lambda: None, world_size={k})', {k})" for k in world_sizes),
+    ]
+    lines += [f"attempt({f.name!r}, {f.cell(k)!r}, {k})" for f in FAULTS for k in world_sizes]
+    ended = run_script("\n".join(lines), folder, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    parsed = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('["')]
+    return {(name, world_size): outcome for name, world_size, *outcome in parsed}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """All faults with ranks that the server forks."""
+    return faults_in_a_script(tmp_path_factory.mktemp("faults"), (3,), "fork")
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    """All faults with ranks that are started anew."""
+    return faults_in_a_script(tmp_path_factory.mktemp("faults"), (2,), "spawn")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_in_a_script(forked, fault):
+    check(forked, fault, 3)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_without_forks(spawned, fault):
+    check(spawned, fault, 2)
+    assert "launching/server.py" not in spawned[fault.name, 2][1], (
+        "our own frames bury the learner's"
+    )
+
+
+def check(outcomes, fault, world_size):
+    """The right error, with the right words, in time."""
+    error, message, seconds = outcomes[fault.name, world_size]
+    assert error == fault.error, message
+    assert re.search(fault.pattern.replace("{culprit}", str(world_size - 1)), message), message
+    allowed = fault.timeout + 5 if fault.error == "LaunchTimeout" else 2
+    assert seconds < allowed + 5 * outcomes["empty", world_size][2]

@@ -1,0 +1,177 @@
+"""Emulated links: what they accept and refuse, how long a message takes, and that a link is a link
+both ways.
+"""
+
+import re
+import socket
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import stage3_paramserver, stage4_ring, wire
+from manyranks import launch, links
+from manyranks.errors import EmulationError
+from manyranks.hosts import virtual_hosts
+from manyranks.links import Link
+
+MODES = [
+    pytest.param(
+        "hosts",
+        marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here"),
+    ),
+    "virtual",
+]
+BANDWIDTH = "80Mbit"
+BYTES = 1 << 20
+MESSAGE_SECONDS = BYTES * 8 / 80e6  # 0.105
+FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
+
+
+# What is accepted and what is refused
+
+
+@pytest.mark.parametrize(
+    "option, values, words",
+    [
+        ("bandwidth", ["fast", "0Mbit", "900kbit", None], "bandwidth"),
+        ("latency", ["soon", "-1ms", None], "time|latency"),
+        ("hosts", [0, 1.5], "hosts"),
+        ("mode", ["x"], "unknown mode 'x'"),
+    ],
+)
+def test_what_is_refused(option, values, words):
+    for value in values:
+        with pytest.raises(EmulationError, match=words):
+            Link(**{"mode": "virtual", option: value})
+
+
+def test_more_hosts_than_ranks_and_nccl_are_refused():
+    with pytest.raises(EmulationError, match="5 hosts for 3 ranks"):
+        launch(dist.get_rank, world_size=3, device="cpu", link=Link(hosts=5))
+    with pytest.raises(EmulationError, match=r"NCCL has wires of its own: .*--device cpu"):
+        Link().check(2, "nccl")
+
+
+def test_time_is_virtual_unless_hosts_are_asked_for(monkeypatch):
+    monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: "AppArmor says no")
+    assert Link().mode == "virtual" and "virtual time" in str(Link())
+    assert links.available() == {"virtual": None, "hosts": "AppArmor says no"}
+    with pytest.raises(EmulationError, match=r"AppArmor says no.*virtual"):
+        Link(mode="hosts")
+
+
+@pytest.mark.parametrize("program, why", [("exec sleep 99", "timed"), (None, "No such file")])
+def test_an_attempt_that_fails_says_why(program, why, monkeypatch, tmp_path):
+    if program:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(virtual_hosts, "ATTEMPT_SECONDS", 3)
+    assert re.search(
+        rf"the attempt to build them failed \(.*{why}", virtual_hosts.forbidden_by.__wrapped__()
+    )
+
+
+def test_hosts_have_no_latency(monkeypatch):
+    monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: None)
+    with pytest.raises(EmulationError, match="they have no latency; virtual time has"):
+        Link(latency="5ms", mode="hosts")
+
+
+# Between real ranks
+
+
+def timed(function):
+    """Seconds from the moment all ranks are ready to the end on this rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def time_everything():
+    """Seconds of several ways to move BYTES bytes, on every rank."""
+    rank, _, left, right = wire.neighbours()
+    tensor, incoming = torch.zeros(2, BYTES // 4)
+
+    def to_all():
+        if rank == 0:
+            transfers = [wire.isend(tensor, peer) for peer in wire.others(0)]
+        else:
+            transfers = [wire.irecv(tensor, 0)]
+        for transfer in transfers:
+            transfer.wait()
+
+    return {
+        "to all": timed(to_all),
+        "exchange": timed(lambda: wire.exchange(tensor, right, incoming, left)),
+        "server": timed(lambda: stage3_paramserver.average_on_server([tensor])),
+        "whole": timed(lambda: stage4_ring.whole_gradient_ring(tensor)),
+        "ring": timed(lambda: stage4_ring.ring_all_reduce(tensor)),
+        "torch": timed(lambda: dist.all_reduce(tensor)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_everything_takes_as_long_as_the_formula(mode, world_size):
+    """Exactly in virtual time; over real sockets at least as long."""
+    steps = world_size - 1
+    expected = {"to all": steps, "exchange": 1, "server": 2 * steps, "whole": steps}
+    expected |= {"ring": 2 * steps / world_size, "torch": 2 * steps / world_size}
+    link = Link(BANDWIDTH, mode=mode)
+    ranks = launch(time_everything, world_size=world_size, device="cpu", link=link)
+    for name, least in expected.items():
+        slowest = max(rank[name] for rank in ranks) / MESSAGE_SECONDS
+        if mode == "hosts":
+            assert slowest >= FASTER * least, name
+        else:
+            assert slowest == pytest.approx(least, rel=1e-5), name  # thirds of a tensor differ
+
+
+def to_and_fro():
+    """Seconds of a small message from rank 0 to rank 1 and back."""
+    small = torch.zeros(1)
+    first, second = [(wire.send, wire.recv), (wire.recv, wire.send)][dist.get_rank()]
+    peer = 1 - dist.get_rank()
+    return timed(lambda: (first(small, peer), second(small, peer)))
+
+
+def test_latency_counts_once_each_way():
+    seconds = launch(to_and_fro, world_size=2, device="cpu", link=Link("100Mbit", "50ms"))
+    assert max(seconds) == pytest.approx(0.1 + 2 * 32 / 100e6, abs=1e-12)
+
+
+def two_hosts():
+    """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
+    rank = dist.get_rank()
+    tensor = torch.zeros(BYTES // 4)
+    between = []
+    for sender, receiver in ((0, 1), (1, 2), (2, 3)):
+        if rank == sender:
+            between.append(timed(partial(wire.send, tensor, receiver)))
+        elif rank == receiver:
+            between.append(timed(partial(wire.recv, tensor, sender)))
+        else:
+            between.append(timed(lambda: None))
+    return socket.gethostname(), between
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_of_one_host_reach_each_other_fast(mode):
+    ranks = launch(two_hosts, world_size=4, device="cpu", link=Link("16Mbit", hosts=2, mode=mode))
+    of_ranks = [seconds for _, seconds in ranks]
+    inside, across, inside_too = map(max, zip(*of_ranks, strict=True))
+    assert across >= FASTER * BYTES * 8 / 16e6
+    assert max(inside, inside_too) < 0.5 * across
+    names = [name for name, _ in ranks]
+    described = Link("16Mbit", mode=mode).describe()
+    assert (described["mode"], described["bandwidth_bits_s"]) == (mode, 16e6)
+    expected = [socket.gethostname()] * 4
+    if mode == "hosts":
+        expected = ["host0", "host0", "host1", "host1"]
+    assert names == expected

@@ -1,0 +1,114 @@
+"""The script that the course hands out is free of the usual mistakes; each of them, planted, is
+found.
+"""
+
+import inspect
+
+import pytest
+
+from ddp_course import script
+from ddp_course.lab import cli
+from manyranks.auditing import audit
+
+SOURCE = inspect.getsource(script)
+MISTAKES = {
+    "no DistributedSampler": ("sampler=sampler)", "shuffle=True)"),
+    "set_epoch is not called": ("        sampler.set_epoch(epoch)\n", ""),
+    "weights differ": ("cross_entropy(parallel(", "cross_entropy(model("),
+    "all write": ("if dist.get_rank() == 0:", "if True:"),
+    'begin with "module."': ("model.state_dict()", "parallel.state_dict()"),
+    "each worker yields all": (
+        "DataLoader(data, batch_size=32, sampler=sampler)",
+        'DataLoader(type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self:'
+        " (data[n] for n in sampler)})(), batch_size=32, num_workers=2)",
+    ),
+}
+
+
+def test_the_script_has_none_of_them():
+    assert audit(SOURCE) == []
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_planted_mistake_is_found_and_no_other(words):
+    right, wrong = MISTAKES[words]
+    assert SOURCE.count(right) == 1
+    messages = audit(SOURCE.replace(right, wrong))
+    assert len(messages) == 1 and words in messages[0], messages
+
+
+OWN_DATA = """
+class Own(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), float(index)), "y": torch.tensor(index % 2)}
+"""
+OWN_SCRIPT = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+dist.init_process_group("gloo")
+%s
+data = Own()
+%s
+model = torch.nn.Linear(4, 2)
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for batch in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(parallel(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+    for batch in DataLoader(data, batch_size=32):  # validation, on all ranks
+        model(batch["x"])
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "never-written.pt")
+"""
+BY_HAND = "loader = DataLoader(Subset(data, range(dist.get_rank(), 64, 2)), batch_size=8)"
+IN_ORDER = (
+    "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))"
+)
+SHUFFLED = (
+    "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=1)"
+)
+ALL = "loader = DataLoader(data, batch_size=8)"
+
+
+@pytest.mark.parametrize(
+    "loader, words",
+    [
+        (BY_HAND, None),
+        (IN_ORDER, None),
+        (SHUFFLED, "set_epoch is not called"),
+        (ALL, "no DistributedSampler"),
+    ],
+)
+def test_an_own_script_may_share_its_own_data_in_its_own_way(
+    loader, words, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OWN_SCRIPT % (OWN_DATA, loader))
+    assert cli.main(["audit", "train.py"]) == int(words is not None)
+    assert (words or "none of the six") in capsys.readouterr().out
+    assert not (tmp_path / "never-written.pt").exists()
+
+
+def test_what_was_not_seen_is_said():
+    messages = audit("model = None")
+    assert len(messages) == 2 and all(message.startswith("not seen") for message in messages)
+
+
+def test_a_path_in_the_temporary_folder_is_in_the_temporary_folder():
+    script = "import os, sys; assert os.path.isdir(os.path.dirname(sys.argv[1])), sys.argv"
+    assert len(audit(script, ["FOLDER/run.json"])) == 2
+
+
+@pytest.mark.parametrize("words", ["", "ours"])
+def test_torchrun_trains_with_it(words, tmp_path, capfd):
+    from ddp_course.lab import show
+
+    assert show.command(
+        f"torchrun --standalone --nproc-per-node=2 -m ddp_course.script {tmp_path} {words}"
+    ) == [0]
+    assert "epoch 2: loss" in capfd.readouterr().out and (tmp_path / "checkpoint.pt").exists()

@@ -1,0 +1,106 @@
+"""Ranks that joined a job of torchrun's: they end with it, and their store is for this machine
+alone.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from manyranks.errors import LaunchError
+from manyranks.joining import join
+
+JOINS_LATE = """
+import time
+time.sleep(3)  # as if torch were imported from a cold disk
+from manyranks.joining.join import join
+join("cpu")
+open("joined", "w").close()
+time.sleep(300)
+"""
+LISTENS = """
+import psutil
+from manyranks.joining.join import join
+join("cpu")
+connections = psutil.Process().net_connections()
+print("LISTENS", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
+"""
+
+
+def torchrun(folder, *program):
+    """The process of a torchrun with two ranks on this machine, and its environment."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *program,
+    ]
+    environ = {**os.environ, "TMPDIR": str(folder)}  # a killed torchrun cannot tidy up
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=folder
+    )
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere"
+)
+@pytest.mark.parametrize(
+    "program, seconds",
+    [
+        pytest.param("-m ddp_course.script runs", 0, marks=pytest.mark.slow),
+        ("-m ddp_course.train --steps 100000", 6),
+        ("late.py", 0),
+    ],
+    ids=["while they import", "in training", "before they ask for it"],
+)
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
+    (tmp_path / "late.py").write_text(JOINS_LATE)
+    job = torchrun(tmp_path, *program.split())
+    ranks = []
+    while len(ranks) < 2:
+        assert job.poll() is None, "torchrun ended"
+        ranks = psutil.Process(job.pid).children()
+    time.sleep(seconds)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    job.stdout.close()
+    for rank in alive:
+        rank.kill()
+    assert not alive
+    assert seconds or not (tmp_path / "joined").exists(), "it joined a job that had ended"
+
+
+def test_the_store_of_a_single_machine_is_not_reached_from_others(tmp_path):
+    (tmp_path / "listens.py").write_text(LISTENS)
+    printed, _ = torchrun(tmp_path, "listens.py").communicate(timeout=120)
+    # Two ranks print into one pipe, and their words may be mixed.
+    assert printed.count(b"LISTENS") == 2
+    assert re.findall(rb"\d+(?:\.\d+){3}|::", printed) == [b"127.0.0.1"] * 2, printed
+
+
+def test_two_steps_of_a_slurm_job_have_two_ports_and_do_not_join_each_other(monkeypatch):
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "123"}
+    ports = set()
+    for step in ("0", "1", "2"):
+        for restart in ("0", "1"):
+            place = {**task, "SLURM_STEP_ID": step, "SLURM_RESTART_COUNT": restart}
+            ports.add(join.from_slurm(place)["MASTER_PORT"])
+    assert len(ports) == 6
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_PORT", "20123")
+    for name, value in {**task, "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    join.check_step(store, 0)
+    join.check_step(store, 1)
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    with pytest.raises(LaunchError, match=r"20123 belongs to step 123\.0\.0 of Slurm"):
+        join.check_step(store, 1)
