@@ -23,7 +23,12 @@ LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
 # Lines of a cell: half of all cells of a lesson have so many at most, 7.5 in the other lessons.
-MEDIAN = {"06_complete_ddp": 11, "07_sharding": 15.5, "11_when_things_fail": 12}
+MEDIAN = {
+    "05_bucketed_ddp": 10,
+    "06_complete_ddp": 11,
+    "07_sharding": 15.5,
+    "11_when_things_fail": 12,
+}
 # Lines of the longest cell, 20 in the other lessons: the core of DDP, a class, stands in one cell.
 LONGEST = {"06_complete_ddp": 24, "07_sharding": 21, "13_predict_before_you_buy": 21}
 
@@ -120,6 +125,45 @@ SMALLER |= {path: pytest.mark.slow for path in LESSONS if path.stem == "04_ring_
 def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
     nbformat.write(altered(read(path), 2), tmp_path / path.name)
     done = run_nbval([path.name], tmp_path, without_namespaces=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+PLAN = re.compile(r"^\| [^|]*\| (\d\d) \| (\*.*) \|$", re.MULTILINE)
+PLANNED = sorted(set(PLAN.findall((ROOT / "docs" / "WORKSHOP.md").read_text("utf-8"))))
+
+
+def planned(notebook, sections):
+    """A lesson as a plan of the workshop runs it: its imports, and the cells of `sections`, such as
+    "*Predict* to *Plot*, then *Count*".
+    """
+    headings = {}
+    for position, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            for heading in re.findall(r"^## (.+)$", cell.source, re.MULTILINE):
+                headings[heading] = position
+    begins = [*headings.values(), len(notebook.cells)]
+    kept = [code(notebook)[0]]
+    for first, last in re.findall(r"\*([^*]+)\*(?: to \*([^*]+)\*)?", sections):
+        end = begins[begins.index(headings[last or first]) + 1]
+        kept += notebook.cells[headings[first] : end]
+    notebook.cells = kept
+    return notebook
+
+
+def test_the_plans_of_the_workshop_name_lessons_and_sections():
+    assert {number for number, _ in PLANNED} >= {"00", "02", "03", "04", "05", "06"}
+    for number, sections in PLANNED:
+        [path] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        assert len(code(planned(read(path), sections))) > 3, (number, sections)
+
+
+@pytest.mark.slow
+@pytest.mark.lessons
+@pytest.mark.parametrize(("number", "sections"), PLANNED)
+def test_a_plan_of_the_workshop_needs_no_section_that_it_skips(number, sections, tmp_path):
+    [path] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    nbformat.write(planned(read(path), sections), tmp_path / path.name)
+    done = run_nbval([path.name], tmp_path)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
@@ -250,7 +294,7 @@ def test_lesson_has_its_parts(path):
 
 def test_every_claim_is_decided_in_one_lesson():
     decided = claims.decided()
-    assert [claim.number for claim in decided] == list(range(1, 21))
+    assert [claim.number for claim in decided] == list(range(1, 22))
     verdicts = {claim.verdict.split(" if ")[0].split(" up to ")[0] for claim in decided}
     assert verdicts == {"holds", "holds only", "false"}
 

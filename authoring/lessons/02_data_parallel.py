@@ -103,7 +103,7 @@ claims.decide(
 
 # %% [markdown]
 r"""
-This was one of the course's twenty *claims*: sentences that one reads about distributed training, each put to the test where
+This was one of the course's *claims*: sentences that one reads about distributed training, each put to the test where
 it belongs, and numbered as in the list that `ddp-course claims` prints. The cell decides under each condition, prints the
 verdict, and says why.
 

@@ -2,9 +2,9 @@
 r"""
 # 4 · Ring all-reduce
 
-The server's link was the bottleneck, and all other links were idle most of the time. So take the server away. Put
-the ranks in a circle, let everyone send to the right and receive from the left, all at the same time. After this
-lesson you average large gradients in a time that hardly depends on the number of ranks.
+The server's link was the bottleneck, and all other links were idle most of the time. So we take the server away. We put
+the ranks in a circle, and every rank sends to the right and receives from the left, all at the same time. After this
+lesson you can average large gradients in a time that hardly depends on the number of ranks.
 
 An operation after which every rank has the sum over all ranks is an **all-reduce**.
 
@@ -14,7 +14,7 @@ An operation after which every rank has the sum over all ranks is an **all-reduc
 - say after each step which rank holds which sum,
 - count the bytes, measure the time, and say when the ring is *not* the best choice.
 
-*40 minutes, under a minute of computing.*
+*45 minutes, one of them computing.*
 """
 
 # %% imports
@@ -37,29 +37,36 @@ r"""
 
 ## First try: pass on whole gradients
 
-Each rank keeps a running sum. In each of K-1 rounds it passes on what it received last, and adds what comes in.
-The picture shows which ranks' gradients each one has added up after the first round; the arrows are the messages
-of the next.
+Each rank keeps a running sum. In each of K-1 rounds it passes on what it received last, and adds what comes in to its sum.
+The picture shows which ranks' gradients each rank has added up after the first round. The arrows are the messages of the
+next round.
 
 ![Four ranks, each with its own gradient and that of its left neighbour added up; arrows to the right are the next messages, and rank 3 sends to rank 0](../docs/figures/ring_whole.svg)
 """
 
+# %% [markdown]
+r"""
+Write it before you open the next line. `wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
+`wire.exchange(outgoing, right, incoming, left)` sends one tensor while it receives another. A copy, an empty tensor and a loop
+of three lines are enough. What must leave in the first round, and what in all others?
+"""
+
 # %% source-whole
-show.source(whole_gradient_ring)
+show.source(whole_gradient_ring, click="Write it first, then open: the ring of whole gradients")
 
 # %% [markdown]
 r"""
-No rank is a bottleneck any more. Each sends p bytes K-1 times: $T = (K-1)\,p/b$. That is half of the server's time, but
+No rank is a bottleneck any more. Each rank sends p bytes K-1 times: $T = (K-1)\,p/b$. This is half of the server's time, but
 it still grows with K.
 
 ## Second try: chunks
 
-Cut the gradient into K **chunks**. Then every rank can send *another* chunk at the same time, and nobody has to send
+Cut the gradient into K **chunks**. Then all ranks can send at the same time, each a different chunk, and no rank has to send
 everything.
 
-1. **Reduce-scatter**, K-1 steps: pass a chunk on, and the receiver adds its own part. At the end each rank holds
-   one chunk that is finished: the sum over all ranks. (Many articles write scatter-reduce.)
-2. **Allgather**, K-1 steps: pass the finished chunks on until all have all.
+1. **Reduce-scatter** takes K-1 steps. In each step a rank passes a chunk on, and the receiver adds its own part. At the end
+   each rank holds one chunk that is finished: it is the sum over all ranks. (Many articles write scatter-reduce.)
+2. **Allgather** takes K-1 steps. The finished chunks are passed on until every rank has all of them.
 
 ## Predict
 """
@@ -75,8 +82,8 @@ guess
 r"""
 ## Step through it
 
-Move the slider. A stripe is one rank's contribution; a chunk with all stripes and a black frame is finished. Watch
-which chunk each rank sends (arrows), and where the finished ones are after K-1 steps.
+Move the slider. A stripe is one rank's contribution. A chunk with all stripes and a black frame is finished. Watch
+which chunk each rank sends (the arrows), and where the finished chunks are after K-1 steps.
 """
 
 # %% stepper
@@ -84,8 +91,8 @@ show.widgets.ring_stepper(K)
 
 # %% [markdown]
 r"""
-The moment between the two phases, as a plain figure: every rank has finished exactly one chunk. Rank r owns
-chunk r+1, not chunk r; the last rank owns chunk 0. (The arrow that leaves on the right comes in on the left.) Many homemade rings get this index wrong.
+This is the moment between the two phases: every rank has finished exactly one chunk. Rank r owns chunk r+1, not chunk r, and
+the last rank owns chunk 0. (The arrow that leaves on the right comes in on the left.) Many homemade rings get this index wrong.
 """
 
 # %% half-way
@@ -93,10 +100,10 @@ show.sketches.ring_step(K, step=K - 1)
 
 # %% [markdown]
 r"""
-And the code, in which `wire.exchange` sends to the right while it receives from the left. Tasks 4.1 to 4.4 of
-[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look. Here is the first. In
-step 0 of reduce-scatter, rank r sends chunk r to its right neighbour; in every later step it sends on the chunk that has just
-come in from the left.
+Now the code, in which `wire.exchange` sends to the right while it receives from the left. Tasks 4.1 to 4.4 of
+[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, and you learn more if you write it before you look. Here is
+the first task. In step 0 of reduce-scatter, rank r sends chunk r to its right neighbour. In every later step it passes on the
+chunk that has just come in from the left.
 """
 
 # %% task-4-1
@@ -115,8 +122,8 @@ show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
 r"""
 ## Run
 
-Does it add up? Every rank brings other numbers, in a length that K does not divide, and the result is compared with
-torch's own all-reduce, on every rank. The numbers are whole, so that no rounding can hide a mistake.
+Does the ring add up correctly? Every rank brings different numbers, in a tensor whose length K does not divide. The result is
+compared with torch's own all-reduce, on every rank. The numbers are integers, so that no rounding can hide a mistake.
 """
 
 
@@ -140,10 +147,10 @@ print("the ring's sums are torch's sums, on every rank")
 r"""
 ## Right today, and in every order?
 
-Here is a ring whose author was in a hurry: it sends finished chunks around, and nobody waits until they have left. On your
-machine that is no matter, because they have left long before the next backward pass writes into the gradient. Would it matter on a network that is slow, or busy?
-One run tells: `every_order` holds all messages back for as long as they may travel, and
-looks at every operation that touches their memory meanwhile.
+Here is a ring whose author was in a hurry: it sends finished chunks around, and no rank waits until its chunks have left. On
+your machine this does no harm, because the chunks have left long before the next backward pass writes into the gradient. Would
+it do harm on a network that is slow, or busy? One run tells: `every_order` holds all messages back for as long as they may
+travel, and looks at every operation that touches their memory meanwhile.
 """
 
 
@@ -173,11 +180,12 @@ print(every_order(sums, ring_all_reduce))
 
 # %% [markdown]
 r"""
-The drawing shows three ranks, each with its last six messages: a bar from the moment a message is begun to its wait,
-green for received, blue for sent. Hatched is what nobody has
-waited for, the cross is where rank 0 touches it (the others would, too; the first find is shown), and both lines stand below. (A sleep takes no time in this drawing.)
-Wait for what is leaving, as `wire.exchange` does, and the ring is right in every order. The checks of exercise 4 try
-yours in the same way; [EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
+The drawing shows three ranks, each with its last six messages. A bar begins when its message begins, and ends where the rank
+waits for it; green messages are received, blue ones are sent. A hatched bar is a message for which nobody has waited. The cross is
+the moment at which rank 0 touches this message's memory, and both lines of code are printed below. (The other ranks would touch
+theirs, too; only the first find is shown. A sleep takes no time in this drawing.) If the ring waits for what is leaving, as
+`wire.exchange` does, it is right in every order. The checks of exercise 4 try your ring in the same way.
+[EVERY_ORDER.md](../docs/EVERY_ORDER.md) says why one run is enough, and when it is not.
 
 ## Count
 
@@ -225,7 +233,9 @@ guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 r"""
 ## Plot
 
-The experiment of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are virtual time, lines are
+(If you guessed 3 p: the ring of whole gradients sends that much. A chunk has only p/4 bytes, and each rank sends six of them.)
+
+This is the experiment of lesson 03 once more, now with all three ways, on links of 200 Mbit/s. Points are virtual time, lines are
 the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b. Before you look: server and whole-gradient ring both *send* 3 p on four
 ranks. Do they take equally long?
 """
@@ -265,8 +275,8 @@ print("on 4 ranks the ring is the fastest, the server the slowest, and the ring'
 
 # %% [markdown]
 r"""
-They do not. The server also *receives* 3 p, and only then sends; on the ring each rank sends and receives at the same
-time.
+The server takes twice as long as the whole-gradient ring. It first *receives* 3 p, and only then it sends. On the ring each
+rank sends and receives at the same time.
 
 ## The other half of the truth: latency
 
@@ -275,11 +285,11 @@ Each message also has a fixed cost, the **latency** α: the time before its firs
 
 $$T = 2(K-1)\,\alpha + 2\,\frac{K-1}{K}\,\frac pb$$
 
-For a long message most of the time is the second term. For a short one it is the first, which grows with K. On a DGX A100,
-one ring of NCCL needed 10, 17 and 34 µs on 2, 4 and 8 GPUs for messages of at most 128 *bytes*, so small that only the 2, 6
-and 14 latencies count: about 6 µs once, and 2 µs for each (measured by a user,
-[NVIDIA/nccl-tests, issue 123](https://github.com/NVIDIA/nccl-tests/issues/123)). Choose link and ranks and see which
-algorithm is the fastest for which size. Compare 8 ranks with 6 and 12: one algorithm wants a power of two.
+For a long message most of the time is the second term. For a short message it is the first term, which grows with K. On a DGX
+A100, one ring of NCCL needed 10, 17 and 34 µs on 2, 4 and 8 GPUs for messages of at most 128 *bytes*. They are so small that only
+the 2, 6 and 14 latencies count: about 2 µs for each, and 6 µs once (measured by a user,
+[NVIDIA/nccl-tests, issue 123](https://github.com/NVIDIA/nccl-tests/issues/123)). Choose a link and a number of ranks, and see which
+algorithm is the fastest for which size. Compare 8 ranks with 6 and 12: one of the algorithms needs a power of two.
 """
 
 # %% explorer
@@ -306,14 +316,16 @@ claims.decide(
 # %% [markdown]
 r"""
 The other algorithms in the explorer are in `ddp_course/collectives/`. All have the ring's signature and give the
-same sums. A **tree** adds up in log₂ K rounds and sends the result back down: few messages, but whole ones.
-**Halving and doubling** exchanges smaller and smaller halves with partners farther and farther away: few messages *and*
-few bytes, at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring on 32 servers.
+same sums. A **tree** adds up in log₂ K rounds and sends the result back down. It needs few messages, but each of them has all
+p bytes. **Halving and doubling** exchanges smaller and smaller halves with partners farther and farther away. It needs few
+messages *and* few bytes, and is at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring
+on 32 servers.
 
-So why is the ring used everywhere? Because the explorer leaves things out. A ring fits any number of ranks and can follow
-the wiring. Halving and doubling wants a power of two of ranks, and of ranks per host too: then its largest halves stay
-inside the host, and only small ones leave it. If not, the ranks of a host send large halves over the one cable that they
-share, and wait for each other. Here both run, with a cable for each rank and with hosts whose ranks share one:
+Then why is the ring used everywhere? The explorer leaves things out. A ring fits any number of ranks and can follow
+the wiring. Halving and doubling needs a power of two of ranks, and of ranks per host too: then its largest halves stay
+inside the host, and only small ones leave it. Otherwise the ranks of a host send large halves over the one cable that they
+share, and wait for each other. Here both algorithms run, with a cable for each rank, and with hosts whose ranks share one. Each
+pair of bars is one case:
 """
 
 # %% contended
@@ -333,13 +345,15 @@ for name, way in rivals.items():
 ring, other = taken.values()
 
 # %% contended-figure
-longest = max(ring.values())
-shortest_other = min(other.values())
-longest_other = max(other.values())
+pairs = {}
+for (ring_label, ring_ms), (other_label, other_ms) in zip(ring.items(), other.items()):
+    pairs[ring_label] = ring_ms
+    pairs[other_label] = other_ms
+ratios = [other_ms / ring_ms for ring_ms, other_ms in zip(ring.values(), other.values())]
 show.bars(
-    ring | other,
+    pairs,
     "time for 4 MiB (ms)",
-    f"The ring takes at most {longest:.0f} ms, halving-doubling {shortest_other:.0f} to {longest_other:.0f} ms",
+    f"Halving-doubling takes {min(ratios):.1f} to {max(ratios):.1f} times the ring's time",
     colours=dict.fromkeys(other, "#CC79A7"),
     form="{:.0f}",
     kind="virtual time",
@@ -348,15 +362,14 @@ show.bars(
 
 # %% check-contended
 # NBVAL_CHECK_OUTPUT
-ratios = [other_ms / ring_ms for ring_ms, other_ms in zip(ring.values(), other.values())]
 eight, on_two, on_three, six = ratios
 assert 0.95 < eight < 1.05 and on_two < 0.6 and on_three > 1.5 and six > 1.5, ratios
 print("8 ranks: halving-doubling is as fast as the ring, and faster on 2 hosts of 4; slower on 3 hosts, and with 6 ranks")
 
 # %% [markdown]
 r"""
-A second thing that the formula leaves out: a ring works in segments and adds one up while the next arrives
-(*pipelining*); halving and doubling has to finish each exchange before the next.
+The formula leaves out a second thing. A ring can work in segments and add one up while the next arrives (*pipelining*). Halving
+and doubling has to finish each exchange before the next one begins.
 
 ## Claims: what others call a ring, and whose replicas stay equal
 
@@ -383,8 +396,9 @@ claims.decide(
 
 # %% [markdown]
 r"""
-There is a second difference. Floating-point sums depend on the order of their terms. In the whole-gradient ring
-each rank adds in an order of its own; in the chunked ring each chunk is finished on *one* rank and copied from there.
+The two rings differ in one more way. Floating-point sums depend on the order of their terms. In the whole-gradient ring
+each rank adds in an order of its own. In the chunked ring each chunk is finished on *one* rank and copied from that rank to all
+others.
 """
 
 
@@ -408,7 +422,7 @@ print("chunked ring: the same bits on all ranks; whole-gradient ring: not")
 
 # %% [markdown]
 r"""
-Replicas that differ in the last bit drift apart over thousands of steps. With the chunked ring they never do.
+Replicas that differ in the last bit drift apart over thousands of steps. With the chunked ring they stay equal.
 
 The post that made the ring known in deep learning describes the one with chunks: Andrew Gibiansky, ["Bringing HPC
 Techniques to Deep Learning"](https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/), Baidu Research, 2017.
@@ -416,7 +430,7 @@ The algorithm is by Patarasuk and Yuan (2009); Horovod (Sergeev and Del Balso, 2
 
 ## What changed
 
-In the training loop: only which sum it calls. In the iteration: only the box between backward and update.
+In the training loop, only the sum that it calls has changed. In the iteration, only the box between backward and update is new.
 
 ![As with the server, but the gradients are averaged on a ring: each of three ranks sends chunks to its right neighbour, all at the same time, after the backward pass](../docs/figures/iteration_04.svg)
 
@@ -429,7 +443,7 @@ show.diff(stage3_paramserver.train, stage4_ring.train)
 # %% [markdown]
 r"""
 `batches` is anything that yields pairs. People's scripts have a `DataLoader`, and a `DistributedSampler` that deals the samples out
-and must be told the epoch. With these two the ring trains like this:
+and must be told the epoch. With these two the ring trains as follows:
 """
 
 
@@ -461,9 +475,9 @@ print("the loss has more than halved, and all ranks have one model that is right
 r"""
 ## On your GPUs
 
-Server and ring on the devices of this machine, in real time. Beside them the all-reduce of the backend, on as many bytes: NCCL
-on GPUs, gloo on the processor. It is written in C++ and needs no Python between two messages. With two ranks server
-and ring send the same bytes; where the ring wins, it is because it sends while it receives. Where the ranks share a
+Server and ring run on the devices of this machine, in real time. Beside them runs the all-reduce of the backend, on as many
+bytes: NCCL on GPUs, gloo on the processor. The backend is written in C++ and needs no Python between two messages. With two ranks
+server and ring send the same bytes. If the ring wins, it wins because it sends while it receives. If the ranks share a
 processor, either may come out ahead.
 """
 
@@ -483,12 +497,12 @@ r"""
 ## What torch does
 
 `torch.distributed.all_reduce` leaves the choice to the backend. gloo uses a ring, cut into segments. NCCL chooses
-among ring, tree and others by message size and topology; on one machine with NVLink its rings run over all links
+among ring, tree and others by message size and topology. On one machine with NVLink its rings run over all links
 at once. Where this is in PyTorch: `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp` and `ProcessGroupNCCL.cpp`, which hand
 the call on to these libraries.
 
-The all-reduce is one of eight *collectives*; the later lessons use the others. Mind one difference: torch's
-`reduce_scatter`, as drawn here, leaves chunk r with rank r; our ring leaves it chunk r+1.
+The all-reduce is one of eight *collectives*, and the later lessons use the others. Mind one difference: torch's
+`reduce_scatter`, as drawn here, leaves chunk r on rank r, while our ring leaves chunk r+1 there.
 
 ![Broadcast, scatter, gather, allgather, reduce, reduce-scatter, all-reduce and all-to-all on four ranks: which chunks each rank has before and after](../docs/figures/collectives.svg)
 
@@ -506,7 +520,8 @@ The all-reduce is one of eight *collectives*; the later lessons use the others. 
 
 **1.** 1 GB of gradients, links of 10 Gbit/s. How long on 4 ranks, how long on 400?
 <details><summary>Answer</summary>
-2 · 3/4 · 1 GB / (1.25 GB/s) = 1.2 s, and 2 · 399/400 · 0.8 s = 1.6 s. To these come 6 latencies, and 798.
+On 4 ranks it takes 2 · 3/4 · 1 GB / (1.25 GB/s) = 1.2 s and 6 latencies. On 400 ranks it takes 2 · 399/400 · 0.8 s = 1.6 s
+and 798 latencies.
 </details>
 
 **2.** Why is a ring of K = 2 no better than passing whole gradients?
@@ -521,9 +536,9 @@ Everything passes through every link, so the ring runs at the slowest link's spe
 
 ## In three lines
 
-1. The chunked ring sends 2(K-1)/K p on every rank: 1.5 p on 4 ranks, counted to the byte; below 2 p for any K, derived.
-2. Its latencies, 2(K-1) of them, do grow with K: for small messages other algorithms win, on cables of their own.
-3. Each chunk is finished on one rank and copied from there, so replicas stay equal to the last bit.
+1. Every rank of the chunked ring sends 2(K-1)/K p: 1.5 p on 4 ranks (counted), and less than 2 p for any K (derived).
+2. Its 2(K-1) latencies do grow with K. For small messages other algorithms win, if each rank has a cable of its own.
+3. Each chunk is finished on one rank and copied from that rank, so replicas stay equal to the last bit.
 
 **Exercise:** [4](../exercises/04_ring_all_reduce.ipynb), `exercises/04_ring_all_reduce.ipynb`. **Next:**
 [5, bucketed DDP](05_bucketed_ddp.ipynb): communicate while you compute.

@@ -2,27 +2,26 @@
 r"""
 # 5 · Bucketed DDP
 
-So far everyone computes, then everyone communicates. But the gradients of the last layers are ready long before
-those of the first. Why not send them already, while backward still works on the rest?
+So far all ranks compute first and communicate afterwards. But the gradients of the last layers are ready long before
+those of the first layers. Why not send them while backward still works on the rest?
 
 **After this lesson you can**
 
 - say in which order gradients appear, and hook into that moment,
-- explain what a bucket is for, and what is wrong with too small and too large ones,
+- explain what a bucket is for, and what is wrong with buckets that are too small or too large,
 - predict from two numbers, one of the device and one of the link, when overlap pays,
 - show on a timeline that communication runs under the backward pass, and how much of it is hidden.
 
-*40 minutes, under a minute of computing.*
+*45 minutes, two of them computing; the optional part at the end takes 5 more.*
 """
 
 # %% imports
 import torch
 import torch.distributed as dist
 
-from ddp_course import BucketedDDP, Device, Link, launch, problems, ring_all_reduce
-from ddp_course import stage1_single, stage4_ring, stage5_bucketed
-from ddp_course.lab import claims, on_your_gpus, show, simulate, theory, timeline
-from ddp_course.lab import timing, traces
+from ddp_course import BucketedDDP, Device, Link, average_on_server, launch, problems
+from ddp_course import stage1_single, stage3_paramserver, stage4_ring, stage5_bucketed
+from ddp_course.lab import claims, on_your_gpus, show, simulate, theory, timeline, traces
 from ddp_exercises import task
 from manyranks import presets
 
@@ -56,10 +55,13 @@ print("the last layer's gradients come first")
 r"""
 ## Buckets
 
-One all-reduce per parameter would be many small messages, each with its latency. A single all-reduce for all parameters
-would have to wait for the last gradient. So parameters are put into **buckets**, last layer first. A bucket is closed
-when its size reaches a limit, the *cap*, and travels as one message when all of its gradients are there. In PyTorch the
-cap is 25 MiB; here is the digits' model with a cap of 0.03 MiB, which is 31 KiB.
+One all-reduce per parameter would be many small messages, and each of them has its latency. A single all-reduce for all
+parameters would have to wait for the last gradient. So parameters are put into **buckets**, last layer first. A bucket is
+closed when its size reaches a limit, the *cap*. It travels as one message when all of its gradients are there. A parameter
+is never cut in two, so a layer larger than the cap makes a bucket larger than the cap.
+
+In PyTorch the cap is 25 MiB. Here are the buckets of the digits' model with a cap of 0.03 MiB, which is 31 KiB. The first
+one is ten times as large, because `8.weight` alone has 256 KiB.
 """
 
 # %% bucket-sketch
@@ -71,40 +73,29 @@ for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), buck
 
 # %% [markdown]
 r"""
+Parameters are put into buckets in the reverse of the model's own order. That is nearly the order in which backward finishes
+them: only within layer 3 it differs, where the weight came first above.
+
 All ranks must reduce the buckets in the same order, or they would add up different parameters. The ranks may fill their
 buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left.
-
-A parameter is never cut in two: a bucket ends with the parameter that fills it. So a layer larger than the cap makes a
-bucket larger than the cap.
-
-## Predict
-
-On the emulated devices and links below, with 4 ranks, the byte GPT's all-reduce takes nearly as long as its backward pass,
-about four fifths of it.
 """
-
-# %% predict
-guess = show.predict(
-    "How much of the communication can be hidden under the backward pass?",
-    ["none", "about a third", "about two thirds", "all of it"],
-)
-guess
 
 # %% [markdown]
 r"""
 ## The code
 
-In the iteration of lesson 04 the ring began after backward. Now it runs below it, bucket by bucket:
+In the iteration of lesson 04 the ring began after backward. Now the ring runs while backward computes, bucket by bucket:
 
 ![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Backward begins with layer 3. As soon as its gradient is there, bucket 0 travels around the ring while backward computes layer 2; the last bucket travels when backward is over. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_05.svg)
 
 **Possible because** backward finishes one layer after the other, and the sum of a bucket needs no other bucket.
 
-Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
-communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
-[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look. Here is the first.
-Buckets are filled from the last parameter to the first. One is closed as soon as it holds `cap_bytes` or more; parameters of
-different dtypes never share one. Return them in the order in which they were closed, and then those that were never filled.
+Two moments matter. When a gradient is ready, the hook notes it and hands every complete bucket, in order, to the
+communication thread. When backward ends, the rank waits for that thread. Tasks 5.1 to 5.3 of
+[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write these parts, and you learn more if you write them before you
+look. Here is the first. Buckets are filled from the last parameter to the first. A bucket is closed as soon as it holds
+`cap_bytes` or more; parameters of different dtypes never share a bucket. Return the buckets in the order in which they were
+closed, and after them the buckets that were never filled.
 """
 
 # %% task-5-1
@@ -121,53 +112,52 @@ show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish,
 
 # %% [markdown]
 r"""
-`flat` is the bucket's memory. Each gradient is a *view* into it, so nothing has to be packed or unpacked:
-when the all-reduce is done, `parameter.grad` has the average already.
+All gradients of a bucket lie in one tensor, which the code calls `flat`. Each `parameter.grad` is a *view* into this tensor, so
+nothing has to be packed or unpacked: when the all-reduce is done, `parameter.grad` already has the average.
 
 ## Run
 
-The small byte GPT, on emulated devices and links: once with stage 4's loop, once with buckets of 0.1 MiB. Each rank
-records when it did what, in virtual time. Work out the first number before you run it: forward and backward take 243 ms, and
-427 kB of gradients go around a ring of four on links of 40 Mbit/s.
+The small byte GPT trains on emulated devices and links, once with stage 4's loop and once with buckets of 0.1 MiB. Each rank
+records what it did and when, in virtual time. A message now has a latency of 1 ms. Work out stage 4's step before you run it:
+forward and backward take 243 ms, and 427 kB of gradients go around a ring of four, on links of 40 Mbit/s, in six messages one after
+the other.
+
+In the figure each row is rank 0. In stage 4's row communication begins when backward is over. In the row of the buckets the
+lower half is the communication thread, which idles until the next bucket is full. The brown part is the time that backward
+has to wait at its end.
 """
 
 
 # %% record
 device = Device("700MFLOP/s")
-link = Link("40Mbit")
+link = Link("40Mbit", "1ms")
+text = problems.make("bytes", parameters=100_000, context=32)
+nbytes = sum(parameter.nbytes for parameter in text.model().parameters())
+with device.emulate(record=True, sleep=False) as one_step:
+    stage1_single.train(text.model(), text.batches(8, 1), 0.3)
+forward = 1000 * one_step.busy_s / 3  # milliseconds; backward takes twice as long
+backward = 2 * forward
 
 
 def last_step(train, **options):
-    text = problems.make("bytes", parameters=100_000, context=32)
-    batches = text.batches(8 * K, 4, rank=dist.get_rank(), world_size=K)
+    batches = text.batches(8 * K, 2, rank=dist.get_rank(), world_size=K)
     with timeline.recording() as spans:
         train(text.model(), batches, 0.3, **options)
     return timeline.by_step(spans)[-1]
 
 
-def step_s(lanes):
-    return max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
+def step_ms(lanes):
+    return 1000 * (max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes))
 
 
-def on_devices(train, link=link, **options):
+def on_devices(train, link=link, device=device, **options):
     return launch(last_step, train, world_size=K, link=link, device=device, **options)
 
 
 # %% run
-plain = on_devices(stage4_ring.train, progress=("stage 4", 4))
-overlapped = on_devices(stage5_bucketed.train, bucket_cap_mb=0.1, progress=("buckets", 4))
-plain_ms = 1000 * step_s(plain)
-print(f"stage 4: {plain_ms:.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
-
-# %% [markdown]
-r"""
-## Plot
-
-Rank 0 of both, on one axis. Above, stage 4: communication begins when backward is over. Below, the buckets: the lower
-half of the row is the communication thread, idle until the next bucket is full. The brown part is what is left to wait for.
-"""
-
-# %% timelines
+plain = on_devices(stage4_ring.train, progress=("stage 4", 2))
+overlapped = on_devices(stage5_bucketed.train, bucket_cap_mb=0.1, progress=("buckets", 2))
+print(f"stage 4: {step_ms(plain):.0f} ms per step; with buckets: {step_ms(overlapped):.0f} ms")
 share = sum(map(timeline.hidden_share, overlapped)) / K
 show.timeline_figure(
     [plain[0], overlapped[0]],
@@ -176,17 +166,13 @@ show.timeline_figure(
     align=True,
 )
 
-# %% reveal
-answers = dict(zip([0.01, 0.33, 0.67, 1], guess.answers))
-right = answers[show.widgets.nearest(max(share, 0.01), answers)]
-guess.reveal(f"{100 * share:.0f} %", right, kind="virtual time")
-
 # %% [markdown]
 r"""
-Never all of it: the last bucket, with the first layers' gradients, is complete only when backward ends.
+It is never all of the communication. The last bucket has the first layers' gradients, and it is complete only when backward
+ends.
 
-Do the two really overlap? That can be checked exactly, by the order of events: on every rank the first bucket's all-reduce
-must begin before backward has finished computing.
+Do the two really overlap? The order of events shows it exactly: on every rank the first bucket's all-reduce must begin before
+backward has finished computing.
 """
 
 
@@ -203,65 +189,195 @@ def backward_until(spans):
 for spans in overlapped:
     assert first("communication", spans) < backward_until(spans) - timeline.exposed(spans)
 assert all(first("communication", spans) >= backward_until(spans) for spans in plain)
-assert step_s(overlapped) < 0.95 * step_s(plain)
+assert step_ms(overlapped) < 0.95 * step_ms(plain)
 print("stage 4 communicates after backward; buckets begin inside it, on every rank, and the step is shorter")
+
+# %% [markdown]
+r"""
+## Predict
+
+A cap of 0.1 MiB makes four buckets of this model. More buckets begin to travel earlier, and the last one, which nothing can
+hide, is smaller. But each bucket goes around the ring in six messages, and each message has a latency of 1 ms.
+"""
+
+# %% predict
+guess = show.predict(
+    "Into how many buckets must the gradients be cut, so that the step is the shortest?",
+    [1, 2, 7, 31],
+)
+guess
 
 # %% [markdown]
 r"""
 ## The bucket cap
 
-Small buckets start early, but each pays its latencies. Large ones start late. We run the step with several caps, and put
-a **simulator** beside it. It knows how long each layer takes, how large its gradient is, what the link carries, and the
-latency of a message. The latency comes first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
+We run the same program with several caps: on this link, and then on one whose messages have no latency. At the end we run
+it on devices that compute in no time, so that communication has nothing to hide behind.
 """
 
-# %% measure-caps
+# %% caps
 caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
-latency = timing.time_collective(ring_all_reduce, 64, K, link) / (2 * (K - 1))
-measured = {}
-for cap in caps:
-    progress = (f"{cap:g} MiB", 4)
-    lanes = on_devices(stage5_bucketed.train, bucket_cap_mb=cap, progress=progress)
-    measured[cap] = 1000 * step_s(lanes)
-
-# %% simulate
-text = problems.make("bytes", parameters=100_000, context=32)
-with device.emulate(record=True, sleep=False) as emulation:
-    stage1_single.train(text.model(), text.batches(8, 1), 0.3)
-sizes = [4.0 * p.numel() for p in text.model().parameters()]
-unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters
-layers = []
-for number, size in enumerate(sizes):
-    # A third of the time is forward, the rest backward.
-    layers.append(simulate.Layer(str(number), unit * size / 3, unit * size * 2 / 3, size))
-profile = simulate.Profile(tuple(layers))
-network = simulate.Network(theory.Costs.of_link(40e6, latency=latency))
+settings = {
+    "1 ms": (caps, link, device),
+    "none": ([0.001, 0.05, 0.2, 0.5], Link("40Mbit"), device),
+    "nothing to hide behind": ([0.001, 0.05, 0.5], link, Device("100GFLOP/s")),
+}
+program = {}
+for setting, (tried, carrier, computer) in settings.items():
+    program[setting] = {}
+    for cap in show.progress(tried):
+        lanes = on_devices(stage5_bucketed.train, carrier, computer, bucket_cap_mb=cap)
+        program[setting][cap] = step_ms(lanes)
 
 # %% [markdown]
 r"""
-The points are the real program in virtual time, the line is simulated, and the strip above shows the simulated step for
-the cap that you choose. They differ by a few percent, since the simulator shares the computing out by parameters. For the
-same reason it hides 79 % of the communication at a cap of 0.1 MiB, and the program 70 %: there the last gradients are
-those of the embeddings, which are large and cost almost no computing, so that less is left to hide them under. Drag the
-slider, which moves the dotted line: why is the largest cap the worst? And why does the smallest one lose nothing here? On
-this link a message has hardly any latency. Where it has 50 µs, as in the first row of numbers above claim 8, the best cap is neither
-the smallest nor the largest.
+Beside the program we put a **simulator**. It knows how long each layer takes, how large its gradient is, what the link
+carries, and the latency of a message. It shares the time of forward and backward out among the layers by their number of
+parameters. The points are the program in virtual time, and the line is simulated. The strip above shows the simulated step for
+the cap that you choose with the slider, which moves the dotted line. Before you look: where do you expect the lowest point?
 """
+
+# %% simulate folded=true
+layers = []
+for number, parameter in enumerate(text.model().parameters()):
+    seconds = one_step.busy_s * parameter.nbytes / nbytes
+    layers.append(simulate.Layer(str(number), seconds / 3, seconds * 2 / 3, parameter.nbytes))
+profile = simulate.Profile(tuple(layers))
+networks = {}
+for name, latency in {"1 ms": 1e-3, "none": 0}.items():
+    networks[name] = simulate.Network(theory.Costs.of_link(40e6, latency))
 
 # %% explorer
-show.widgets.bucket_explorer(profile, K, network, measured, caps=tuple(caps))
+show.widgets.bucket_explorer(profile, K, networks["1 ms"], program["1 ms"], caps=tuple(caps))
+
+# %% reveal
+taken = program["1 ms"]
+best_cap = min(taken, key=taken.get)
+counts = {}
+for cap in caps:
+    counts[cap] = len(simulate.simulate(profile, K, networks["1 ms"], bucket_cap_mb=cap).buckets)
+for cap, ms in taken.items():
+    print(f"buckets: {counts[cap]}, step {ms:.0f} ms")
+best_answer = show.widgets.nearest(counts[best_cap], guess.answers)
+guess.reveal(f"{counts[best_cap]} buckets", best_answer, kind="virtual time")
 
 # %% [markdown]
 r"""
+Seven buckets are the best here. With one bucket nothing is hidden. With 31 buckets the latencies alone take 31 · 6 · 1 ms = 186 ms,
+more than the 162 ms of the backward pass: the step is even longer than stage 4's, which hides nothing.
+
+And without a latency? The second figure has both links.
+"""
+
+# %% two-links folded=true
+labels = {"1 ms": "a latency of 1 ms", "none": "no latency"}
+series = {}
+lines = {}
+for name, stage in {"1 ms": "5", "none": "4"}.items():
+    series[f"program, {labels[name]}"] = (*zip(*program[name].items()), show.STAGE_COLOURS[stage])
+    steps = [simulate.simulate(profile, K, networks[name], bucket_cap_mb=cap) for cap in caps]
+    simulated = [1000 * step.step_s for step in steps]
+    lines[f"simulated, {labels[name]}"] = (caps, simulated, show.STAGE_COLOURS[stage])
+show.curves(
+    series,
+    "bucket cap (MiB)",
+    "time per step (ms)",
+    "Small buckets cost most at a latency of 1 ms, and nothing without one",
+    theory=lines,
+    log="x",
+    ticks=caps,
+    kind="virtual time; lines simulated",
+)
+
+# %% [markdown]
+r"""
+Without a latency there is no reason for buckets: the smallest cap, which sends nearly every layer on its own, is as good as
+any. So it is the latency that forbids small buckets, and backward that forbids large ones. The simulator is a few percent
+off, because the program's last gradients are those of the embeddings. They are large and cost almost no computing, so that
+less time is left to hide them under.
+"""
+
+# %% claim-8
+# NBVAL_CHECK_OUTPUT
+falling = {}
+for name, times in program.items():
+    falling[name] = list(times.values()) == sorted(times.values(), reverse=True)
+taken_by_31 = taken[min(caps)]
+assert K == 2 or (min(caps) < best_cap < max(caps) and taken_by_31 > step_ms(plain))
+assert program["none"][0.001] < 1.01 * min(program["none"].values())
+claims.decide(
+    8, "Bigger buckets are always better.", "virtual time",
+    {
+        "there is a backward pass to hide them under": falling["1 ms"] or falling["none"],
+        "there is nothing to hide them under": falling["nothing to hide behind"],
+    },
+    "Small buckets pay many latencies; one large bucket starts only when backward is over. The best lies between.",
+)
+
+# %% [markdown]
+r"""
+## Is it the ring that hides?
+
+One reads that a device has to wait for the whole backward pass because of the server, and that the ring ended the wait. Try it:
+here are buckets whose sums are made by lesson 03's server. `BucketedDDP` takes any function that sums in place.
+"""
+
+
+# %% server
+def sum_on_server(flat, group=None):
+    average_on_server([flat], group=group)
+    flat.mul_(dist.get_world_size(group))
+
+
+def bucketed_server(model, batches, lr):
+    parallel = BucketedDDP(model, bucket_cap_mb=0.1, all_reduce=sum_on_server)
+    stage1_single.train(parallel, batches, lr)
+
+
+served = on_devices(stage3_paramserver.train)
+served_in_buckets = on_devices(bucketed_server)
+at_once, bucketed = (step_ms([lanes[1]]) for lanes in (served, served_in_buckets))
+show.timeline_figure(
+    [served[1], served_in_buckets[1]],
+    f"With buckets a step with a server takes {bucketed:.0f} ms instead of {at_once:.0f} ms",
+    labels=["server", "server,\nin buckets"],
+    align=True,
+)
+
+# %% claim-21
+# NBVAL_CHECK_OUTPUT
+def hides(lanes):
+    return max(map(timeline.hidden_share, lanes)) > 0.1
+
+
+claims.decide(
+    21, "With a server, communication has to wait for the whole backward pass; on a ring it need not.", "virtual time",
+    {
+        "gradients are sent all at once": hides(plain) and not hides(served),
+        "gradients are sent in buckets": hides(overlapped) and not hides(served_in_buckets),
+    },
+    "Buckets hide communication, whoever adds them up: without them neither way hides any, with them both do.",
+)
+
+# %% [markdown]
+r"""
+Both rows are rank 1's. Its buckets travel under backward, as they did on the ring. But all ranks' gradients still go in and
+out through the server's one link, which takes far longer than backward: the ring's steps of 377 and 294 ms remain shorter.
+
 ## When does it pay?
 
-One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without
-overlap a step takes forward + C + T. With overlap a step takes forward + max(C, T) plus the time of one bucket. If C is
-longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
-link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all but about
-one bucket is hidden. T is above C: at most C of it is hidden, and you pay T - C and one bucket. The green line in the
-figure leaves this one bucket out, so the points lie above it. Where T = C is predicted from the two
-numbers alone; then we run it at several link speeds.
+Two numbers decide. C is how long backward takes on the device, and T is how long the all-reduce takes on the link. Without
+overlap a step takes forward + C + T. With overlap it takes forward, the longer of C and T, and one bucket more:
+
+| link | C and T | the step takes forward + … | what overlap saves |
+|---|---|---|---|
+| fast | T is much shorter than C | C + the last bucket, which leaves when backward ends | little, since T is short anyway |
+| medium | T is about as long as C | C + one bucket | the most: nearly all of T |
+| slow | T is longer than C | T + the first bucket, for which the link has to wait | at most C |
+
+The link speed at which T = C follows from the two numbers alone. We run the program at several link speeds and see whether
+overlap saves the most there. Each percentage in the figure is what buckets save. The lower line leaves the one bucket out, so
+the points lie above it.
 """
 
 # %% sweep
@@ -274,73 +390,57 @@ points = {}
 for name, train, cap in trainings:
     points[name] = []
     for speed in show.progress(megabits):
-        lanes = on_devices(train, link=Link(f"{speed}Mbit"), **cap)
-        points[name].append(1000 * step_s(lanes))
+        lanes = on_devices(train, link=Link(f"{speed}Mbit", "1ms"), **cap)
+        points[name].append(step_ms(lanes))
 
-# %% derived
-forward = 1000 * emulation.busy_s / 3
-backward = 1000 * emulation.busy_s * 2 / 3
-crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
+# %% derived folded=true
+latencies = 2 * (K - 1)  # of one millisecond each
+crossing = 1e-6 * 8 * 2 * (K - 1) / K * nbytes / ((backward - latencies) / 1000)
 speeds = sorted([*megabits, crossing])
 one_by_one = []
 hidden = []
 for speed in speeds:
-    costs = theory.Costs.of_link(1e6 * speed, latency)
-    ring = 1000 * theory.seconds("ring", sum(sizes), K, costs)
+    costs = theory.Costs.of_link(1e6 * speed, 1e-3)
+    ring = 1000 * theory.seconds("ring", nbytes, K, costs)
     one_by_one.append(forward + backward + ring)
     hidden.append(forward + max(backward, ring))
-
-# %% regimes
+saved = [1 - fast / slow for slow, fast in zip(points["ring"], points["buckets"])]
 colours = {"ring": show.STAGE_COLOURS["4"], "buckets": show.STAGE_COLOURS["5"]}
-show.curves(
+
+# %% regimes folded=true
+picture = show.curves(
     {name: (megabits, points[name], colour) for name, colour in colours.items()},
     "link (Mbit/s)",
     "time per step (ms)",
-    f"Buckets save the largest share near {crossing:.0f} Mbit/s, where backward equals all-reduce",
+    f"Buckets save most, {100 * max(saved):.0f} %, where the all-reduce takes as long as backward",
     log="x",
     ticks=megabits,
     theory={
-        "no overlap": (speeds, one_by_one, colours["ring"]),
-        "all hidden that can be": (speeds, hidden, colours["buckets"]),
+        "forward + C + T": (speeds, one_by_one, colours["ring"]),
+        "forward + the longer of C and T": (speeds, hidden, colours["buckets"]),
     },
     kind="virtual time; lines derived",
 )
+axes = picture.axes[0]
+axes.set_ylim(0, 1.1 * max(points["ring"]))
+axes.axvline(crossing, color="#777777", linestyle=":")
+axes.text(1.02 * crossing, 30, f"T = C at {crossing:.0f} Mbit/s")
+for speed, ms, share in zip(megabits, points["ring"], saved):
+    axes.text(speed, ms + 20, f"−{100 * share:.0f} %")
+picture
 
 # %% check-regimes
 # NBVAL_CHECK_OUTPUT
-saved = {}
-for speed, slow, fast in zip(megabits, points["ring"], points["buckets"]):
-    saved[speed] = 1 - fast / slow
-best = max(saved, key=saved.get)
-assert saved[best] > 0.08 and saved[best] > 1.2 * saved[160]
+best = megabits[saved.index(max(saved))]
+assert max(saved) > 0.08 and max(saved) > 1.2 * saved[-1]
 assert crossing / 4 < best < 4 * crossing
 print("buckets save the largest share of a step where the all-reduce takes about as long as backward")
-
-# %% bucket-sizes
-caps_mb = [0.5, 4, 25, 100, 1000]
-fast = simulate.Network(theory.Costs.of_link(10e9, latency=50e-6))
-cases = {"backward can hide communication": 0.1, "there is nothing to hide it behind": 0.0}
-steps = {}
-for name, backward in cases.items():
-    layers = [simulate.Layer(f"layer {n}", 0.05 / 50, backward / 50, 2 * 2**20) for n in range(50)]
-    large = simulate.Profile(tuple(layers))
-    steps[name] = [simulate.simulate(large, 16, fast, bucket_cap_mb=cap).step_s for cap in caps_mb]
-    printed = [f"{cap:g} MiB {1000 * step:.0f} ms" for cap, step in zip(caps_mb, steps[name])]
-    print(f"{name}:", ", ".join(printed))
-
-# %% claim-8
-# NBVAL_CHECK_OUTPUT
-claims.decide(
-    8, "Bigger buckets are always better.", "simulated",
-    {name: taken == sorted(taken, reverse=True) for name, taken in steps.items()},
-    "Small buckets pay many latencies; one large bucket starts only when backward is over. The best lies between.",
-)
 
 # %% [markdown]
 r"""
 ## Can the layout change the result?
 
-Buckets decide where a ring's chunks begin, and a chunk decides on which rank its sum starts.
+Buckets decide where a ring's chunks begin, and the chunk of a gradient decides on which rank its sum starts.
 """
 
 
@@ -372,7 +472,7 @@ claims.decide(
 
 # %% [markdown]
 r"""
-So runs can be repeated to the last bit only with the same world size and the same buckets. Within one run all ranks
+A run can therefore be repeated to the last bit only with the same world size and the same buckets. Within one run all ranks
 still have equal bits, which is what matters for the replicas.
 
 ## What changed
@@ -385,17 +485,110 @@ show.diff(stage4_ring.train, stage5_bucketed.train)
 
 # %% [markdown]
 r"""
-## How far does data parallelism reach?
+## On your GPUs
 
-The same two times say how many devices are worth having. Let the batch of a step be fixed, since a larger one trains
-differently (lesson 10): G tokens, shared by K devices of R flop/s. A model of n parameters takes 4 n flops per token backward,
-and its n gradients have e bytes each; links carry W bytes/s. All is hidden while backward takes longer than the ring. Up to which
-K is that so? Write both times down and see what cancels: this is task 5.8, whose check says whether you are right.
+Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. In the timeline hidden communication
+lies below the backward pass. On a processor communication takes cores from the backward pass, so that hiding it gains
+little, and buckets may even take longer than the ring.
+"""
+
+# %% on-your-gpus
+yours = on_your_gpus("4,5,torch")
+assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
+show.compare_figure(yours)
+
+# %% [markdown]
+r"""
+## What torch does
+
+`DistributedDataParallel` does the same in C++. It has the same hooks, the same reverse order, 25 MiB buckets with a first one
+of 1 MiB, and views into the buckets if you ask for `gradient_as_bucket_view=True`. After the first step it rebuilds its
+buckets in the order in which gradients really appeared. Lesson 06 adds this order, and everything else that is missing.
+
+How much does overlap gain on GPUs? On 32 GPUs it saved 38.0 % of a step of ResNet-50 and 35.2 % of a step of BERT with NCCL. With
+gloo it saved 26.8 % and 21.5 % (published: Li et al., "PyTorch Distributed", VLDB 2020).
+
+What does such a step look like? This one is real: ResNet-50 under torch's DDP on two A100s, as torch's profiler
+recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
+last layer has 2.05 million of them. Before you look: into how many buckets does stage 5 put them?
+"""
+
+# %% a100s
+layers = simulate.resnets.layers("resnet50")
+resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in layers]
+buckets = stage5_bucketed.assign_buckets(resnet50)
+ours = []
+for bucket in buckets:
+    ours.append(sum(part.numel() for part in bucket))
+theirs = [numbers for _, numbers in traces.read()[1].reduced]
+print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
+assert ours == theirs
+show.trace(step=1)
+
+# %% [markdown]
+r"""
+The five numbers are the same. In the figure the upper half of the GPU's row is what it computes. The lower half is its
+all-reduces, each with its number of gradients; below, a few milliseconds are enlarged. Kernels of the backward pass run beside
+each of the first four all-reduces. None runs beside the last one, which begins when backward is over. All of this is as
+derived above.
+
+One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. (In the gap
+before the update, which is drawn as no pass, it copies the averages out of the buckets.) Lesson 11 asks whose fault
+this is.
+
+And on your GPUs? The next cell records a step of stage 6 on all of them with `torch.profiler`, draws rank 0's and says how much
+of its communication is hidden. `show.trace("my_trace.json")` draws a trace of your own program.
+"""
+
+# %% own-trace
+show.own_trace()
+
+# %% [markdown]
+r"""
+## Check yourself
+
+**1.** Why is the first bucket of torch's DDP smaller than the others?
+<details><summary>Answer</summary>
+A small first bucket lets communication begin early: before the first bucket is full, nothing can be hidden.
+</details>
+
+**2.** Backward takes 100 ms, the all-reduce of all gradients 60 ms, with 6 equal buckets. How long must you wait at
+least after backward?
+<details><summary>Answer</summary>
+The last bucket is complete when backward ends, and takes 10 ms. If all others are through by then, the step waits
+10 ms instead of 60.
+</details>
+
+**3.** "Two nodes gave me no speed-up: why?" The log says: forward 40 ms, backward 80 ms, step on one node 125 ms, on two
+445 ms; 500 MB of gradients, a link of 10 Gbit/s.
+<details><summary>Answer</summary>
+The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward hides at most 80 ms of it. The step takes
+40 + 400 + 5 ms. A faster link, fewer bytes (lesson 14), or more computing per step (a larger batch, accumulation) would help.
+</details>
+"""
+
+# %% [markdown]
+r"""
+## Optional: how far does data parallelism reach?
+
+The same two times say how many devices are worth having. The batch of a step is fixed, since a larger one trains
+differently (lesson 10). These are the five numbers that count:
+
+| | | an H100 in practice |
+|---|---|---|
+| G | tokens in the batch, shared by K devices | 4 million |
+| n | parameters; backward takes 4 n flops per token | cancels |
+| e | bytes of a gradient | 2 |
+| R | flop/s of a device | 4·10¹⁴ (bfloat16) |
+| W | bytes/s of a device's link | 50·10⁹ |
+
+All communication is hidden while backward takes longer than the ring. Up to which K is that so? Write both times down and see
+what cancels. This is task 5.8, whose check says whether you are right.
 
 <details><summary>Write it first, then open: the largest K</summary>
 
 K devices compute for $4\,n\,G / (K R)$ seconds, and a ring sends for $2\,\frac{K-1}{K}\,n\,e / W$ seconds. n cancels, and so
-do the two denominators K; of K only K-1 is left:
+do the two denominators K; of the ring's factor only K-1 is left:
 
 $$K \le 1 + \frac{2\,G\,W}{e\,R}$$
 
@@ -403,12 +596,12 @@ In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in it
 
 </details>
 
-The answer has R/W in it, flops per byte, which belongs to the machine. An H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in
-practice) and 50 GB/s per GPU has 8,000, so each GPU needs about 8,000 tokens for gradients of two bytes, however large the model is. A
-batch of four million tokens then feeds 500 such GPUs. Beyond that, more devices wait for the network.
+The answer contains R/W, flops per byte, which is a property of the machine. For the H100 of the table R/W is 8,000, so each
+GPU needs about 8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds
+500 such GPUs. If there are more, they wait for the network.
 
-The figure takes 0.4 of what datasheets say, and the network cards that such hosts have. Before you run the cell: an H100 computes
-eight times as fast as a V100. Does the same batch feed more H100s, or fewer?
+The figure takes 0.4 of the speed that datasheets promise, and the network cards that such hosts have. Before you run the cell:
+an H100 computes eight times as fast as a V100. Does the same batch feed more H100s than V100s, or fewer?
 """
 
 # %% reach folded=true
@@ -445,97 +638,16 @@ picture
 
 # %% [markdown]
 r"""
-As many: the cards of a host have become eight times as fast, too, so that the dotted line lies on that of the H100s. (A100s lie above: four times a V100's network for 2.5
-times its speed.) On the same GPUs
-with one card of 100 Gbit/s per host K falls to a thirtieth, since R/W is 32 times as large. All lines are as steep as each other:
-twice the batch, twice the devices. The model is in none of them.
-"""
-
-# %% [markdown]
-r"""
-## On your GPUs
-
-The same on the devices of this machine, in real time, beside torch's. In the timeline communication lies below the backward
-pass if it is hidden. On a processor it takes cores from the backward pass, so that hiding it wins
-little, and buckets may even take longer than the ring.
-"""
-
-# %% on-your-gpus
-yours = on_your_gpus("4,5,torch")
-assert yours.max_abs_diff < 1e-4, "the weights are not one device's"
-show.compare_figure(yours)
-
-# %% [markdown]
-r"""
-## What torch does
-
-`DistributedDataParallel` is this, in C++: the same hooks, the same reverse order, 25 MiB buckets with a first one
-of 1 MiB, views into the buckets if you ask for `gradient_as_bucket_view=True`. After the first step it rebuilds its
-buckets in the order in which gradients really appeared. Lesson 06 adds that, and everything else that is missing.
-
-How much does it gain on GPUs? On 32 of them, overlap saved 38.0 % of a step of ResNet-50 and 35.2 % of BERT's with NCCL,
-26.8 % and 21.5 % with gloo (published: Li et al., "PyTorch Distributed", VLDB 2020).
-
-What does it look like there? This is a real step: ResNet-50 under torch's DDP on two A100s, as torch's profiler
-recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
-last layer has 2.05 million of them. Before you look: into how many buckets does stage 5 put them?
-"""
-
-# %% a100s
-layers = simulate.resnets.layers("resnet50")
-resnet50 = [torch.empty(numbers, device="meta") for numbers, _ in layers]
-buckets = stage5_bucketed.assign_buckets(resnet50)
-ours = []
-for bucket in buckets:
-    ours.append(sum(part.numel() for part in bucket))
-theirs = [numbers for _, numbers in traces.read()[1].reduced]
-print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
-assert ours == theirs
-show.trace(step=1)
-
-# %% [markdown]
-r"""
-They are the same five, to the number. The upper half of the GPU's row is what it computes, the lower half its
-all-reduces, each with its number of gradients; below, a few milliseconds are enlarged. Kernels of the backward pass run beside each of the first four
-all-reduces, and none beside the last one, which begins when backward is over. So far it is as derived.
-
-One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time (in the gap
-before the update, which is drawn as no pass, it copies the averages out of the buckets). Lesson 11 asks whose fault
-this is. And on your GPUs? This records a step of stage 6 on all of them with `torch.profiler`, draws rank 0's and says how much
-is hidden. A trace of your own program, `show.trace("my_trace.json")` draws too.
-"""
-
-# %% own-trace
-show.own_trace()
-
-# %% [markdown]
-r"""
-## Check yourself
-
-**1.** Why is the first bucket of torch's DDP smaller than the others?
-<details><summary>Answer</summary>
-So that communication can begin early: before the first bucket is full, nothing can be hidden.
-</details>
-
-**2.** Backward takes 100 ms, the all-reduce of all gradients 60 ms, with 6 equal buckets. How long must you wait at
-least after backward?
-<details><summary>Answer</summary>
-The last bucket is complete when backward ends, and takes 10 ms. If all others are through by then, the step waits
-10 ms instead of 60.
-</details>
-
-**3.** "Two nodes gave me no speed-up: why?" The log says: forward 40 ms, backward 80 ms, step on one node 125 ms, on two
-445 ms; 500 MB of gradients, a link of 10 Gbit/s.
-<details><summary>Answer</summary>
-The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward hides 80 of them at most. The step is
-40 + 400 + 5 ms. Faster links, fewer bytes (lesson 14), or more computing per step (a larger batch, accumulation) would help.
-</details>
+The batch feeds as many H100s as V100s. The network cards of a host have become eight times as fast, too, so the dotted line of
+the V100s lies on that of the H100s. The line of the A100s lies above both: they have four times a V100's network and only 2.5
+times its speed. H100s with one card of 100 Gbit/s per host reach a thirtieth of K, since their R/W is 32 times as large. All
+lines are equally steep: twice the batch feeds twice the devices. The size of the model plays no part in any of them.
 
 ## In three lines
 
-1. Gradients appear last layer first, so buckets can travel while backward still computes.
+1. Gradients appear last layer first, so buckets can travel while backward still computes, whether a ring adds them up or a server.
 2. A step takes about forward + max(backward, all-reduce) and one bucket more (derived, and met in virtual time).
-3. Overlap pays most where backward and all-reduce are equally long; caps too small pay latencies, caps too large start late.
+3. Buckets that are too small pay latencies, and buckets that are too large start late: the best size lies between.
 
 **Exercise:** [5](../exercises/05_bucketed_ddp.ipynb), `exercises/05_bucketed_ddp.ipynb`. **Next:**
 [6, a complete DDP](06_complete_ddp.ipynb).

@@ -3,9 +3,9 @@ r"""
 # 6 · A complete DDP
 
 Stage 5 assumed that all goes well: every parameter gets a gradient in every step, all ranks have the same amount of
-data, nobody accumulates. In real training none of this is certain. Here each assumption is broken, you see what
-happens, and then it is mended. `ddp_course.DistributedDataParallel` has the interface of PyTorch's own class, so
-everything you learn here holds there too.
+data, and nobody accumulates gradients. In real training none of this is certain. In this lesson each assumption is broken, you
+see what happens, and then it is mended. `ddp_course.DistributedDataParallel` has the interface of PyTorch's own class, so
+what you learn here holds for PyTorch too.
 
 **After this lesson you can**
 
@@ -15,8 +15,8 @@ everything you learn here holds there too.
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
-*70 minutes, under a minute of computing.* A cell that shows a single line and three dots measures, checks or draws: run it like
-all others; a click on the dots shows its code.
+*60 minutes, one of them computing; the optional part at the end takes 5 more.* Some cells show only three dots. They measure,
+check or draw, or they hold what you are asked to write first. Run them like all others; a click on the dots shows the code.
 """
 
 # %% imports
@@ -66,24 +66,31 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 
 # %% [markdown]
 r"""
-The loop is the same. All that is new sits behind the wrapper, one file per feature, in `ddp_course/stage6_ddp/`: more than
-a thousand lines. In the iteration it stands before backward and after it (search and bitmap only if you ask for them):
+The loop is the same. All that is new is inside the wrapper, in `ddp_course/stage6_ddp/`: one file per feature, and more than
+a thousand lines. In the iteration the new boxes stand before backward and after it. (The search and the bitmap happen only if
+you ask for them.)
 
 ![Before forward, rank 0's buffers go to all ranks. After forward each rank looks for parameters that were not used. Buckets travel under the backward pass, as in lesson 05. Then the ranks add up a bitmap of who was used, and update. A rank without data joins in with zeros](../docs/figures/iteration_06.svg)
 
 **Possible because** zeros change no sum, and gradients of micro-batches add up before anybody sends them.
 
-What matters most fits into 60 lines, which you see now in three steps.
+What matters most fits into 60 lines, and you can write them yourself, in three steps.
 
 ## The core, first step: hooks and buckets
 
 A hook on every parameter says that its gradient is ready. A bucket leaves as soon as all its gradients are there, in the
-background, but never before the bucket in front of it, since all ranks must add up the same buckets. When the last bucket
-has left, wait for all of them, and copy the averages back.
+background. But it never leaves before the bucket in front of it, since all ranks must add up the same buckets. When the last
+bucket has left, wait for all of them, and copy the averages back.
+
+Write the class before you open the next cell. `Core(module)` is a `torch.nn.Module`. It keeps the parameters, last first, in
+`self.all`, and registers the hook `ready(parameter)`. `forward(inputs)` forgets the last pass, and `finish()` waits.
+`dist.all_reduce(flat, async_op=True)` returns at once, with an object that has a method `wait()`. (If you solved task 5.5, you have
+written these 24 lines already, with a thread in the place of `async_op`.) The next cell has our class; run it in any case. If you
+then put yours into a cell below it, under the same name, the check that follows tries yours, and the next steps build on it.
 """
 
 
-# %% core
+# %% core folded=true
 class Core(torch.nn.Module):
     def __init__(self, module, size=2):  # how many parameters a bucket holds
         super().__init__()
@@ -122,7 +129,7 @@ print("the core, stages 5 and 6 and torch's DDP train the same weights, equal on
 
 # %% [markdown]
 r"""
-The core trusts that all ranks begin with the same weights. Stage 6 broadcasts rank 0's.
+The core trusts that all ranks begin with the same weights. Stage 6 broadcasts rank 0's weights first.
 
 ## Predict
 
@@ -170,18 +177,36 @@ guess.reveal("an error", "raise an error that names the parameter")
 
 # %% [markdown]
 r"""
-The core says nothing: its first bucket never fills, no other may pass it, and no gradient is averaged. The remedy is
+Our core says nothing: its first bucket never fills, no other bucket may pass it, and no gradient is averaged. The remedy is
 `find_unused_parameters=True`.
 
 ## The core, second step: unused parameters
 
-After the forward pass, walk down the graph from the outputs. What the walk does not reach gets zeros and is ready at
-once. But a parameter that was used on *no* rank should stay without a gradient, or momentum and weight decay would move
-it. So the ranks add up a bitmap as well: who has a gradient.
+After the forward pass, DDP walks down the graph from the outputs. A parameter that the walk does not reach gets zeros and is
+ready at once. But a parameter that was used on *no* rank should stay without a gradient, or momentum and weight decay would move
+it. So the ranks also add up a bitmap, which says who has used which parameter. Write this sum first (task 6.2 of
+[exercise 6](../exercises/06_complete_ddp.ipynb)): `used` says for each parameter whether this rank used it, as a tensor of bools,
+and `all_reduce(tensor)` sums over the ranks, in place. Which parameters were used anywhere?
 """
 
 
-# %% core-unused
+# %% task-6-2
+def used_anywhere(used, all_reduce):
+    """Return a new tensor of bools: whether each parameter was used on at least one rank. `used` stays as it is."""
+    raise NotImplementedError("Exercise 6.2: Which parameters were used")
+
+
+show.source(task("6.2", used_anywhere), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+The walk needs two things from autograd. A node of the graph has `next_functions`, pairs whose first element is the node below or
+None. The nodes at the bottom, which add a gradient up for a parameter, have that parameter as `variable`. Write
+`FindsUnused(Core)`, with a `forward` and a `finish` of its own, and then open the next cell.
+"""
+
+
+# %% core-unused folded=true
 class FindsUnused(Core):
     def forward(self, inputs):
         outputs = super().forward(inputs)
@@ -216,12 +241,13 @@ print("the same gradients as torch's DDP; that of the right branch is None only 
 
 # %% [markdown]
 r"""
-Beside activation checkpointing the search can do harm. With `use_reentrant=True` the walk cannot look into a checkpoint: it takes the
-parameters in there for unused, hence ready, and when their gradients come after all they are ready a second time. torch and ours
-stop: "Expected to mark a variable ready only once". `use_reentrant=False` mends it. (Patient 11 of the clinic in lesson 11 has this.)
+Together with activation checkpointing the search can do harm. With `use_reentrant=True` the walk cannot look into a checkpoint. It
+takes the parameters inside for unused, and marks them as ready. When their gradients come after all, they are ready a second time,
+and both torch and our class stop: "Expected to mark a variable ready only once". `use_reentrant=False` mends it. (Patient 11 of
+the clinic in lesson 11 suffers from this.)
 
-The search is not free, and it does not save traffic either. If the graph never changes, `static_graph=True` searches once only.
-Count it, with and without an unused branch: all-reduces of the bitmap, and bytes of gradients, in a step.
+The search is not free, and it does not save traffic either. If the graph never changes, `static_graph=True` searches only once.
+The next cell counts the all-reduces of the bitmap and the bytes of gradients in a step, with and without an unused branch.
 """
 
 
@@ -279,15 +305,16 @@ claims.decide(
 r"""
 ## Accumulation: do not communicate four times
 
-A batch too large for memory is cut into micro-batches, whose gradients add up before one update. Each `backward()`
-would average again. Inside `no_sync()` it does not; only the last backward pass communicates. And this pass can send
-half the bytes: with `mixed_precision` weights are cast to **bfloat16** for computing, and the buckets travel in
-bfloat16 too; gradients, optimizer and checkpoint stay float32. In torch this option is private. Most people use
+A batch that is too large for memory is cut into micro-batches, whose gradients add up before one update. Each `backward()`
+would average again. Inside `no_sync()` it does not, and only the last backward pass communicates.
+
+This pass can also send half the bytes. With `mixed_precision` the weights are cast to **bfloat16** for computing, and the buckets
+travel in bfloat16 too, while gradients, optimizer and checkpoint stay float32. In torch this option is private. Most people use
 `torch.autocast` instead: it computes in bfloat16 but keeps gradients, and therefore buckets, in float32. A hook can
 compress the buckets (lesson 14).
 
-Write the accumulation first: one update for all micro-batches of all ranks, with one synchronisation. All micro-batches have the
-same size. It is task 6.1 of [exercise 6](../exercises/06_complete_ddp.ipynb).
+Write the accumulation first (task 6.1): one update for all micro-batches of all ranks, with one synchronisation. All micro-batches
+have the same size.
 """
 
 
@@ -338,12 +365,15 @@ print("four micro-batches, a quarter of the bytes; in bfloat16 an eighth")
 r"""
 ## The core, third step: `no_sync`
 
-The hooks fire in every backward pass; inside `no_sync` they do nothing. What counts is where the *forward* pass runs: it
+The hooks fire in every backward pass. Inside `no_sync` they must do nothing. What counts is where the *forward* pass runs, since it
 prepares the synchronisation of its backward pass. The usual mistake is to put only `backward()` inside.
+
+Write `CanBeQuiet(FindsUnused)` before you open the next cell: a context manager `no_sync`, and a `forward` and a `ready` that know
+whether they are inside.
 """
 
 
-# %% core-quiet
+# %% core-quiet folded=true
 class CanBeQuiet(FindsUnused):
     quiet = expecting = False
 
@@ -390,7 +420,7 @@ claims.decide(
 
 # %% [markdown]
 r"""
-The core, ours and torch's do the same. Here is how the complete one does the three steps.
+The core, our complete class and torch's do the same. This is how the complete class takes the three steps.
 """
 
 # %% what-ours-adds
@@ -407,18 +437,18 @@ show.source(
 
 # %% [markdown]
 r"""
-Our class does more than the cells above. It names the parameters that a pass has missed or used twice, it orders the
-buckets anew as gradients became ready, and it waits for the buckets at the very end of backward, when all else is done.
-It also handles outputs in lists and dicts, sparse gradients, gradients that stay in the buckets, other ways to reduce
-than `dist.all_reduce`, ranks without data, and models whose graph never changes.
+The complete class does more than the cells above. It names the parameters that a pass has missed or used twice. It lays the
+buckets out anew, in the order in which gradients became ready. It waits for the buckets at the very end of backward, when
+everything else is done. It also handles outputs in lists and dicts, sparse gradients, gradients that stay in the buckets, other
+ways to reduce than `dist.all_reduce`, ranks without data, and models whose graph never changes.
 
 ## Buffers and BatchNorm
 
-A **buffer** is state without a gradient, such as BatchNorm's running mean. Averaging gradients does not touch it,
-so it would drift apart; DDP copies rank 0's to all before each forward pass. What it does *not* do is to compute the
-mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective per layer and pass;
-`SyncBatchNorm.convert_sync_batchnorm(model)` puts them in the place of all others. Rank 0 has the samples 0 and 1, rank 1 has 10
-and 11. What comes out?
+A **buffer** is state without a gradient, such as BatchNorm's running mean. Averaging gradients does not touch buffers,
+so the ranks' buffers would drift apart. DDP copies rank 0's buffers to all ranks before each forward pass. It does *not* compute
+BatchNorm's mean over all ranks. `SyncBatchNorm` does, both ours and torch's, with one more collective per layer and pass;
+`SyncBatchNorm.convert_sync_batchnorm(model)` replaces every BatchNorm of a model by one. Rank 0 has the samples 0 and 1, rank 1 has
+10 and 11. What comes out?
 """
 
 
@@ -444,13 +474,13 @@ claims.decide(
 
 # %% [markdown]
 r"""
-With plain BatchNorm (first line) both ranks see the same: the difference between them is lost. SyncBatchNorm (second line) gives what
-one device gives for all four (third line).
+With plain BatchNorm (first line) both ranks get the same numbers: the difference between their samples is lost. SyncBatchNorm
+(second line) gives what one device gives for all four samples (third line).
 
 ## Uneven inputs
 
-Rank 0 has three batches, the others have two. In the third step rank 0 waits for partners that have gone. The
-launcher ends such a wait after `timeout` seconds and says where everyone was.
+Rank 0 has three batches, the others have two. In the third step rank 0 waits for partners that have left. The
+launcher ends such a wait after `timeout` seconds and says where each rank was.
 """
 
 
@@ -480,11 +510,11 @@ print("with join(), rank 0 finishes its third step, and rank 1 shadows it with z
 r"""
 ## The real script
 
-In a notebook `launch` starts the ranks. Everywhere else **torchrun** does: it starts one process per device, each runs the
-same script, and environment variables tell each process its rank. This is a whole script of this kind. Find in it: the
+In a notebook `launch` starts the ranks. Everywhere else **torchrun** does. It starts one process per device, each process runs the
+same script, and environment variables tell each process its rank. Here is a whole script of this kind. Find in it the
 process group, this rank's device, the sampler that shares the data and is told the epoch, the wrapper, and the one rank
-that writes the checkpoint. [Your script in five changes](../docs/CONVERT.md) leads from a script for one device to such
-a one.
+that writes the checkpoint. [Your script in five changes](../docs/CONVERT.md) leads from a script for one device to a script like
+this one.
 """
 
 # %% script
@@ -499,13 +529,15 @@ assert codes == [0, 0], "the script trains with torch's DDP and with ours"
 
 # %% [markdown]
 r"""
-Copy it into a cell that begins with `%%writefile train.py`, and
-`!torchrun --standalone --nproc-per-node=2 train.py runs/first` trains it here. When people put their own model and data in,
-they often make one of six mistakes. None of them raises an error. Here each mistake is made on purpose, by replacing a few
-words of the script; `audit` runs the result on two ranks and watches which samples they see, what they save, and whether
-their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py FOLDER` does the same with
-your own script. The last one is the most frequent where data are streamed: an `IterableDataset` has no sampler, so it must share its
-samples out itself, among ranks *and* the workers of each rank; this one forgets the workers.
+Copy the script into a cell that begins with `%%writefile train.py`; then
+`!torchrun --standalone --nproc-per-node=2 train.py runs/first` runs it here. When people put their own model and data in,
+they often make one of six mistakes. None of them raises an error. In the next cells each mistake is made on purpose, by replacing
+a few words of the script. `audit` runs the result on two ranks and watches which samples they see, what they save, and whether
+their weights stay equal. Guess the symptom of each mistake first. In a terminal, `ddp-course audit train.py FOLDER` does the same
+with your own script.
+
+The last mistake is the most frequent one where data are streamed. An `IterableDataset` has no sampler, so it must share its
+samples out itself, among the ranks *and* among the workers of each rank. This one forgets the workers.
 """
 
 # %% mistakes
@@ -533,7 +565,7 @@ assert all(len(messages) == 1 for messages in messages_of.values()), messages_of
 
 # %% [markdown]
 r"""
-One more option: a **communication hook** takes the place of a bucket's average, and may send fewer bytes (lesson 14).
+DDP has one more option: a **communication hook** takes the place of a bucket's average, and may send fewer bytes (lesson 14).
 
 ## Is it free on one device?
 """
@@ -562,9 +594,9 @@ claims.decide(
 r"""
 ## On your GPUs
 
-The complete wrapper beside torch's on the devices of this machine, in real time. Both use the same backend, so on GPUs
-their times should be close. Where two processes share a processor, either one may come out ahead, by a third or more: they
-disturb each other, and a few steps are too few to average that out.
+The complete wrapper runs beside torch's on the devices of this machine, in real time. Both use the same backend, so on GPUs
+their times should be close. Where two processes share a processor, either wrapper may come out ahead, by a third or more: the
+processes disturb each other, and a few steps are too few to average that out.
 """
 
 # %% on-your-gpus
@@ -576,14 +608,18 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-The same, in C++: `torch/csrc/distributed/c10d/reducer.cpp`. Your `ready` is `autograd_hook` there with
-`mark_variable_ready` and `mark_bucket_ready`, `finish` is `finalize_backward`, the walk is `search_unused_parameters`.
-The class around it, with `no_sync` and `join`, is Python: `torch/nn/parallel/distributed.py`. The paper is
+torch does the same in C++, in `torch/csrc/distributed/c10d/reducer.cpp`. Your `ready` is called `autograd_hook` in that file, with
+`mark_variable_ready` and `mark_bucket_ready`; `finish` is `finalize_backward`, and the walk is `search_unused_parameters`.
+The class around it, with `no_sync` and `join`, is written in Python: `torch/nn/parallel/distributed.py`. The paper is
 [Li et al., VLDB 2020](https://arxiv.org/abs/2006.15704).
 
-**On a GPU it is not a thread, but a stream.** A stream is a queue of kernels: those of one queue run one after the other, and
-two queues run side by side. Python only puts kernels into a queue, and goes on. NCCL has a stream of its own, and this is what
-`ready` does there:
+Two things are worth knowing about its speed. Copying gradients into buckets costs time, unless you ask for
+`gradient_as_bucket_view=True`. And torch lays its buckets out anew after the first step, in the order in which gradients really
+became ready. `make bench ddp` measures our class against torch's, side by side.
+
+**On a GPU the communication runs on a stream, not in a thread.** A stream is a queue of kernels. The kernels of one stream run one
+after the other, and two streams run side by side. Python only puts kernels into a queue, and goes on. NCCL has a stream of its own,
+and this is what `ready` does on a GPU:
 
 ```python
 flat = vector(p.grad for p in bucket) / world_size  # queued behind backward's kernels, not yet computed
@@ -592,19 +628,45 @@ work = dist.all_reduce(flat, async_op=True)         # NCCL's stream waits for an
 work.wait()                                         # the computing stream waits for NCCL's event; Python does not
 ```
 
-So `work.wait()` returns at once, and what is queued next runs after the sum. With gloo it blocks Python until the sum is
-there. Three consequences: a clock in Python tells when a kernel was queued, not when it ran, so times are taken with
-events; memory that another stream still uses must not be freed, which is what `tensor.record_stream` prevents; and
-overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) it holds 8
-of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward also needs.
+So `work.wait()` returns at once, and what is queued next runs after the sum. With gloo `work.wait()` blocks Python until the sum is
+ready. This has three consequences:
 
-## Under `torch.compile`
+- A clock in Python tells when a kernel was queued, not when it ran, so times are taken with events.
+- Memory that another stream still uses must not be freed; `tensor.record_stream` prevents it.
+- Overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) an
+  all-reduce holds 8 of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward
+  also needs.
 
-The compiler makes one graph of a model, or a few. A hook fires only when the backward pass of a whole graph is done: with one graph
-nothing could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends. Here are
-six blocks of 1 MiB on two ranks, wrapped in seven ways. `note` stands in the compiler's place: it notes how many blocks are in each graph
-that it gets, and compiles nothing. (The two classes have a `forward` of their own, since torch leaves its own layers, and a bare
-`torch.nn.Sequential`, to Python.) Before you look: how many graphs with buckets of 2 MiB, and how many under stage 6?
+## Check yourself
+
+**1.** Your loss uses only one of two heads, chosen at random on each rank. Which option do you need?
+<details><summary>Answer</summary>
+<code>find_unused_parameters=True</code>. A head that only some ranks used gets the average over all ranks, with zeros
+from those that did not use it. <code>static_graph</code> would be wrong, since the graph changes.
+</details>
+
+**2.** Why does DDP copy rank 0's buffers instead of averaging them?
+<details><summary>Answer</summary>
+It cannot know what they mean: a counter or an index must not be averaged. Copying keeps the replicas equal, and DDP
+promises no more than that.
+</details>
+
+**3.** With <code>no_sync</code> over 4 micro-batches, by what do you divide the loss?
+<details><summary>Answer</summary>
+By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only.
+</details>
+"""
+
+# %% [markdown]
+r"""
+## Optional: under `torch.compile`
+
+The compiler makes one graph of a model, or a few. A hook fires only when the backward pass of a whole graph is done. With one graph
+no bucket could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends. Here are
+six blocks of 1 MiB on two ranks, wrapped in seven ways. `note` takes the compiler's place: it notes how many blocks are in each
+graph that it gets, and compiles nothing. (The two classes have a `forward` of their own, because torch does not compile its own
+layers and a bare `torch.nn.Sequential`.) Before you look: how many graphs will there be with buckets of 2 MiB, and how many under
+stage 6?
 """
 
 
@@ -680,42 +742,22 @@ print("the loss is the same everywhere")
 
 # %% [markdown]
 r"""
-The first bucket is closed at 1 MiB, which one block reaches, so 2 MiB make four graphs, not three. Under `fully_shard` each block is compiled
-by itself, and gather and free run between the graphs: six blocks that are alike share two graphs (the first block's input needs no
-gradient). Three things to know about DDP. Caps below 1 MiB end in an `AssertionError` about the first bucket. Write `DistributedDataParallel(torch.compile(model))`: the other way round, the compiler
-stumbles over DDP's own `forward`. And it knows torch's class only: under ours a model stays one graph, so what the compiler wins
-is paid for with overlap.
+The first bucket is closed at 1 MiB, which one block reaches, so buckets of 2 MiB make four graphs, not three. Under `fully_shard`
+each block is compiled by itself, and gather and free run between the graphs. Six blocks that are alike share two graphs, because
+the first block's input needs no gradient. With DDP, mind three things:
 
-## How fast is torch's DDP?
+- Caps below 1 MiB end in an `AssertionError` about the first bucket.
+- Write `DistributedDataParallel(torch.compile(model))`. The other way round, the compiler stumbles over DDP's own `forward`.
+- The compiler knows only torch's class. Under ours a model stays one graph, so what the compiler gains is lost with the overlap.
+"""
 
-Two things are worth knowing: copying gradients into buckets costs time, unless
-`gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients
-really became ready. `make bench ddp` measures ours against it, side by side.
-
-## Check yourself
-
-**1.** Your loss uses only one of two heads, chosen at random on each rank. Which option do you need?
-<details><summary>Answer</summary>
-<code>find_unused_parameters=True</code>. A head that only some ranks used gets the average over all ranks, with zeros
-from those that did not use it. <code>static_graph</code> would be wrong, since the graph changes.
-</details>
-
-**2.** Why does DDP copy rank 0's buffers instead of averaging them?
-<details><summary>Answer</summary>
-It cannot know what they mean: a counter or an index must not be averaged. Copying keeps the replicas equal, and DDP
-promises no more than that.
-</details>
-
-**3.** With <code>no_sync</code> over 4 micro-batches, by what do you divide the loss?
-<details><summary>Answer</summary>
-By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only.
-</details>
-
+# %% [markdown]
+r"""
 ## In three lines
 
-1. The core of DDP is hooks, buckets, a bitmap of used parameters and a flag: 60 lines, and the same weights as torch's.
+1. The core of DDP is hooks, buckets, a bitmap of used parameters and a flag: 60 lines, which train the same weights as torch's.
 2. Unused parameters, uneven data and accumulation each need a word from you: an option, `join`, `no_sync`.
-3. A script for torchrun is under 70 lines, half of them in one function; its six usual mistakes raise no error, so check samples, weights and files.
+3. A script for torchrun has under 70 lines. Its six usual mistakes raise no error, so check samples, weights and files.
 
 **Exercise:** [6](../exercises/06_complete_ddp.ipynb), `exercises/06_complete_ddp.ipynb`. **Next:**
 [7, sharding](07_sharding.ipynb): when the model does not fit.

@@ -2,8 +2,8 @@
 r"""
 # 8 · Pipelines: split the model
 
-So far every rank ran all layers on a part of the data. Now the other way round: each rank runs a part of the layers,
-on all of the data. Only activations and their gradients travel, from one rank to the next and back. The question is how to keep the ranks busy.
+So far every rank ran all layers on a part of the data. In this lesson each rank runs a part of the layers, on all of the data. Only
+activations and their gradients travel, from one rank to the next and back. The question is how to keep the ranks busy.
 
 **After this lesson you can**
 
@@ -12,7 +12,8 @@ on all of the data. Only activations and their gradients travel, from one rank t
 - draw four schedules, GPipe, 1F1B, interleaved and zero bubble, and predict how long the ranks idle,
 - combine pipelines with data parallel training.
 
-*45 minutes, under a minute of computing.*
+*45 minutes, one of them computing.* Some cells show only three dots. They measure, check or draw, or they hold what you are asked to
+write first. Run them like all others; a click on the dots shows the code.
 """
 
 # %% imports
@@ -33,10 +34,10 @@ cross_entropy = torch.nn.functional.cross_entropy
 r"""
 ## Cut the model
 
-Each rank gets some consecutive layers, a *stage* of the pipeline. The slowest rank holds up all others, so the cut
-should give each the same *computing*. We count the flops of every layer's forward pass, and cut twice: evenly by
+Each rank gets some consecutive layers, which are a *stage* of the pipeline. The slowest rank holds up all others, so the cut
+should give each rank the same amount of *computing*. We count the flops of every layer's forward pass, and cut twice: evenly by
 parameters, as stage 8's `split` does, and evenly by flops. The first layer of our byte model only looks up rows of a
-table: many parameters, no flops.
+table. It has many parameters and needs no flops.
 """
 
 
@@ -78,21 +79,21 @@ show.bars(
 
 # %% [markdown]
 r"""
-Real programs cut by measured times. Below we keep to models whose layers are all alike, and to `split` where they
-are not: for the result it makes no difference.
+Real programs cut by measured times. Below we keep to models whose layers are all alike. Where they are not, we use `split`: the cut
+makes no difference for the result.
 
 ## Build: one step on messages
 
-In the iteration nobody averages gradients any more. What travels are activations, and their gradients back:
+In the iteration no rank averages gradients any more. Activations travel forward, and their gradients travel back:
 
 ![Rank 0 has layer 1, rank 1 layer 2, rank 2 layer 3. The whole batch is cut into three micro-batches. Their activations go down from rank to rank, then the gradients of the activations go up. At the beginning, in the middle and at the end ranks idle. Each rank updates its own layer; no gradient of a weight is sent](../docs/figures/iteration_08.svg)
 
 **Possible because** layers compose: a layer needs nothing but what the layer before it gives.
 
-A rank's part of a step: receive activations from the left, compute, send to the right; and the other way round for
-gradients. Each message carries a number, its *tag*, made of micro-batch, sender and receiver, so that a receive gets the
-message that it is for. `isend` does not wait until the other side receives. `send` would: if two ranks each send first,
-both wait for ever. First the job: a stack of equal layers, and a batch in M parts, the same on all ranks.
+In a step a rank receives activations from the left, computes, and sends to the right. For gradients it is the other way round.
+Each message carries a number, its *tag*, made of micro-batch, sender and receiver, so that every receive gets the
+message that is meant for it. `isend` does not wait until the other side receives. `send` would wait, and two ranks that both send
+first would wait for ever. The next cell makes the job: a stack of equal layers, and a batch in M parts, the same on all ranks.
 """
 
 # %% job
@@ -122,7 +123,7 @@ targets = torch.randint(WIDTH, (SAMPLES,)).chunk(M)
 
 # %% messages
 class Mail:
-    # Stage `number` of 0…last; it lives on rank number % K.
+    # This is stage `number` of 0…last; it lives on rank number % K.
     def __init__(self, module, number, last):
         self.module = module
         self.number = number
@@ -144,13 +145,16 @@ class Mail:
 
 # %% [markdown]
 r"""
-Now forward and backward. Autograd knows one rank only: its graph starts at the activations that were received, and its
+Now we need forward and backward. Autograd knows one rank only: its graph starts at the activations that were received, and its
 backward pass starts with the gradient that comes from the right. Only the last stage knows the loss. It divides the loss by
 M, so that the gradients of M equal micro-batches add up to that of the whole batch.
+
+Task 8.7 of [exercise 8](../exercises/08_pipeline.ipynb) asks you to write these two functions. Write them before you open the next
+cell, which has them as methods. What must a stage keep of a micro-batch from its forward to its backward pass?
 """
 
 
-# %% forward-and-backward
+# %% forward-and-backward folded=true
 class Stage(Mail):
     def forward(self, m):
         if self.number == 0:
@@ -176,8 +180,8 @@ class Stage(Mail):
 
 # %% [markdown]
 r"""
-With a single batch, rank 1 waits for rank 0's activations, rank 2 for rank 1's, and on the way back the same. F is a
-forward, B a backward pass; white is idle.
+With a single batch, rank 1 waits for rank 0's activations, and rank 2 waits for rank 1's. On the way back each rank waits for its
+right neighbour. In the figure F is a forward pass, B is a backward pass, and in the white time a rank is idle.
 """
 
 
@@ -193,7 +197,7 @@ show.sketches.schedules({"One batch: one rank works, the others wait": one_batch
 
 # %% [markdown]
 r"""
-So cut the batch into M **micro-batches**, and let them follow one another.
+Therefore we cut the batch into M **micro-batches**, and let them follow one another.
 
 ## Predict
 """
@@ -209,9 +213,8 @@ guess
 r"""
 ## Schedules are data
 
-A schedule says who does what, and in which order: one list of instructions per rank, and nothing else. Write the simplest one
-first, **GPipe**: all forward passes, then all backward passes, each in the order of the micro-batches (task 8.1 of
-[exercise 8](../exercises/08_pipeline.ipynb)).
+A schedule says who does what, and in which order. It consists of one list of instructions per rank, and nothing else. Write the
+simplest schedule first, **GPipe**: all forward passes, then all backward passes, each in the order of the micro-batches (task 8.1).
 """
 
 # %% task-8-1
@@ -226,28 +229,40 @@ show.source(task("8.1", gpipe), click="Write it first, then open: one solution")
 
 # %% [markdown]
 r"""
-Here are GPipe and another schedule as stage 8 has them, for 3 ranks and 4 micro-batches:
+Then write **1F1B**, one forward, one backward, which starts backward as early as possible (task 8.2). The last stage goes backward
+right after its first forward pass, the stage before it after its second forward pass, and so on. From then on forward and backward
+take turns. At the end come the backward passes that are left. There may be fewer micro-batches than stages.
+"""
+
+# %% task-8-2
+def one_forward_one_backward(stage, stages, micro_batches):
+    """Return the list of steps of one stage in the 1F1B schedule."""
+    raise NotImplementedError("Exercise 8.2: One forward, one backward")
+
+
+show.source(task("8.2", one_forward_one_backward), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+The next cell prints both schedules as stage 8 has them, for 3 ranks and 4 micro-batches. Before you run it: which is the first
+instruction after which rank 0 has to wait, in GPipe and in 1F1B?
 """
 
 # %% as-data
-one_forward_one_backward = stage8_pipeline.one_forward_one_backward
-for schedule in (stage8_pipeline.gpipe, one_forward_one_backward):
+for schedule in (stage8_pipeline.gpipe, stage8_pipeline.one_forward_one_backward):
     print(schedule.__name__)
     for rank, row in enumerate(schedule(3, 4)):
         print(f"   rank {rank}: ", " ".join(f"{step.letter}{step.microbatch}" for step in row))
 
 # %% [markdown]
 r"""
-GPipe does all forward passes first. **1F1B**, one forward, one backward, starts backward as early as possible.
-"""
+Rank 0 first waits when it needs a gradient from the right: after F3 in GPipe, and after F2 in 1F1B.
 
-# %% [markdown]
-r"""
 ## A backward pass is two things
 
-The rank to the left waits for the gradient of the *inputs* (B). Nobody waits for the gradients of the *weights* (W):
-they are needed at the end of the step. So split the backward pass, and do W when there is nothing else to do. This is
-the idea of **zero bubble** schedules.
+The rank to the left waits for the gradient of the *inputs* (B). No rank waits for the gradients of the *weights* (W), which are
+needed only at the end of the step. **Zero bubble** schedules split the backward pass in two, and a rank does W when it would
+otherwise be idle.
 """
 
 
@@ -268,7 +283,7 @@ class SplitStage(Stage):
 
 # %% [markdown]
 r"""
-To run any such list takes a few lines, since a rank that receives waits by itself:
+A few lines run any such list, since a rank that receives waits by itself:
 """
 
 
@@ -291,19 +306,19 @@ def run(schedule):
 
 # %% [markdown]
 r"""
-**Interleaved** schedules go another way: each rank gets two thinner stages, rank 0 for example stages 0 and K. The
+**Interleaved** schedules go another way: each rank gets two thinner stages, for example rank 0 gets stages 0 and K. The
 pipeline fills in half the time, and about twice as many messages travel.
 
 ## Run
 
-All four lists, on real messages, against the gradients of one device:
+We run all four lists on real messages, and compare the gradients with those of one device:
 """
 
 # %% check-core folded=true
 # NBVAL_CHECK_OUTPUT
 schedules = {
     "GPipe": stage8_pipeline.gpipe,
-    "1F1B": one_forward_one_backward,
+    "1F1B": stage8_pipeline.one_forward_one_backward,
     "interleaved": stage8_pipeline.interleaved,
     "zero bubble": stage8_pipeline.zero_bubble,
 }
@@ -318,8 +333,8 @@ for name, schedule in schedules.items():
 
 # %% [markdown]
 r"""
-Four schedules, one loop, the same gradients. What differs is the time. A forward pass of a micro-batch takes one unit
-on all of a rank's layers, B and W one each, a whole backward pass two:
+One loop runs the four schedules, and all of them give the same gradients. They differ in time. A forward pass of a micro-batch
+takes one unit of time on all of a rank's layers, B and W take one unit each, and a whole backward pass takes two:
 """
 
 # %% four folded=true
@@ -330,18 +345,20 @@ show.sketches.schedules(rows)
 
 # %% [markdown]
 r"""
-The white parts in the figure (not the outlined boxes, which are the second stage of an interleaved rank) are the **bubble**: a rank waits while the pipeline fills, turns round and empties. In GPipe
-and 1F1B it is a share of
+The white parts in the figure are the **bubble**: a rank waits while the pipeline fills, turns round and empties. (The outlined boxes
+are the second stage of an interleaved rank, and no part of the bubble.) In GPipe and 1F1B the bubble is a share of
 
 $$\frac{K-1}{M+K-1}$$
 
-With two stages per rank the white parts are half as long, which makes it $\frac{K-1}{2M+K-1}$; in this zero bubble
-schedule they are a third as long, $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble? This variant keeps no more micro-batches than
-1F1B's first rank. With twice that memory only the white parts around the update are left.) What is 1F1B for, then, if it idles as long as GPipe?
-Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
-most K. (Interleaving has a price here: with K = 4, by the lists above, rank 0 keeps 11 thin micro-batches, as much as 5.5 whole
-ones.) Move the sliders: which makes the bubble small,
-more ranks or more micro-batches?
+With two stages per rank the white parts are half as long, and their share is $\frac{K-1}{2M+K-1}$. In this zero bubble
+schedule they are a third as long, and their share is $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble? This variant keeps no more
+micro-batches than 1F1B's first rank. With twice that memory only the white parts around the update are left.)
+
+1F1B idles as long as GPipe, so what is it for? Activations must be kept from a micro-batch's forward to its backward pass. GPipe
+keeps those of all M micro-batches, and 1F1B keeps those of at most K. (Interleaving has a price here: with K = 4, by the lists above,
+rank 0 keeps 11 thin micro-batches, as much as 5.5 whole ones.)
+
+Move the sliders: which makes the bubble small, more ranks or more micro-batches?
 """
 
 # %% explorer
@@ -351,9 +368,9 @@ show.widgets.pipeline_explorer(K, M)
 r"""
 ## The real one
 
-`torch.distributed.pipelining` has the same schedules. Those with several stages per rank are lists there, too: we translate these
-into our instructions, and let our own loop run them as well. Before you look: will the interleaved list be the one that we have? And
-its zero bubble, which is interleaved, too: two stages per rank, with B and W apart?
+`torch.distributed.pipelining` has the same schedules. Its schedules with several stages per rank are lists as well. We translate
+these lists into our instructions, and let our own loop run them too. Before you look: will torch's interleaved list be the one that
+we have? And will its zero bubble be ours? torch's zero bubble is also interleaved, with two stages per rank, and B and W apart.
 """
 
 
@@ -414,17 +431,16 @@ show.sketches.schedules(ours | torchs)
 
 # %% [markdown]
 r"""
-torch's interleaved list is ours, instruction by instruction. Its zero bubble joins both ideas: thin stages halve what zero bubble's
-white parts take, for about twice as many messages. (If you try `ScheduleZBVZeroBubble` in the cell above, all ranks wait for ever: its stages
-lie in a V, so rank r has stages r and 2K-1-r, not r and r+K, and stages in the wrong places wait for messages that nobody sends. Placed
-right it runs, and its list runs by our `Pipeline` too.)
+torch's interleaved list is ours, instruction by instruction. Its zero bubble joins both ideas: thin stages make zero bubble's white
+parts half as long, for about twice as many messages. (If you try `ScheduleZBVZeroBubble` in the cell above, all ranks wait for ever.
+Its stages lie in a V, so rank r has stages r and 2K-1-r, not r and r+K, and stages in the wrong places wait for messages that no rank
+sends. With its stages in the right places it runs, and our `Pipeline` runs its list too.)
 
 ## What stage 8 adds
 
-`stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out: activations of any
-shape; receives that are posted ahead; intermediate results that it saves for W, while our core recomputes them; a batch that M
-does not divide; and errors in plain words for lists in which ranks would wait for each other in a circle. It trains like one
-device:
+`stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out. Activations may have any shape, and
+M need not divide the batch. Receives are posted ahead. Intermediate results are saved for W, while our core recomputes them. And lists
+in which ranks would wait for each other in a circle are refused in plain words. It trains like one device:
 """
 
 
@@ -449,8 +465,8 @@ print("with all four schedules the losses are those of one device")
 r"""
 ## The bubble on real messages
 
-Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We take the virtual time of a batch with
-GPipe's schedule for different numbers of micro-batches, 12 among them, and see for what share of it a rank is idle.
+Each rank gets an emulated device and the same work: a stack of layers and 48 samples. We take the virtual time of a batch with
+GPipe's schedule, for 12 and other numbers of micro-batches, and see for what share of this time a rank is idle.
 """
 
 
@@ -499,13 +515,14 @@ print("no rank idles less than (K-1)/(M+K-1), and more micro-batches shrink the 
 # %% [markdown]
 r"""
 The points lie on the line, since the emulated device has no fixed cost per operation and the links here cost nothing. On real
-devices they lie above it, and more so with many micro-batches: each has its messages and its small operations. Before you run
-the next cell: all four schedules with M = 8. What will the bars be, by the timetables above?
+devices the points lie above the line, and the more so the more micro-batches there are, since each has its messages and its small
+operations. The next cell runs all four schedules with M = 8. Before you run it: how high will the bars be, by the timetables above?
 """
 
 # %% four-measured folded=true
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
-percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
+percent = {"GPipe": 100 * measured[M],
+           "1F1B": 100 * idle(M, stage8_pipeline.one_forward_one_backward),
            "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
            "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}
 title = "Ranks idle for as long as the schedule says"
@@ -514,14 +531,14 @@ show.bars(percent, "idle (%)", title, form="{:.0f}", theory=derived, kind="virtu
 
 # %% [markdown]
 r"""
-On real devices bars stand above the black line by the fixed cost of the micro-batches. Interleaved stages send twice
+On real devices the bars reach above the black line by the fixed cost of the micro-batches. Interleaved stages send twice
 as many messages, each with half as much computing to hide it. In GPipe a rank waits for one neighbour at a time. In the
-other schedules it alternates, so a delay of either neighbour holds it up. So more micro-batches and thinner stages help
-up to a point, and a measurement decides where it is.
+other schedules it alternates between its neighbours, and a delay of either holds it up. More micro-batches and thinner stages
+therefore help only up to a point, and a measurement decides where this point is.
 
 ## Measure what is kept
 
-How many micro-batches' activations does each rank hold at once, at most? Twelve micro-batches.
+Of twelve micro-batches, how many does each rank keep the activations of at once, at most?
 """
 
 
@@ -545,10 +562,9 @@ r"""
 ## What travels
 
 Data parallel training sends gradients: four bytes for each parameter, whatever the batch. A pipeline sends
-activations: as many numbers as there are samples (of text: bytes), times the *width* of the model, but not times its
-depth. Here is what the
-busiest rank sends in a step of our byte model, beside the ring's share of its gradients. (From three ranks on, those in the
-middle are the busiest: they send activations forward and gradients of activations back.)
+activations. Their number is that of the samples (in a text: of its bytes) times the *width* of the model, but not times its
+depth. The figure shows what the busiest rank sends in a step of our byte model, beside what a rank of the ring sends of its gradients.
+(From three ranks on, the ranks in the middle are the busiest: they send activations forward and gradients of activations back.)
 """
 
 
@@ -577,9 +593,9 @@ show.bars(
 r"""
 ## Both at once
 
-Pipelines can stand side by side, each on its share of the data. Ranks that hold the same stage average their
-gradients with the ring of lesson 04. With 4 ranks: 2 pipelines of 2 ranks. On each rank it is one call,
-`stage8_pipeline.train(model, share, lr=0.3, stages=2)`, and the share is that of its pipeline:
+Pipelines can run side by side, each on its share of the data. Ranks that hold the same stage average their
+gradients with the ring of lesson 04. Four ranks make 2 pipelines of 2 ranks. Each rank makes one call,
+`stage8_pipeline.train(model, share, lr=0.3, stages=2)`, and `share` is the share of its pipeline:
 """
 
 
@@ -606,7 +622,8 @@ print("pipelines side by side train the same weights as one device")
 r"""
 ## What changed
 
-Compared with stage 5's loop, forward, loss and backward have become one `pipeline.step`, because they alternate.
+In stage 5's loop forward, loss and backward were three lines. Here they are one call, `pipeline.step`, because forward and backward
+passes alternate.
 """
 
 # %% diff
@@ -616,10 +633,10 @@ show.diff(stage5_bucketed.train, stage8_pipeline.train)
 r"""
 ## On your GPUs
 
-The pipeline on the devices of this machine, in real time: 1F1B with four micro-batches. Each device waits while the
-pipeline fills and empties, and for the slowest part. *Compute* is all but
-waiting for others, Python between two operations included, which the lanes leave white. (The thin
-*communication* before the update is the average over all ranks with the same stage. Here there is one, so it sends nothing.)
+The pipeline runs on the devices of this machine, in real time, as 1F1B with four micro-batches. Each device waits while the
+pipeline fills and empties, and for the slowest part. *Compute* is all time but the waiting for others. It includes Python's time
+between two operations, which the lanes leave white. (The thin *communication* before the update is the average over all ranks with
+the same stage. Here each stage has one rank, so nothing is sent.)
 """
 
 # %% on-your-gpus
@@ -640,8 +657,8 @@ r"""
 | `zero_bubble` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | Qi et al., *Zero bubble*, ICLR 2024 |
 | B and W | `_backward.py`: `stage_backward_input`, `stage_backward_weight` | the same |
 
-The largest models use three splits at once: **tensor parallel** (each matrix cut into pieces) inside a machine,
-pipelines between machines, data parallel around it all.
+The largest models are split in three ways at once: **tensor parallel** (each matrix cut into pieces) inside a machine,
+pipelines between machines, and data parallel around both.
 
 ## Check yourself
 
@@ -653,20 +670,20 @@ be more than its samples.
 
 **2.** One stage takes twice as long as the others. What is the speed of the pipeline?
 <details><summary>Answer</summary>
-That of the slowest stage; all others idle half of the time. That is why the model is cut evenly by computing.
+The pipeline is as fast as its slowest stage, and all others idle half of the time. This is why the model is cut evenly by computing.
 </details>
 
 **3.** Which needs the faster links: data parallel or pipeline?
 <details><summary>Answer</summary>
-Usually data parallel: gradients of all parameters in every step. Pipelines send one activation tensor per micro-batch
-to the next rank, and its gradient back. So between machines people use pipelines.
+Usually data parallel does, since it sends the gradients of all parameters in every step. Pipelines send one activation tensor per
+micro-batch to the next rank, and its gradient back. So people use pipelines between machines.
 </details>
 
 ## In three lines
 
-1. A pipeline splits layers over ranks; a schedule is a list of F, B and W per rank, run by one loop, torch's lists too.
-2. GPipe and 1F1B idle for (K-1)/(M+K-1); 1F1B keeps less; interleaved stages and a split backward pass idle less.
-3. What travels grows with samples and width, not with depth: pipelines suit slow links between hosts.
+1. A pipeline splits layers over ranks. A schedule is a list of F, B and W per rank, and one loop runs all of them, torch's too.
+2. GPipe and 1F1B idle for (K-1)/(M+K-1) of the time. 1F1B keeps less; interleaved stages and a split backward pass idle less.
+3. The bytes grow with samples and width, but not with depth, so pipelines suit slow links between hosts.
 
 **Exercise:** [8](../exercises/08_pipeline.ipynb), `exercises/08_pipeline.ipynb`. **Next:**
 [9, tensor parallelism and the mesh](09_tensor_and_mesh.ipynb).

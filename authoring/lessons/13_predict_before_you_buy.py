@@ -2,9 +2,9 @@
 r"""
 # 13 · Predict before you buy
 
-A thousand GPUs cost a house per day. How long a step takes on them should be known before. This lesson builds predictions
-from a few numbers, each fitted to runs that others have published; then it holds them against published runs that the fit
-did not see, and lets them choose between all ways of this course. Nothing here is timed on your machine.
+A thousand GPUs cost a house per day. You should know before you rent them how long a step will take. This lesson builds predictions
+from a few numbers, each fitted to runs that others have published. Then it compares the predictions with published runs that the
+fit did not see, and lets them choose between all ways of this course. Nothing here is timed on your machine.
 
 **After this lesson you can**
 
@@ -14,7 +14,7 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 - judge a prediction by rows that its fit did not see,
 - choose between DDP, sharding, and tensor and pipeline parallelism.
 
-*45 minutes, under a minute of computing.*
+*45 minutes, under a minute of computing.* Some cells show only three dots: run them like all others; a click on the dots shows the code.
 """
 
 # %% imports
@@ -31,9 +31,9 @@ from manyranks.presets import ACCELERATORS, LINKS
 r"""
 ## A question worth money
 
-A model of 174.6 billion parameters, 1,536 A100s, a batch of 1,536 sequences. Two ways: **ZeRO-3**, each GPU keeps a
-1,536th of the model and gathers the rest layer by layer (lesson 07); or **three ways at once**, each layer split over
-the 8 GPUs of a host, the layers over 12 hosts, the batch over 16 copies of that (lessons 08 and 09).
+You have a model of 174.6 billion parameters, 1,536 A100s, and a batch of 1,536 sequences. You can train it in two ways. With
+**ZeRO-3** each GPU keeps a 1,536th of the model and gathers the rest layer by layer (lesson 07). With **three ways at once** each layer
+is split over the 8 GPUs of a host, the layers are split over 12 hosts, and the batch over 16 such pipelines (lessons 08 and 09).
 
 ## Predict
 """
@@ -54,10 +54,11 @@ guess
 r"""
 ## One step, simulated
 
-A step of bucketed DDP is a timetable: backward fills buckets, buckets travel one after another, the update follows. All
+A step of bucketed DDP is a timetable: backward fills buckets, the buckets travel one after another, and the update follows. All
 ranks do the same at the same time, so the simulator plays one of them, and computes the time of each bucket by the formulas of
 lesson 04. Two numbers are not on any datasheet: what a V100's link really carries, and how much a running all-reduce slows
-computing down. They are fitted to published steps of four networks on 1 and 2 GPUs. A latency of 10 µs per message is assumed; the rest is computed.
+computing down. They are fitted to published steps of four networks on 1 and 2 GPUs. A latency of 10 µs per message is assumed, and
+everything else is computed.
 """
 
 # %% calibrate
@@ -83,10 +84,10 @@ show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring
 
 # %% [markdown]
 r"""
-8 V100s per host, 4 cards of 100 Gbit/s between hosts. The **knee** (circle) is the last K before efficiency falls below 90 %, the
-dotted line. Up to there, communication hides behind the backward pass; what is lost all the same is the last bucket, and
-computing that all-reduces slow down. Then the latencies of the flat ring, 2(K-1) for each bucket, stick out. In two levels
-(the hierarchical ring) there are few, and the curve goes on.
+There are 8 V100s in each host, and 4 cards of 100 Gbit/s between hosts. The **knee** (circle) is the last K before efficiency falls
+below 90 %, the dotted line. Up to the knee, communication hides behind the backward pass. Only the last bucket is not hidden, and
+all-reduces slow the computing down. Beyond the knee the latencies of the flat ring, 2(K-1) for each bucket, become visible. A ring in
+two levels (the hierarchical ring) has few latencies, and its curve goes on.
 """
 
 # %% claim-20
@@ -100,9 +101,10 @@ claims.decide(
 
 # %% [markdown]
 r"""
-How far can one believe this? The published times are points, those of 2 GPUs too, which the fit saw; the predictions
-for 4, 8 and 16 are lines: the published step on 2 GPUs, times the growth that is simulated from there (so ResNet-50
-lies 1.7 points below the curve above, which is simulated from one GPU on). Efficiency is the step of one GPU without DDP over a step with it. Beside them a second predictor, dotted, which knows nothing: "as on 2 GPUs, always".
+How far can one believe this simulation? In the next figure the published times are points, including those of 2 GPUs, which the fit
+saw. The predictions for 4, 8 and 16 GPUs are lines. They start from the published step on 2 GPUs, and multiply it by the simulated
+growth. (The curve above starts from one GPU instead, and there ResNet-50 is 1.7 points higher.) Efficiency is the step of one GPU
+without DDP, divided by a step with DDP. The dotted lines are a second predictor, which knows nothing and says "as on 2 GPUs, always".
 """
 
 # %% published folded=true
@@ -130,16 +132,17 @@ picture
 
 # %% [markdown]
 r"""
-Look closely: the predictor that knows nothing does as well. From 2 to 16 GPUs the times hardly grow, since backward hides
-the communication; a table without a knee cannot tell a good simulator from none. What ours says about 4,096 GPUs is simulated,
-and nothing here tests it. To test a model we need tables in which something happens.
+Look closely: the predictor that knows nothing does as well as the simulator. From 2 to 16 GPUs the times hardly grow, since backward
+hides the communication, and a table without a knee cannot tell a good simulator from a bad one. What our simulator says about 4,096
+GPUs is not tested by anything here. To test a model we need tables in which something happens.
 
 ## A table in which something happens
 
-NCCL's ring on 8 A100s of one host, from 32 KiB to 8 GiB. Latency and rate alone, α + βp, fail in the middle, because
-NCCL has three **protocols**: *LL* sends a flag with every 4 bytes, so that nobody waits for a signal, and carries half
-as much; *LL128* sends one flag with every 120 bytes; *Simple* sends no flags, and signals when a whole block is there. Each has a latency and a rate, and the fastest
-is used. (Fitted, LL takes ten times as long per byte as Simple, not twice: flags alone do not explain that.)
+Such a table is that of NCCL's ring on 8 A100s of one host, for messages from 32 KiB to 8 GiB. A latency and a rate alone, α + βp, fail
+in the middle, because NCCL has three **protocols**. *LL* sends a flag with every 4 bytes, so that nobody waits for a signal, and
+carries half as much. *LL128* sends one flag with every 120 bytes. *Simple* sends no flags, and signals when a whole block has arrived.
+Each protocol has a latency and a rate, and NCCL uses the fastest. (By the fit LL takes ten times as long per byte as Simple, not
+twice as long, so flags alone do not explain it.)
 """
 
 # %% protocols folded=true
@@ -169,12 +172,12 @@ print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
 r"""
-One point lies a sixth below all lines: 8 MiB. The model cannot explain it. Near 8 MiB, then,
-expect a time that is a fifth too long.
+One point, that of 8 MiB, lies a sixth below all lines. The model cannot explain it. Near 8 MiB you should expect the prediction to be
+a fifth too long.
 
 ## A transformer's step, term by term
 
-A layer has W weights and width h; a micro-batch has n tokens, in sequences of s. What a GPU computes can be counted:
+A layer has W weights and the width h. A micro-batch has n tokens, in sequences of s tokens. What a GPU computes can be counted:
 
 | term | forward | backward |
 |---|---|---|
@@ -183,12 +186,13 @@ A layer has W weights and width h; a micro-batch has n tokens, in sequences of s
 | bytes through memory | a third of b n h | two thirds |
 | launching, which no rate explains | a third of a few ms | two thirds |
 
-FSDP gathers 2 W bytes before each of the two passes, and scatters as many bytes of gradients after the second (twice as many where they are summed in float32, *reduce bytes 4* below). While one
-layer computes, the next one's bytes travel: the longer of the two counts, and a part (0.15) of the shorter.
+FSDP gathers 2 W bytes before each of the two passes, and scatters as many bytes of gradients after the second pass. (Where gradients
+are summed in float32, *reduce bytes 4* below, it scatters twice as many.) While one layer computes, the next layer's bytes travel. The
+longer of the two times counts, and a part (0.15) of the shorter one.
 
-Counted as well: 12 bytes through memory per weight (in the figures below they are part of *launch*) and 24 per output
-word (logit) in each micro-batch, and 10 µs per GPU of a ring. A
-term stays only if errors grow without it (`docs/PREDICTIONS.md`).
+Three more things are counted: 12 bytes through memory per weight (in the figures below they are part of *launch*), 24 bytes per
+output word (logit) in each micro-batch, and 10 µs per GPU of a ring. A term stays in the model only if errors grow without it
+(`docs/PREDICTIONS.md`).
 
 Five numbers cannot be counted. They are fitted to 102 published runs of today:
 """
@@ -203,10 +207,10 @@ print(f"ZeRO-1       {1000 * values['shard']:.1f} ms per shard")
 
 # %% [markdown]
 r"""
-(b is not physics alone: the fit puts into it all that no other term names.)
+(b is not physics alone: the fit puts everything into it that no other term names.)
 
-Write the first two terms and the sending yourself (task 13.5): products at 0.75 of 312 Tflop/s, attention at 0.32; a gather or scatter sends
-(K-1)/K of its bytes at `rate`.
+Write the first two terms and the sending yourself (task 13.5). Products run at 0.75 of 312 Tflop/s, and attention at 0.32 of it. A
+gather or scatter sends (K-1)/K of its bytes at `rate`.
 """
 
 # %% task-13-5
@@ -224,11 +228,12 @@ show.source(task("13.5", passes, fsdp_layer), click="Write it first, then open: 
 
 # %% [markdown]
 r"""
-The solution again, under other names, for what follows:
+The lesson goes on with two functions of its own, `both_passes` and `whole_layer`, which do the same as yours. Open the next cell when
+you have written yours.
 """
 
 
-# %% terms
+# %% terms folded=true
 def both_passes(weights, width, tokens, context):
     products = 2 * weights * tokens / (0.75 * 312e12)
     attention = 2 * context * width * tokens / (0.32 * 312e12)
@@ -249,9 +254,9 @@ check("13.5", both_passes, whole_layer, seed=13)
 r"""
 ## Predict before you look
 
-MPT-7b on 8 A100s of 40 GB, which are one host. First by these two functions alone, then by the whole model; only the cell after
-shows what was published. (With recomputing, the forward pass is run again before the backward pass.) Its row was in the fit, so
-beside it stands one that no fit saw: Llama 3.1 8B on 128 H100s, by other people with other code.
+We predict MPT-7b on 8 A100s of 40 GB, which are one host: first by these two functions alone, and then by the whole model. What was
+published is shown one cell later. (With recomputing, the forward pass is run again before the backward pass.) This row was in the
+fit, so the cell also predicts a run that no fit saw: Llama 3.1 8B on 128 H100s, by other people with other code.
 """
 
 # %% one-run
@@ -285,12 +290,12 @@ print(f"Llama: measured {tokens_per_s:,.0f} (published, torchtitan): {error:+.0%
 
 # %% [markdown]
 r"""
-The two functions promise too much, since memory traffic, launching and output words are missing. The whole model is as good on the run
-that it has never seen.
+The two functions promise too much, since they leave out memory traffic, launching and output words. The whole model is as good on the
+run that it has never seen.
 
 ## Which term bounds which run?
 
-The part that bounds a step is the one which, made twice as fast, saves most. Three runs:
+The part that bounds a step is the part which saves the most time if it becomes twice as fast. Here are three runs:
 """
 
 # %% check-bounds
@@ -308,20 +313,21 @@ predict(**llama).figure()
 # %% [markdown]
 r"""
 Three numbers describe how well a run uses its GPUs. **Tokens per second and GPU** compares runs of one model. **MFU** (model flops
-utilisation) compares models and GPUs: the share of the datasheet's flops that the step needs by PaLM's count, 6 N + 12 L s h
-per token; recomputing does not count. Both describe a step. **Goodput** describes the weeks: the share of the time that went into
-steps which were kept, so not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 % goodput
-trains as if it had 36 % all the time.
+utilisation) compares models and GPUs. It is the share of the datasheet's flops that the step needs by PaLM's count, 6 N + 12 L s h
+per token, in which recomputing does not count. Both numbers describe a step. **Goodput** describes weeks: it is the share of the time
+that went into steps which were kept, and not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 %
+goodput trains as if it had 36 % MFU all the time.
 
-The expected error is that of 52 other published runs on H100s, which are in no table here (docs/PREDICTIONS.md). Below the
-run that was asked for stand the other ways, the fastest first; `zero1 in host` divides the optimizer's state
-over the GPUs of a host only. Thin bars are sending that hides under computing: it costs nothing.
+The expected error in the figure is that of 52 other published runs on H100s, which are in no table here (docs/PREDICTIONS.md). The
+first bar is the run that was asked for. Below it are the other ways, the fastest first; `zero1 in host` divides the optimizer's
+state over the GPUs of a host only. Thin bars are sending that hides under computing and costs nothing.
 
 ## 1,536 GPUs
 
-Now the first question. In 2021 attention wrote all its scores, and nothing was hidden under a pipeline: two switches. ZeRO-3's share
-of the network cards and the part that shows are fitted to its rows of 384 and 768 GPUs; for three ways at once nothing is. No fit
-has seen a run on 1,536 GPUs. Write down what you expect of both before you run the cell after next.
+We return to the first question. In 2021 attention wrote all its scores to memory, and nothing was hidden under a pipeline; the model
+has a switch for each. Two numbers of ZeRO-3, its share of the network cards and the part of its sending that is not hidden, are fitted
+to its rows of 384 and 768 GPUs. For three ways at once nothing is fitted. No fit has seen a run on 1,536 GPUs. Write down what you
+expect of both ways before you run the cell after next.
 """
 
 # %% answer
@@ -361,9 +367,9 @@ show.curves(
 
 # %% [markdown]
 r"""
-Why? ZeRO-3 gathers all weights for each pass, whatever K is: the seconds of sending stay, while those of computing
-halve with twice the GPUs. From 768 on sending is all that one sees. Three ways at once send activations inside a host, where
-links are fast, and little between hosts; what grows instead is the idling of the pipeline, from 3 to 10 %.
+Why? ZeRO-3 gathers all weights for each pass, whatever K is. The seconds of sending stay the same, while the seconds of computing
+halve with twice the GPUs. From 768 GPUs on, only the sending matters. Three ways at once send activations inside a host, where
+links are fast, and little between hosts. Instead the pipeline idles more, 10 % of the time and no longer 3 %.
 
 ## A miss, and its reason
 """
@@ -379,16 +385,18 @@ for row in facts.rows("transformer_throughput"):
 
 # %% [markdown]
 r"""
-On 64 GPUs we are a third off. But on 128 GPUs, where more must be sent, the same table is a third faster: no smooth model
-can have both rows. We name rows that disagree with their neighbours, and fit nothing around them.
+On 64 GPUs our prediction is a third off. But on 128 GPUs, where more must be sent, the same table is a third faster, and no smooth
+model can meet both rows. We name rows that disagree with their neighbours, and do not bend the model around them.
 
 ## The scoreboard
 
-All published tables that this course predicts, a point per row: predicted over measured, in the table's own unit. To the right
-of 1 a predicted time is too long, and a predicted rate (bus bandwidth, speed-up, throughput, tokens per second) too high. Hollow points are rows that the fit saw.
-For tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out. (The
-66 rows of `nccl_all_reduce_in_one_host` are all in the fit, and none was left out.) Beside the figure stand median and
-worst error of *all* rows; the list has those of unseen rows only: the median, what nine in ten are within, and the worst.
+The figure has all published tables that this course predicts, with a point per row: predicted over measured, in the table's own unit.
+To the right of 1 a predicted time is too long, or a predicted rate (bus bandwidth, speed-up, throughput, tokens per second) is too
+high. Hollow points are rows that the fit saw. Below the name of each table are the median and the worst error of *all* its rows.
+
+The list below the figure has only unseen rows: the median error, the error within which nine in ten lie, and the worst. For tables of
+which the fit saw every row, it gives the error on rows that a second fit left out. (The 66 rows of `nccl_all_reduce_in_one_host` are
+all in the fit, and none was left out.) EFA is the network between Amazon's hosts.
 """
 
 # %% scoreboard
@@ -414,20 +422,20 @@ print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, 
 
 # %% [markdown]
 r"""
-The rows that stick out teach most. The worst of all is 32 KiB on four hosts, published as 0.01 GB/s of bus bandwidth:
-6 ms for a message that takes 0.4 ms by our latency, or 17 times the bandwidth (the arrow). One GPT step took 1.9 times as long as predicted: its micro-batch is 64, a
-replica's whole share at once. And 12 of 27 unseen messages between two hosts over EFA took 1.4 to 2.1 times as long. Each may be a
-fault of the run, or something that we do not know; the tables do not say.
+The rows that stick out teach the most. The worst of all (the arrow) is a message of 32 KiB on four hosts, published as 0.01 GB/s of
+bus bandwidth. It took 6 ms, while by our latency it takes 0.4 ms and has 17 times the bandwidth. One GPT step took 1.9 times as long as
+predicted: its micro-batch is 64, a replica's whole share at once. And 12 of 27 unseen messages between two hosts over EFA took 1.4 to
+2.1 times as long. Each of these may be a fault of the run, or something that we do not know. The tables do not say which.
 
-`ddp-course predict` prints this table, `ddp-course predict FILE.csv` fills in a table of yours, and
+`ddp-course predict` prints this list, `ddp-course predict FILE.csv` fills in a table of yours, and
 `ddp-course predict --model llama-3.1-8b --gpu H100-80GB --gpus 64` answers for one run.
 
 ## Judge a table
 
 A pipeline of P stages and M micro-batches should be P M/(M + P - 1) times as fast as one device. GPipe's authors published
-throughput over that of P = 2, M = 1. Does it fit? Write the test (task 13.1 of
-[exercise 13](../exercises/13_predict_before_you_buy.ipynb)): each row is (stages, micro-batches, times), `times` as fast as the
-*first* row; a tenth above the formula may pass, since numbers are rounded.
+throughputs, divided by the throughput of P = 2, M = 1. Do they fit the formula? Write the test (task 13.1 of
+[exercise 13](../exercises/13_predict_before_you_buy.ipynb)). Each row is (stages, micro-batches, times), and is `times` as fast as the
+*first* row. A tenth above the formula may pass, since numbers are rounded.
 """
 
 # %% task-13-1
@@ -443,7 +451,7 @@ show.source(task("13.1", too_good), click="Write it first, then open: one soluti
 
 # %% [markdown]
 r"""
-And the whole table:
+The next cell compares the whole table with the formula:
 """
 
 # %% gpipe folded=true
@@ -456,26 +464,29 @@ for row in facts.rows("gpipe_throughput"):
 
 # %% [markdown]
 r"""
-With 4 micro-batches, 4 and 8 stages are *faster* than any schedule can be: the formula is 29 and 39 % below; so are 8
-stages with one micro-batch (23 %). The paper
-gives the reason in half a sentence: the batch was adjusted to what fits the memory, so the columns compare different work. A
-formula that no machine can beat tests tables, too.
+With 4 micro-batches, 4 and 8 stages are *faster* than any schedule can be: the formula lies 29 and 39 % below the table. 8 stages with
+one micro-batch are too fast as well (23 %). The paper gives the reason in half a sentence: the batch was adjusted to what fits the
+memory, so the columns compare different work. A formula that no machine can beat is also a test of tables.
 
 ## What a model cannot know
 
-- **The switch adds up.** 8 H200s reach a bus bandwidth of 473 GB/s where a forced ring on the same GPUs reaches 363 to 368
-  (published), and 482 for 16 GiB, more than the 450 that a GPU's links carry. NVLink's switches sum inside the
-  network (NVLS), so that each GPU sends p bytes and not $2\frac{K-1}{K}p$: then "bus bandwidth" is a unit, not what a
+- **Switches that add up.** 8 H200s reach a bus bandwidth of 473 GB/s where a forced ring on the same GPUs reaches 363 to 368
+  (published). For 16 GiB they reach 482 GB/s, more than the 450 that a GPU's links carry. NVLink's switches sum inside the
+  network (NVLS), so that each GPU sends p bytes and not $2\frac{K-1}{K}p$. "Bus bandwidth" is then only a unit, and not what a
   link carries.
 - **Congestion.** Other jobs share the network. On the same cables times vary by a factor, from one day to the next.
-- **Stragglers.** All wait for the slowest, and among 1,000 GPUs one is always slow; or fails (lesson 11).
+- **Stragglers.** All ranks wait for the slowest, and among 1,000 GPUs one is always slow, or fails (lesson 11).
 
-So: predict, then rent two hosts for an hour, and hold the prediction against that.
+Therefore predict first, then rent two hosts for an hour, and compare the prediction with what they do.
 
 ## How far does each way reach?
 
-Lessons 05, 07 and 09 ended with a limit each. The batch is fixed (lesson 10), so with more GPUs each has less to compute, and at some
-number the messages no longer fit under the computing. For a batch of G tokens, GPUs of R flop/s, and numbers of two bytes:
+Lessons 05, 07 and 09 each have a limit. The batch is fixed (lesson 10), so with more GPUs each has less to compute, and at some
+number the messages no longer fit under the computing. A batch has G tokens, a GPU computes R flop/s, W is the bytes/s of a link, and
+weights and gradients have two bytes. Up to which K does no pass wait, for DDP, fully sharded, and tensor parallel with T ranks? Task 13.6
+of [exercise 13](../exercises/13_predict_before_you_buy.ipynb) asks for these limits, with weights and gradients of other sizes.
+
+<details><summary>Write them first, then open: the limits</summary>
 
 | way | no pass waits while | what does not help |
 |---|---|---|
@@ -483,12 +494,14 @@ number the messages no longer fit under the computing. For a batch of G tokens, 
 | tensor parallel | T ≤ 1 + (inner width) W / R, W inside a host | a larger batch |
 | both | T times the first K, since T ranks need no more tokens than one did | |
 
-Task 13.6 of [exercise 13](../exercises/13_predict_before_you_buy.ipynb) asks for them, with weights and gradients of other sizes.
-Before you run the cell: an H100 computes eight times as fast as a V100. Does the same batch feed more H100s than V100s, or fewer?
+</details>
+
+The next cell has these limits as code. Before you run it: an H100 computes eight times as fast as a V100. Does the same batch feed
+more H100s than V100s, or fewer?
 """
 
 
-# %% limits
+# %% limits folded=true
 def limits(gpu, tokens, inner=4 * 8192):
     """The most GPUs that a batch feeds: fully sharded, and with T ranks of a host on each layer
     as well.
@@ -522,14 +535,14 @@ print("tokens that each GPU needs, fully sharded:", tokens_per_gpu)
 
 # %% [markdown]
 r"""
-As many: network cards have become faster as the GPUs have, so R/W is what it was. (An A100 lies between the two in time, and needs
-fewer tokens than both.) Pipelines multiply these limits once more, by the number of stages, and pay with the bubble.
+It feeds the same number. Network cards and GPUs have become faster together, so R/W has stayed the same. (The A100, which came between
+the two, needs fewer tokens than both.) Pipelines multiply these limits once more, by the number of stages, and pay with the bubble.
 
 ## Which do I use?
 
-The same model chooses. It tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps what fits with a
-twentieth of the memory left, and takes the *simplest* within 5 % of the fastest (DDP, then ZeRO-1, ZeRO-2 and FSDP, which count as equally simple; of
-equals the fastest).
+The same model can choose. It tries every way, combined with tensor and pipeline parallelism, micro-batches and recomputing. It keeps
+the ways that fit with a twentieth of the memory left. Of these it takes the *simplest* one within 5 % of the fastest. (DDP is the
+simplest; ZeRO-1, ZeRO-2 and FSDP count as equally simple, and of equals it takes the fastest.)
 """
 
 # %% decision
@@ -543,34 +556,35 @@ print(f"a blind one {ours.blind_kept:.1%}; within 5 % of the best: {ours.within:
 
 # %% [markdown]
 r"""
-A way that nobody published is not scored: there it is a prediction, no more.
+A choice that nobody has published is not scored. It remains a prediction.
 
 ## What torch does
 
-Nothing of this. `torch.profiler` and NCCL's tests measure what you have; torchtitan's `benchmarks/` lists what others had.
+torch predicts nothing. `torch.profiler` and NCCL's tests measure what you have, and torchtitan's `benchmarks/` lists what others had.
 
 ## Check yourself
 
 **1.** A vendor shows 97 % efficiency from 8 to 128 GPUs. What do you ask?
 <details><summary>Answer</summary>
-Which model and batch per GPU (more computing hides more), and 97 % of what: the speed on 8 may itself be poor.
+Ask for the model and the batch per GPU, since more computing hides more. And ask "97 % of what?", since the speed on 8 GPUs may itself
+be poor.
 </details>
 
 **2.** A model with ten fitted numbers meets all twelve rows of a table within 1 %. How good is it?
 <details><summary>Answer</summary>
-Nobody knows. Fit it to half of the rows and look at the other half.
+Nobody knows yet. Fit it to half of the rows, and look at its errors on the other half.
 </details>
 
 **3.** Why does everyone use DDP as long as the model fits?
 <details><summary>Answer</summary>
-Least traffic, hidden behind backward, nothing to configure, and exactly the mathematics of one device.
+DDP sends the least, hides it behind backward, needs no configuration, and does exactly the mathematics of one device.
 </details>
 
 ## In three lines
 
 1. Count what can be counted, fit the few rates that cannot, and say which rows the fit saw.
-2. Scaling is linear up to a knee; where it lies follows from computing, bandwidth and latency.
-3. Take the simplest way that fits and is not much slower: DDP, then sharding, then tensor and pipeline.
+2. Scaling is linear up to a knee, whose place follows from computing, bandwidth and latency.
+3. Take the simplest way that fits and is not much slower: first DDP, then sharding, then tensor and pipeline parallelism.
 
 **Exercise:** [13](../exercises/13_predict_before_you_buy.ipynb), `exercises/13_predict_before_you_buy.ipynb`. **Next:**
 [14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.

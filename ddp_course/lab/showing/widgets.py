@@ -222,6 +222,8 @@ def alpha_beta_explorer(
         kind="derived",
     )
     [axes] = picture.axes
+    # The last line covers others where algorithms take equally long.
+    axes.lines[-1].set_linestyle("--")
     axes.set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
     # Minor ticks took half of the time to draw, and no reader needs them.
     axes.minorticks_off()
@@ -307,7 +309,7 @@ def bucket_explorer(
         hidden = 1.0
         if step.communication_s:
             hidden -= min(1.0, step.exposed_s / step.communication_s)
-        spans = [[span.name, span.start, span.end, span.lane] for span in step.spans]
+        spans = list(map(list, step.spans))
         rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
     return caps_explorer(rows, list(measured.items()))
 
@@ -326,7 +328,7 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     """The plain figure of `caps_explorer` for one row of `steps`."""
     cap, buckets, step_ms, hidden, spans = steps[row]
-    message = f"cap {cap:g} MiB: buckets: {buckets}, step {step_ms:.1f} ms, {hidden:.0f} % hidden"
+    message = f"cap {cap:g} MiB (buckets: {buckets}): step {step_ms:.0f} ms, {hidden:.0f} % hidden"
     caps, _, simulated_ms, *_ = zip(*steps, strict=True)
     measured_caps, measured_ms = zip(*measured, strict=True)
     with panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3]) as (
@@ -335,16 +337,17 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     ):
         plots.draw_lane(above, 0, spans)
         plots.name_spans(picture, [spans], loc="outside lower center")
-        above.set(xlim=(0, 1.05 * max(simulated_ms)), ylim=(0.6, -0.6), yticks=[])
-        above.set_xlabel("time in the simulated step (ms)")
+        above.set(xlabel="time in the simulated step (ms)", ylim=(0.6, -0.6), yticks=[])
+        above.set_xlim(0, 1.05 * max(simulated_ms))
         colour = STAGE_COLOURS["5"]
         below.plot(caps, simulated_ms, color=colour, label="simulated")
-        label = "the program, in virtual time"
-        below.plot(measured_caps, measured_ms, "o", color=colour, label=label)
+        below.plot(measured_caps, measured_ms, "o", color=colour, label="program, in virtual time")
+        shortest_ms, best_cap = min(zip(measured_ms, measured_caps, strict=True))
+        below.text(best_cap, 0.8 * shortest_ms, f"shortest: {shortest_ms:.0f} ms", ha="center")
         below.axvline(cap, color="#777777", linestyle=":", label="the cap above")
         plots.logarithmic(below, "x")
-        highest = max(*measured_ms, *simulated_ms)
-        below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
+        below.margins(y=0.1)
+        below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
         below.legend(loc="lower left")
     return picture
 
