@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from ddp_course import stage3_paramserver, stage4_ring, wire
+from ddp_course.files import replace_file
 from ddp_course.lab.measuring import theory
 from manyranks import links
-from manyranks.files import replace_file
 from manyranks.launching.launch import launch
 
 from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed

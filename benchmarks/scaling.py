@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from ddp_course import problems, stage4_ring, wire
+from ddp_course.files import replace_file
 from ddp_course.lab.measuring import theory, traces
 from ddp_course.lab.measuring.on_your_gpus import (
     LONG_ENOUGH_S,
@@ -29,7 +30,6 @@ from ddp_course.lab.measuring.timeline import hidden_share
 from ddp_course.stage3_paramserver import average_on_server
 from ddp_course.stage6_ddp import DistributedDataParallel
 from manyranks.devices import rank_device
-from manyranks.files import replace_file
 from manyranks.launching.launch import launch
 
 from .harness import Row, medians, slowest, timed

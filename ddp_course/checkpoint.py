@@ -26,8 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyranks import files
-
+from . import files
 from .errors import CheckpointError
 
 WRITER = ".writer"

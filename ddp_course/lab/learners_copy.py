@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from manyranks.files import write_whole
+from ..files import write_whole
 
 RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
 PROGRESS = ".ddp-course-progress.json"  # What is kept is in this one.

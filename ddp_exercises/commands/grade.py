@@ -6,9 +6,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from ddp_course.files import writable_folder
 from ddp_course.options import positive_number, whole_number
 from ddp_exercises.errors import GradingError
-from manyranks.files import writable_folder
 from manyranks.linux import usable_cores
 
 from ..grading import gradebooks, landlock, report

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from manyranks.files import replace_file
+from ddp_course.files import replace_file
 
 from .comments import EXCUSED
 from .remarks import likeness

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from manyranks import files
+from ddp_course import files
 
 from ..answers import Answer, answer_of
 from ..runs import read_run

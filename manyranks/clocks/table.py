@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import open_memory
+from ..memory import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread

@@ -155,7 +155,7 @@ def start_anew(
     It inherits its open files by their numbers.
     """
     # An agent that forks its ranks need not load these.
-    from ..files import open_memory
+    from ..memory import open_memory
     from .pickling import dumps
 
     for descriptor in (files.call, files.recorder, *rank_files):

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 from ..devices.device import Device
 from ..errors import LaunchError, ManyranksError
-from ..files import open_memory
+from ..memory import open_memory
 from . import pickling
 from .protocol import EmulatedLink, Progress
 from .setting import describe_launch

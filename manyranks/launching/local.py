@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from .. import flight_recorder
 from ..errors import Failure
-from ..files import open_memory
+from ..memory import open_memory
 from . import pickling, stacks
 from .decision import ENDING_SECONDS, Ended, Event, Gone, Raised, Returned
 from .environment import surroundings

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import IO
 
 from ..errors import LaunchError
-from ..files import open_memory
 from ..linux import PROCESS_LIMIT
+from ..memory import open_memory
 from .decision import exit_code_in_words
 from .environment import preloading_environment, server_command
 from .setting import start_method

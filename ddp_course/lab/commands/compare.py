@@ -10,12 +10,12 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from manyranks.devices.placement import placement, usable_gpus
-from manyranks.files import replace_file, writable_folder
 from manyranks.joining.join import join
 from manyranks.joining.parent import JOB
 from manyranks.links import MODES
 
 from ... import ladder
+from ...files import replace_file, writable_folder
 from ...options import positive_number, whole_number
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run

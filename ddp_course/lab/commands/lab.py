@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manyranks.files import replace_file
-
+from ...files import replace_file
 from ..folders import course_folder
 from ..learners_copy import RECORD
 from ..waiting import say_while

@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from ddp_course import Link, ladder, problems, stage3_paramserver
+from ddp_course import Link, files, ladder, problems, stage3_paramserver
 from ddp_course.lab import compare
 from ddp_course.lab.measuring.results import VERSION, Comparison
-from manyranks import files
 from manyranks.errors import NotFiniteError
 
 ALL = tuple(ladder.STAGES)

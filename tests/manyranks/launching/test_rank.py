@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from manyranks import launch
 from manyranks.errors import LaunchError, RankError
-from manyranks.files import open_memory
 from manyranks.launching import rank, server_handle, setting
+from manyranks.memory import open_memory
 
 
 class Posing(torch.Tensor):

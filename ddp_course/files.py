@@ -1,4 +1,4 @@
-"""Files: replaced whole or not at all, locked between processes, or only in memory."""
+"""Files that are replaced whole or not at all, and locks between processes."""
 
 import os
 import socket
@@ -6,21 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from filelock import FileLock, Timeout
-
-
-def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """Open a new file that no folder lists, in memory where the system can do that.
-
-    A full disk is no obstacle then.
-    """
-    in_memory = hasattr(os, "memfd_create")
-    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-    file.write(content)
-    file.seek(0)
-    return file
 
 
 def writable_folder(folder: str | Path) -> Path:

@@ -1,0 +1,17 @@
+"""Files that only lie in memory."""
+
+import os
+import tempfile
+from typing import IO
+
+
+def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
+    """Open a new file that no folder lists, in memory where the system can do that.
+
+    A full disk is no obstacle then.
+    """
+    in_memory = hasattr(os, "memfd_create")
+    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
