@@ -143,7 +143,7 @@ COLUMNS = {  # by title: a field of `StageResult`, and its format
     "bytes sent\nby busiest": ("bytes_sent_max", ","),
     "messages\nin and out": ("messages_max", "d"),
     "last\nloss": ("last_loss", ".4f"),
-    "weights\ndiffer by": ("max_abs_diff_vs_single", ".1e"),
+    "weights\ndiffer by": ("difference", ""),
 }
 
 

@@ -5,7 +5,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from manyranks.links import Link
 from ... import ladder
 from ...job import Job, make_job
 from ...ladder import Stage
+from ...torch_private import outside_dispatch_modes
 from ..waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
@@ -27,6 +28,7 @@ from .recording import Recording
 from .results import Comparison, RankReport, StageResult, summarise
 
 DEFAULT_STAGES = "1,2,3,4,5,6,torch"
+EARLY = 8  # After so many steps weights are compared, to say from which step on they differ.
 
 
 def run(
@@ -39,9 +41,14 @@ def run(
     device_speed: str = "auto",
     link_mode: str = "virtual",
     progress: bool = False,
+    yours: dict[str, Callable] | None = None,
     **options: Any,
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
+
+    `yours` are training functions of your own by name, as {"my ring": my_train}: each is called as
+    `my_train(model, batches, lr)` on every rank, with the rank's share of each batch, trains
+    `model` in place, and returns the loss of every step. They are compared as the stages are.
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
@@ -54,7 +61,8 @@ def run(
     ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
-    wanted = [ladder.find(str(key).strip()) for key in keys]
+    own = [stage_of_yours(name, train) for name, train in (yours or {}).items()]
+    wanted = [*(ladder.find(str(key).strip()) for key in keys), *own]
     job = make_job(problem, world_size, steps, progress=progress, **options)
     real_device = device if isinstance(device, str) else "cpu"
     backend, devices = placement(real_device, world_size)
@@ -84,23 +92,34 @@ def measure_stages(
 
     Raises NotFiniteError where a loss is no longer a number.
     """
-    stages = list(dict.fromkeys([ladder.find("1"), *wanted]))
+    own = [stage for stage in wanted if stage.key == "yours"]
+    # A function that somebody is just writing trains early, so that its errors come soon.
+    stages = list(dict.fromkeys([ladder.find("1"), *own, *wanted]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single_weights = None
-    results = []
+    results = {}
     for stage in stages:
-        ranks = run_stage(stage, job, device, link, single_weights)
+        ranks = run_stage(stage, job, device, link, single_weights, with_yours=bool(own))
         if stage.key == "1":
             single_weights = ranks[0].weights
         result = summarise(stage, ranks)
         refuse_not_finite(result)
-        results.append(result)
+        results[stage] = result
         result.device = str(device)
         result.ideal_ms = ideal_ms.get(stage.key)
-        result.speed_up = results[0].step_ms / result.step_ms
+        result.speed_up = results[stages[0]].step_ms / result.step_ms
         if stage.bytes_sent is not None:
             result.bytes_formula = round(stage.bytes_sent(job))
-    return [result for stage, result in zip(stages, results, strict=True) if stage in wanted]
+    return [results[stage] for stage in dict.fromkeys(wanted)]
+
+
+def stage_of_yours(name: str, train: Callable) -> Stage:
+    """A learner's own training function as a stage. Raises ValueError if it is no function."""
+    if not callable(train):
+        raise ValueError(
+            f'yours["{name}"] is {train!r:.60}; it must be a function train(model, batches, lr)'
+        )
+    return Stage("yours", name, "your own", "", colour="black", time="", train=train, counted=True)
 
 
 def refuse_not_finite(result: StageResult) -> None:
@@ -118,7 +137,8 @@ def run_stage(
     job: Job,
     device: Device | str,
     link: Link | None,
-    single_weights: torch.Tensor | None,
+    single_weights: list[torch.Tensor] | None,
+    with_yours: bool,
 ) -> list[RankReport]:
     """Train with one stage on all its ranks; return what each reports.
 
@@ -129,7 +149,9 @@ def run_stage(
         device = device.over(link)  # Copies between devices of one process take the link's time.
     else:
         _, names = placement(device, job.world_size)
-    settings = {"bucket_cap_mb": job.bucket_cap_mb, "devices": names}
+    # Only a function of somebody's own may go wrong; the single device's weights fill memory.
+    early = stage.key == "1" and with_yours
+    settings = {"bucket_cap_mb": job.bucket_cap_mb, "devices": names, "early": early}
     if dist.is_initialized():
         return run_on_this_job(stage, job, settings, single_weights)
     world_size = job.world_size
@@ -151,7 +173,7 @@ def run_stage(
 
 
 def run_on_this_job(
-    stage: Stage, job: Job, settings: dict, single_weights: torch.Tensor | None
+    stage: Stage, job: Job, settings: dict, single_weights: list[torch.Tensor] | None
 ) -> list[RankReport]:
     """What each rank that torchrun has started reports of one stage; every rank calls this."""
     dist.barrier()
@@ -166,11 +188,12 @@ def run_on_this_job(
 
 
 def train_and_measure(
-    stage: Stage, job: Job, settings: dict, single_weights: torch.Tensor | None
+    stage: Stage, job: Job, settings: dict, single_weights: list[torch.Tensor] | None
 ) -> RankReport:
     """What each rank runs: train with `stage`, and report what was measured.
 
-    That is times, traffic, losses and the distance to `single_weights`.
+    That is times, traffic, losses and the distance to `single_weights`, which are those of one
+    device after early steps and at the end.
     """
     job = replace(job, device=str(rank_device()))
     rank, shares = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
@@ -180,16 +203,45 @@ def train_and_measure(
     torch.backends.cudnn.allow_tf32 = False
     record = Recording()
     train = stage.trainer(settings)
-    losses = train(model, record.stamped(job.batches(rank, shares)), job.lr)
+    history: list[torch.Tensor] = []
+    batches = record.stamped(job.batches(rank, shares))
+    if stage.key == "yours" or settings["early"]:
+        batches = noting_weights(batches, model, history)
+    losses = train(model, batches, job.lr)
     full_speed()  # The evaluation is not timed.
-    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
-    difference = 0.0
+    check_losses(stage, losses, job.steps)
+    history.append(weights_of(model))
+    differences = [0.0]
     if single_weights is not None:
-        difference = (weights - single_weights).abs().max().item()
+        pairs = zip(history, single_weights[-len(history) :], strict=True)
+        differences = [(mine - single).abs().max().item() for mine, single in pairs]
     return RankReport(
         record=record,
         loss=losses,
-        difference=difference,
+        differences=differences,
         evaluation=job.problem.evaluate(model) if dist.get_rank() == 0 else None,
-        weights=weights if stage.key == "1" else None,
+        weights=history if stage.key == "1" else None,
     )
+
+
+def noting_weights(batches: Iterable, model: torch.nn.Module, history: list) -> Iterator:
+    """Yield the batches; note the model's weights after each of the early steps."""
+    for number, batch in enumerate(batches):
+        yield batch
+        if number < EARLY:
+            with outside_dispatch_modes():  # An emulated device takes no time for this.
+                history.append(weights_of(model))
+
+
+def weights_of(model: torch.nn.Module) -> torch.Tensor:
+    """All weights of a model in one tensor on the CPU."""
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+
+
+def check_losses(stage: Stage, losses: Any, steps: int) -> None:
+    """Raise ValueError unless a training function has returned a number for each step."""
+    if not isinstance(losses, (list, tuple)) or len(losses) != steps:
+        raise ValueError(
+            f"{stage.name} returned {losses!r:.60}; train(model, batches, lr) must go through all"
+            f" batches and return a list with the loss of each, {steps} numbers here"
+        )

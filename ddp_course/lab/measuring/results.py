@@ -12,6 +12,8 @@ from ...ladder import Stage
 from . import timeline
 from .recording import Recording
 
+# Weights of a sum in another order differ by less; in float32 and 48 steps it is about 1e-6.
+ROUNDING = 1e-3
 VERSION = 2  # A file with other keys, or other meanings of them, gets another number.
 
 
@@ -21,9 +23,9 @@ class RankReport:
 
     record: Recording
     loss: list[float]  # of its share of the batch, each step
-    difference: float  # the largest of a weight from the single device's
+    differences: list[float]  # the largest of a weight from the single device's: early steps, end
     evaluation: dict[str, float] | None  # rank 0's, on held-out samples
-    weights: torch.Tensor | None  # the single device's
+    weights: list[torch.Tensor] | None  # the single device's, after early steps and at the end
 
 
 @dataclass
@@ -46,18 +48,27 @@ class StageResult:
     timeline: list[list[list]]
     bytes_formula: int | None = None  # what the busiest rank should send
     ideal_ms: float | None = None  # what a step should take (`ideals`); None on real devices
+    differs_from_step: int | None = None  # since which weights are not the single device's
     device: str = ""
     speed_up: float = 1.0  # over one device
 
     @property
     def label(self) -> str:
         """How the stage is called in figures and tables: "3 parameter server", "torch's DDP"."""
-        return self.name if self.stage == "torch" else f"{self.stage} {self.name}"
+        return self.name if self.stage in ("torch", "yours") else f"{self.stage} {self.name}"
 
     @property
     def colour(self) -> str:
-        """The colour of the stage in every figure."""
-        return ladder.STAGES[self.stage].colour
+        """The colour of the stage in every figure; a learner's own is black."""
+        return "black" if self.stage == "yours" else ladder.STAGES[self.stage].colour
+
+    @property
+    def difference(self) -> str:
+        """The largest difference of a weight from the single device's, in words if it is large."""
+        if self.differs_from_step is None:
+            return f"{self.max_abs_diff_vs_single:.1e}"
+        since = f"from step {self.differs_from_step} on"
+        return f"{self.max_abs_diff_vs_single:.1g} {since}"
 
     @property
     def last_loss(self) -> float:
@@ -114,13 +125,21 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     recorded_s = seconds_of_slowest(records, records[0].steps(with_spans=True))
     median = statistics.median(recorded_s.values())
     typical = min(recorded_s, key=lambda step: abs(recorded_s[step] - median))
+    if stage.key == "yours":
+        for record in records:
+            note_unseen_waits(record, typical)
     lanes = lanes_of(records, typical)
     exposed = max(timeline.exposed(record.spans[typical]) for record in records)
     # On real devices nobody sees the copies between the threads of one process.
     unseen = stage.all_reduce and all(name != "communication" for name, *_ in lanes[0])
     counted = [record.traffic for record in records] if stage.counted else []
+    if stage.key == "yours" and not any(traffic.messages_sent for traffic in counted):
+        counted = []  # It sends by a way on which nobody counts.
     messages = [traffic.messages_sent + traffic.messages_received for traffic in counted]
     losses = zip(*(rank.loss for rank in ranks), strict=True)
+    differences = [
+        max(of_ranks) for of_ranks in zip(*(rank.differences for rank in ranks), strict=True)
+    ]
     return StageResult(
         stage=stage.key,
         name=stage.name,
@@ -130,10 +149,33 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
         bytes_received_max=max((traffic.bytes_received for traffic in counted), default=None),
         messages_max=max(messages, default=None),
         loss=[statistics.fmean(step) for step in losses],
-        max_abs_diff_vs_single=max(rank.difference for rank in ranks),
+        max_abs_diff_vs_single=differences[-1],
+        differs_from_step=first_different(differences, len(ranks[0].loss)),
         evaluation=ranks[0].evaluation,
         timeline=lanes,
     )
+
+
+def note_unseen_waits(record: Recording, step: int) -> None:
+    """Note what comes after a backward pass as waiting, where nobody saw a message of this step."""
+    spans = sorted(record.spans[step], key=lambda span: span.start)
+    if any(span.name == "communication" for span in spans):
+        return
+    ends = [*(span.start for span in spans[1:]), record.began[step + 1]]
+    for span, end in zip(spans, ends, strict=True):
+        if span.name == "backward" and end > span.end:
+            record.spans[step].append(timeline.Span("wait", span.end, end))
+
+
+def first_different(differences: list[float], steps: int) -> int | None:
+    """The first step after which weights differ by more than rounding; None if they never do.
+
+    `differences` are those after the early steps, and after the last of `steps`.
+    """
+    for step, difference in enumerate(differences[:-1], 1):
+        if not difference < ROUNDING:
+            return step
+    return None if differences[-1] < ROUNDING else steps
 
 
 def seconds_of_slowest(records: list[Recording], steps: list[int]) -> dict[int, float]:

@@ -179,6 +179,11 @@ def comparison_message(results: Comparison) -> str:
         if stage.stage in names:
             gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
     distance = f"all end within {results.max_abs_diff:.1e} of one device"
+    different = [stage for stage in results.stages if stage.differs_from_step]
+    if different:
+        distance = "; ".join(
+            f"weights of {each.label} differ by {each.difference}" for each in different
+        )
     if not gains:
         return distance
     noun = "devices" if results.emulated_device else "ranks"
@@ -196,7 +201,10 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
         steps = range(1, len(stage.loss) + 1)
         axes.plot(steps, stage.loss, color=stage.colour, linewidth=width, label=stage.label)
     title = "Loss (measured)"
-    if len(stages) > 1:
+    different = [stage.label for stage in stages if stage.differs_from_step]
+    if different:
+        title += f": {', '.join(different)} trains something else"
+    elif len(stages) > 1:
         title += ": the curves lie on one another"
     axes.set(xlabel="step", ylabel="loss (nats)", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -6,12 +6,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
-from ddp_course import Link, files, ladder, problems, stage3_paramserver
+from ddp_course import Link, files, ladder, problems, stage3_paramserver, stage4_ring
 from ddp_course.lab import compare
 from ddp_course.lab.measuring.results import VERSION, Comparison
-from manyranks.errors import NotFiniteError
+from ddp_course.lab.showing.plots import compare_figure
+from manyranks.errors import NotFiniteError, RankError
 
 ALL = tuple(ladder.STAGES)
 # These options take the processor and its memory as they are.
@@ -290,3 +293,62 @@ def test_the_default_number_of_ranks_is_that_of_the_gpus(monkeypatch, gpus, rank
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     assert parser.parse_args([]).world_size == ranks
+
+
+def loop(average):
+    """The loop of a learner's stage; `average(gradients, step)` has what is theirs."""
+
+    def train(model, batches, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        losses = []
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            average([parameter.grad for parameter in model.parameters()], len(losses))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    return train
+
+
+def average_by_torch(gradients, step):
+    for gradient in gradients:
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient)
+
+
+def average_once(gradients, step):
+    if step == 0:
+        stage4_ring.average_on_ring(gradients)
+
+
+def test_a_stage_of_ones_own_stands_beside_the_others_and_is_told_where_it_goes_wrong():
+    own = {"by torch": loop(average_by_torch), "only once": loop(average_once)}
+    results = compare.run("digits", 2, 4, "4", global_batch=24, yours=own)
+    [ring, right, wrong] = results.stages
+    assert [each.label for each in results.stages] == ["4 ring", "by torch", "only once"]
+    assert right.differs_from_step is None and right.max_abs_diff_vs_single < 1e-6
+    # A step takes what the ring's takes, and what is not computing is waiting.
+    assert right.step_ms == pytest.approx(ring.step_ms, rel=0.01)
+    assert right.communication_ms == pytest.approx(ring.communication_ms, rel=0.02)
+    assert right.bytes_sent_max is None
+    assert wrong.differs_from_step == 2 and wrong.max_abs_diff_vs_single > 1e-3
+    assert "from step 2 on" in str(compare.table(results))
+    assert "only once trains something else" in compare_figure(results).axes[0].get_title("left")
+    assert Comparison.from_json(results.to_json()).stages == results.stages
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        (lambda model, batches, lr: None, "forgot returned None; train.* the loss of each, 2 num"),
+        (lambda model, batches, lr: [0.5], r"forgot returned \[0.5\]; train.* go through all"),
+    ],
+)
+def test_what_a_stage_of_ones_own_must_return_is_said(own, words):
+    with pytest.raises(RankError, match=words):
+        compare.run("digits", 2, 2, "1", global_batch=24, yours={"forgot": own})
+    with pytest.raises(ValueError, match=r"it must be a function train\(model, batches, lr\)"):
+        compare.run("digits", 2, 2, "1", yours={"forgot": own(None, None, None)})
