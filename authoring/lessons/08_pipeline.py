@@ -521,8 +521,7 @@ operations. The next cell runs all four schedules with M = 8. Before you run it:
 
 # %% four-measured folded=true
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
-percent = {"GPipe": 100 * measured[M],
-           "1F1B": 100 * idle(M, stage8_pipeline.one_forward_one_backward),
+percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, schedules["1F1B"]),
            "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
            "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}
 title = "Ranks idle for as long as the schedule says"
