@@ -39,7 +39,10 @@ NO_PARAMETER = -1  # This is the number of a thing that is none of the parameter
     "5.1",
     "assign_buckets",
     {"caps": 2, "dtypes": 1},
-    forbidden=("ddp_course.stage5_bucketed.assign_buckets",),
+    forbidden=(
+        "ddp_course.stage5_bucketed.assign_buckets",
+        "ddp_course.stage6_ddp.buckets.bucket_assignment",
+    ),
 )
 class AssignBuckets:
     """Parameters into buckets, last first, each closed on reaching the cap; a bucket for each
@@ -173,7 +176,7 @@ class Shared(nn.Module):
 
 @task("5.2", "tell_when_ready", {"calls": 1, "complete": 1})
 class TellWhenReady:
-    """A hook on every trainable parameter: one call a pass, when the gradient is complete."""
+    """A hook on every trainable parameter: one call a pass, as soon as the gradient is complete."""
 
     def draw(random):
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
@@ -183,12 +186,20 @@ class TellWhenReady:
         model = Shared()
         number_of = {id(parameter): i for i, parameter in enumerate(model.parameters())}
         calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
+        complete = []  # These parameters' gradients have come, in this order.
+        late = []  # Other gradients came before the calls for these.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(complete.append)
 
         def ready(parameter):
             gradient = getattr(parameter, "grad", None)
             if gradient is not None:
                 gradient = gradient.clone()
-            calls.append((number_of.get(id(parameter), NO_PARAMETER), gradient))
+            number = number_of.get(id(parameter), NO_PARAMETER)
+            calls.append((number, gradient))
+            if gradient is not None and complete and complete[-1] is not parameter:
+                late.append(number)
 
         tell_when_ready(list(model.parameters()), ready)
         at_once = ""
@@ -198,21 +209,30 @@ class TellWhenReady:
         ever_called = False
         for number, x in enumerate(inputs, 1):
             calls.clear()
+            complete.clear()
+            late.clear()
             model.zero_grad()
             with in_words({"but hook returned": RETURNS}):
                 model(x).square().sum().backward()
             ever_called = ever_called or bool(calls)
-            complete = [parameter.grad for parameter in model.parameters()]
+            in_the_end = [parameter.grad for parameter in model.parameters()]
             too_early = []
             for i, gradient in calls:
                 if gradient is None:
                     too_early.append(f"parameter {i}: none yet")
-                elif not gradient.equal(complete[i]):
+                elif not gradient.equal(in_the_end[i]):
                     too_early.append(f"parameter {i}: not complete")
             about = f"backward pass {number}: ready is called for parameters (-1: none of them)"
             yield "calls", about, sorted(i for i, _ in calls)
             about = f"backward pass {number}: gradients that are not there when ready is called"
             yield "complete", about, "; ".join(sorted(too_early))
+            too_late = ""
+            if late:
+                too_late = (
+                    f"ready is called for parameters {sorted(late)} when gradients of others have come"
+                    " meanwhile: each has a hook of its own, or there is nothing to do beside backward"
+                )
+            yield "complete", f"backward pass {number}: calls that come late", too_late
         yield "complete", "ready was called in a backward pass", ever_called
 
 
@@ -467,7 +487,7 @@ class AssembleBucketedDDP:
                 yield "overlap", f"{about}, threads that call all_reduce", threads
                 # An answer may hand over a bucket when the next is complete: so two are asked for.
                 leave_early = sum(watch.early[:2])
-                case = f"{about}, buckets that leave before backward has finished"
+                case = f"{about}, buckets that leave before backward has finished the next one"
                 yield "overlap", case, leave_early
                 yield "overlap", f"{about}, hooks", watch.fault_of_hooks
 
@@ -476,8 +496,8 @@ class PassWatch:
     """Notes what happens in a backward pass.
 
     It counts gradients that are `ready`, and keeps the names of `threads` that sum, the `futures`
-    of what was submitted, for each of these in `early` whether backward still ran, and in
-    `fault_of_hooks`, in words, that a hook waited for one; else "".
+    of what was submitted, for each of these in `early` whether backward was not beyond the next
+    bucket, and in `fault_of_hooks`, in words, that a hook waited for one; else "".
     """
 
     def __init__(self, model, group):
@@ -505,10 +525,11 @@ class PassWatch:
         ring_all_reduce(flat, self.group)
 
     def submit(self, submit, *args, **kwargs):
-        """Submit something with `submit`; note whether backward still runs, now and when somebody
-        waits.
+        """Submit something with `submit`; note how far backward is, and whether it still runs when
+        somebody waits.
         """
-        self.early.append(self.ready < LAYERS)
+        of_this_and_next = 2 * (len(self.early) + 2)  # A bucket has two gradients.
+        self.early.append(self.ready <= of_this_and_next)
         future = submit(*args, **kwargs)
         self.futures.append(future)
         result = future.result
