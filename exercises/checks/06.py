@@ -19,6 +19,7 @@ from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 from .shared import (
+    NO_TENSOR,
     RING,
     SERVER,
     copied_gradient,
@@ -26,6 +27,7 @@ from .shared import (
     noted_ring,
     require,
     tensors,
+    unequal_lengths,
     worlds,
 )
 
@@ -164,7 +166,8 @@ class ShareBuffers:
             model = model_with_buffers(seed, dist.get_rank())
             source = sources[size]
             addresses = [buffer.data_ptr() for buffer in model.buffers()]
-            with wire.counting() as traffic:
+            events = []
+            with wire.observing(events.append), in_words(NO_TENSOR):
                 share_buffers(model, source, group)
             about = f"with {size} ranks, source {source}"
             for index, buffer in enumerate(model.buffers()):
@@ -173,7 +176,9 @@ class ShareBuffers:
             yield "buffers", f"{about}, the parameters", ONE.weights(model)
             in_place = addresses == [buffer.data_ptr() for buffer in model.buffers()]
             yield "buffers", f"{about}, buffers are the tensors that they were", in_place
-            yield "bytes", f"{about}, bytes sent", traffic.bytes_sent
+            sent = sum(event.bytes for event in events if event.kind == "send")
+            yield "bytes", f"{about}, bytes sent", sent
+            yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
 
 
 @task(
