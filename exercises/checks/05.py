@@ -184,56 +184,76 @@ class TellWhenReady:
     def probe(tell_when_ready, seed, inputs):
         torch.manual_seed(seed)
         model = Shared()
-        number_of = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-        calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
-        complete = []  # These parameters' gradients have come, in this order.
-        late = []  # Other gradients came before the calls for these.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(complete.append)
-
-        def ready(parameter):
-            gradient = getattr(parameter, "grad", None)
-            if gradient is not None:
-                gradient = gradient.clone()
-            number = number_of.get(id(parameter), NO_PARAMETER)
-            calls.append((number, gradient))
-            if gradient is not None and complete and complete[-1] is not parameter:
-                late.append(number)
-
-        tell_when_ready(list(model.parameters()), ready)
+        watch = ReadyWatch(list(model.parameters()))
+        tell_when_ready(list(model.parameters()), watch.ready)
         at_once = ""
-        if calls:
-            at_once = f"ready is called {len(calls)} times, and no gradient is ready"
+        if watch.calls:
+            at_once = f"ready is called {len(watch.calls)} times, and no gradient is ready"
         yield "calls", "before any backward pass", at_once
         ever_called = False
         for number, x in enumerate(inputs, 1):
-            calls.clear()
-            complete.clear()
-            late.clear()
+            watch.begin()
             model.zero_grad()
             with in_words({"but hook returned": RETURNS}):
                 model(x).square().sum().backward()
-            ever_called = ever_called or bool(calls)
-            in_the_end = [parameter.grad for parameter in model.parameters()]
-            too_early = []
-            for i, gradient in calls:
-                if gradient is None:
-                    too_early.append(f"parameter {i}: none yet")
-                elif not gradient.equal(in_the_end[i]):
-                    too_early.append(f"parameter {i}: not complete")
+            ever_called = ever_called or bool(watch.calls)
             about = f"backward pass {number}: ready is called for parameters (-1: none of them)"
-            yield "calls", about, sorted(i for i, _ in calls)
+            yield "calls", about, sorted(i for i, _ in watch.calls)
             about = f"backward pass {number}: gradients that are not there when ready is called"
-            yield "complete", about, "; ".join(sorted(too_early))
-            too_late = ""
-            if late:
-                too_late = (
-                    f"ready is called for parameters {sorted(late)} when gradients of others have come"
-                    " meanwhile: each has a hook of its own, or there is nothing to do beside backward"
-                )
-            yield "complete", f"backward pass {number}: calls that come late", too_late
+            yield "complete", about, "; ".join(watch.too_early())
+            case = f"backward pass {number}: calls that come late"
+            yield "complete", case, watch.fault_of_late_calls()
         yield "complete", "ready was called in a backward pass", ever_called
+
+
+class ReadyWatch:
+    """Notes in a backward pass of which parameters the gradients come, and when `ready` is called."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.number_of = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self.begin()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def begin(self):
+        """Forget the pass before."""
+        self.calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
+        self.newest = None  # This parameter's gradient has come last.
+        self.late = []  # Other gradients came before the calls for parameters of these numbers.
+
+    def note_gradient(self, parameter):
+        self.newest = parameter
+
+    def ready(self, parameter):
+        """What an answer calls."""
+        gradient = getattr(parameter, "grad", None)
+        if gradient is not None:
+            gradient = gradient.clone()
+        number = self.number_of.get(id(parameter), NO_PARAMETER)
+        self.calls.append((number, gradient))
+        if gradient is not None and self.newest is not parameter:
+            self.late.append(number)
+
+    def too_early(self):
+        """In words, each call that came before a gradient was complete, sorted."""
+        faults = []
+        for number, gradient in self.calls:
+            if gradient is None:
+                faults.append(f"parameter {number}: none yet")
+            elif not gradient.equal(self.parameters[number].grad):
+                faults.append(f"parameter {number}: not complete")
+        return sorted(faults)
+
+    def fault_of_late_calls(self):
+        """In words, that calls came after gradients of other parameters; "" if none did."""
+        if not self.late:
+            return ""
+        return (
+            f"ready is called for parameters {sorted(self.late)} when gradients of others have come"
+            " meanwhile: each has a hook of its own, or there is nothing to do beside backward"
+        )
 
 
 @task(

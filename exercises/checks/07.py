@@ -616,9 +616,7 @@ class GlobalNorm:
                 summed = sum(numbers for _, numbers in calls)
                 too_many = ""
                 if summed > 2:
-                    too_many = (
-                        f"{summed} numbers are summed: one is enough, the sum of this rank's squares"
-                    )
+                    too_many = f"{summed} numbers are summed: one is enough, the sum of this rank's squares"
                 yield "one sum", f"{about}, numbers in it", too_many
                 # A rank without any gradients has a tensor, too.
                 after = torch.cat([torch.zeros(1), *given])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_course.checking.attempt import COLLECTIVES
 from ddp_course.checking.tasks import task
 
 from .shared import noted_ring, require, several, tensors, worlds
@@ -62,7 +63,14 @@ def overwritten(gradient, gradient_before, left, left_before):
     return ""
 
 
-@task("14.2", "outer_step", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
+@task(
+    "14.2",
+    "outer_step",
+    {"local SGD": 1, "outer step": 1},
+    ranks=4,
+    bound=1e-5,
+    forbidden=COLLECTIVES,
+)
 class Meet:
     """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the
     velocity comes back too.

@@ -58,9 +58,10 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
 
 
 MOST_MESSAGES = 64  # From one rank to another so many are compared.
+ONE_TENSOR = "a message is one tensor: hand over a tensor, such as chunks[i], not a list of them"
 NO_TENSOR = {
-    "has no attribute 'is_cuda'": "a message is one tensor: hand over a tensor, such as chunks[i], not a"
-    " list of them, a number or None"
+    "'list' object has no attribute 'is_cuda'": ONE_TENSOR,
+    "'tuple' object has no attribute 'is_cuda'": ONE_TENSOR,
 }
 
 
@@ -159,6 +160,11 @@ def require(condition: Any, message: str) -> None:
     """Raise Wrong with `message` unless `condition` holds."""
     if not condition:
         raise Wrong(message)
+
+
+def different_words(sentence: Any) -> int:
+    """How many different words there are in a sentence."""
+    return len(set(str(sentence).lower().split()))
 
 
 def several(answer: Any, count: int, message: str) -> Any:
