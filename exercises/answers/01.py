@@ -229,11 +229,11 @@ def train_step(model, optimizer, inputs, targets):
     return loss
 
 
-# %% 1.1 told: lazy, the weights moved by hand | the weights change without the optimizer
+# %% 1.1 told: lazy, the weights moved by hand | the weights change without the optimizer: it makes the update, by its step()
 #- optimizer.step()
 #+ for parameter in model.parameters():
 #+         parameter.data -= optimizer.param_groups[0]["lr"] * parameter.grad
-# %% 1.1 told: lazy, an optimizer of its own | the weights change without the optimizer
+# %% 1.1 told: lazy, an optimizer of its own | the weights change without the optimizer: it makes the update, by its step()
 #- optimizer.step()
 #+ torch.optim.SGD(model.parameters(), lr=optimizer.param_groups[0]["lr"]).step()
 # %% 1.2 told: lazy, one batch of all | there is room for the 6 of one micro-batch, so take one after the other
@@ -247,7 +247,7 @@ def accumulate(model, optimizer, micro_batches):
     return loss.item()
 
 
-# %% 1.2 told: lazy, one backward pass for all | graphs are kept at the same time
+# %% 1.2 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
 def accumulate(model, optimizer, micro_batches):
     optimizer.zero_grad()
     losses = [cross_entropy(model(inputs), targets) for inputs, targets in micro_batches]
@@ -257,7 +257,7 @@ def accumulate(model, optimizer, micro_batches):
     return loss.item()
 
 
-# %% 1.2 told: lazy, all outputs joined | graphs are kept at the same time
+# %% 1.2 told: lazy, all outputs joined | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
 def accumulate(model, optimizer, micro_batches):
     optimizer.zero_grad()
     outputs = torch.cat([model(inputs) for inputs, _ in micro_batches])

@@ -300,7 +300,7 @@ def collect(tensor, server=0, group=None):
         tensor.copy_(total)
 
 
-# %% 3.1 told: lazy, a buffer for any length | gloo lets that pass, NCCL does not
+# %% 3.1 told: lazy, a buffer for any length | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
 #- incoming = torch.empty_like(tensor)
 #+ incoming = tensor.new_empty(1000)
 #- tensor += incoming

@@ -563,12 +563,12 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.2 told: the whole list | a message is one tensor: hand over a tensor, such as chunks[i]
 #- outgoing = chunks[(rank - step) % world_size]
 #+ outgoing = chunks
-# %% 4.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not
+# %% 4.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
 #- incoming = torch.empty_like(target)
 #+ incoming = torch.empty_like(chunks[0])
 #- target += incoming
 #+ target += incoming[: len(target)]
-# %% 4.2 told: lazy, straight to whom it belongs | in a ring each rank sends to its right neighbour alone
+# %% 4.2 told: lazy, straight to whom it belongs | it sends to rank 2: in a ring each rank sends to its right neighbour alone
 def reduce_scatter(chunks, group=None):
     own = chunks[(dist.get_rank(group) + 1) % len(chunks)]
     others = wire.others(dist.get_rank(group), group)
@@ -581,7 +581,7 @@ def reduce_scatter(chunks, group=None):
         own += buffer
 
 
-# %% 4.3 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not
+# %% 4.3 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     buffer = torch.empty_like(chunks[0])
@@ -591,7 +591,7 @@ def allgather(chunks, group=None):
         into.copy_(buffer[: len(into)])
 
 
-# %% 4.4 told: lazy, everybody to everybody | in a ring each rank sends to its right neighbour alone
+# %% 4.4 told: lazy, everybody to everybody | it sends to rank 2: in a ring each rank sends to its right neighbour alone
 def ring_all_reduce(tensor, group=None):
     rank = dist.get_rank(group)
     flat = tensor.contiguous().view(-1)
@@ -631,7 +631,7 @@ def step_seconds(cables, parameters, latency, computing):
     return min(computing / k + ring for k, ring in enumerate(rings, 1))
 
 
-# %% 4.6 told: lazy, whole tensors around | bytes; 2 (K-1) chunks have at most
+# %% 4.6 told: lazy, whole tensors around | bytes; 2 (K-1) chunks have at most 256
 def the_bug():
     return 3
 

@@ -731,7 +731,7 @@ def assign_buckets(parameters, cap_bytes):
     return bucket_assignment(list(reversed(parameters)), [cap_bytes])
 
 
-# %% 5.2 told: lazy, all when the last one is there | each has a hook of its own
+# %% 5.2 told: lazy, all when the last one is there | when gradients of others have come meanwhile: each has a hook of its own, or there is nothing to do beside backward
 def tell_when_ready(parameters, ready):
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     there = []
@@ -746,7 +746,7 @@ def tell_when_ready(parameters, ready):
         parameter.register_post_accumulate_grad_hook(note)
 
 
-# %% 5.2 told: lazy, all when backward is over | each has a hook of its own
+# %% 5.2 told: lazy, all when backward is over | when gradients of others have come meanwhile: each has a hook of its own, or there is nothing to do beside backward
 def tell_when_ready(parameters, ready):
     trained = [parameter for parameter in parameters if parameter.requires_grad]
 

@@ -672,7 +672,7 @@ def accumulate(parallel, optimizer, micro_batches):
     optimizer.step()
 
 
-# %% 6.1 told: lazy, one backward pass for all | graphs are kept at the same time
+# %% 6.1 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
     with parallel.no_sync():
@@ -738,7 +738,7 @@ def compressed_average(flat, all_reduce, world_size):
     return mean.half().float()
 
 
-# %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned
+# %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned: it averages while backward runs, and by hand nothing is hidden
 #- loss = cross_entropy(parallel(inputs), targets)
 #+ loss = cross_entropy(model(inputs), targets)
 #- optimizer.step()

@@ -708,7 +708,7 @@ def sharded_step(weights, gradients, update, group=None):
     allgather(weights, group)
 
 
-# %% 7.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not
+# %% 7.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
 def sharded_step(weights, gradients, update, group=None):
     from ddp_course.running import wire
 
@@ -765,7 +765,7 @@ def global_norm(shards, replicated, all_reduce):
     return torch.cat([gradient.reshape(-1) for gradient in flat]).norm()
 
 
-# %% 7.6 told: lazy, gathered by a sum | numbers are summed: one is enough
+# %% 7.6 told: lazy, gathered by a sum | numbers are summed: one is enough, the sum of this rank's squares
 def global_norm(shards, replicated, all_reduce):
     rows = torch.zeros(4, 100)
     own = torch.cat([torch.zeros(0), *shards])

@@ -525,7 +525,7 @@ def schedule(stages, micro_batches):
     return [order for _ in range(stages)]
 
 
-# %% 8.7 told: lazy, a buffer for any shape | gloo lets that pass, NCCL does not
+# %% 8.7 told: lazy, a buffer for any shape | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
 #-         x = torch.empty(stage.shape)
 #-         wire.recv(x, stage.before)
 #+         x = torch.empty(1000)

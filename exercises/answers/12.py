@@ -239,7 +239,7 @@ def why_no_faster(log):
 # %% 12.3 wrong: the first two lines | a node may have more than two ranks: `nodes=` says which lines are of one node
 #-         nodes[values["nodes"]].append(values)
 #+         nodes[1 if len(nodes[1]) < 2 else 2].append(values)
-# %% 12.1 told: lazy, one rank of each host sends all | or one card carries everything while the other one waits
+# %% 12.1 told: lazy, one rank of each host sends all | sends nothing over the cable, its neighbour all: each sends the chunk that it holds, or one card carries everything while the other one waits
 def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, inside)
     if inside.rank() == 0:
