@@ -834,3 +834,9 @@ class Bucketed:
         future = self.executor.submit(self.run)
         loss.backward()
         future.result()
+# %% 5.3 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- flat /= world_size
+#+ flat /= 3
+# %% 5.5 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- / self.world_size
+#+ / 3

@@ -763,3 +763,6 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.7 wrong: lazy, all when the last one is there | the buckets wait for the last gradient, so nothing is hidden behind backward: each leaves when it is full and has its turn
 #-             if not self.there.issuperset(bucket):
 #+             if len(self.there) < len(self.everyone):
+# %% 6.7 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- / self.world_size
+#+ / 3

@@ -429,3 +429,8 @@ def int8_mean(gradient, left, gather):
     scale = owed.abs().max() / 127
     sent = (owed / scale.clamp(min=1e-30)).round() * scale
     return torch.stack(gather(sent)).mean(0), owed - sent
+
+
+# %% 14.5 wrong: lazy, K is 3 | there are not always three ranks: divide by their number, len of what is gathered
+#- return total / len(all_values)
+#+ return total / 3

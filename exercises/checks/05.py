@@ -32,6 +32,8 @@ STANDS_STILL = (
 HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
 RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
+FIVE = 5
+OF_FIVE = "if world_size is 5, and the other ranks have nothing to add"
 NO_PARAMETER = -1  # This is the number of a thing that is none of the parameters.
 
 
@@ -303,6 +305,10 @@ class AverageInBackground:
                 of_ranks = [of_rank[number] for of_rank in values]
                 yield "mean", f"bucket {number}, as a sum", as_sum(mean, of_ranks)
             yield "mean", f"bucket {number}", mean
+        ones = torch.ones(4)
+        with ThreadPoolExecutor(1) as executor:
+            average_in_background([ones], nothing_to_add, executor, FIVE)
+        yield "mean", OF_FIVE, ones
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
             yield "errors", about, fault_of_lost_error(average_in_background, length)
@@ -352,6 +358,11 @@ class BucketWatch:
         self.touched.append(not before.equal(flat))
         ring_all_reduce(flat, self.group)
         self.threads.append(threading.current_thread().name)
+
+
+def nothing_to_add(flat):
+    """An all-reduce in which the other ranks have zeros."""
+    return flat
 
 
 def fault_of_lost_error(average_in_background, length):
@@ -510,6 +521,10 @@ class AssembleBucketedDDP:
                 case = f"{about}, buckets that leave before backward has finished the next one"
                 yield "overlap", case, leave_early
                 yield "overlap", f"{about}, hooks", watch.fault_of_hooks
+            small = nn.Linear(WIDTH, 1)
+            parallel = Bucketed([[small.bias], [small.weight]], nothing_to_add, executor, FIVE)
+            parallel.backward(small(torch.ones(1, WIDTH)).sum())
+            yield "mean", OF_FIVE, small.weight.grad.clone()
 
 
 class PassWatch:

@@ -456,6 +456,15 @@ PASSES = {
 }
 
 
+def of_five(Reducer):
+    """The gradient of a weight after a reducer of five ranks, of which the others have zeros."""
+    layer = nn.Linear(3, 1, bias=False)
+    reducer = Reducer([[layer.weight]], lambda tensor: lambda: tensor, 5)
+    layer(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    return copied_gradient(layer.weight)
+
+
 @task(
     "6.7",
     "Reducer",
@@ -498,6 +507,11 @@ class AReducer:
 
             return wait
 
+        yield (
+            "mean",
+            "if world_size is 5, and the other ranks have nothing to add",
+            of_five(Reducer),
+        )
         reducer = Reducer(buckets, start, size)
         for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
             started.clear()
