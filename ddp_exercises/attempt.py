@@ -30,8 +30,6 @@ from .errors import TooSlow, Wrong
 from .plain import pack, unpack
 from .tasks import Task, find
 
-# An answer that may not call these is to send with the wire.
-SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
 OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
 SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
@@ -248,8 +246,8 @@ def refusing(forbidden: Sequence[str]) -> Iterator[list]:
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__
             depth += 1
-        sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
-        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
+        called = name.removeprefix("ddp_course.")
+        message = f"your code calls {called}: write it yourself, with what the task gives you"
         original = FunctionType(
             function.__code__, function.__globals__, None, function.__defaults__
         )
@@ -283,6 +281,6 @@ def refuse_collective(name: str) -> None:
     """Raise Wrong: an answer calls torch's own collective, perhaps in a thread, where it is not
     noticed.
     """
-    message = f"your code calls torch's own {name}: send and receive with the wire's functions"
+    message = f"your code calls torch's own {name}: send with what the task gives you"
     refused.append(message)
     raise Wrong(message)

@@ -40,8 +40,8 @@ check("1.1", train_step)
 #
 # *10 minutes · medium*
 #
-# A batch that does not fit into memory can be worked on in pieces. All micro-batches here have the same size. The
-# update must be the very one that the whole batch would give.
+# A batch that does not fit into memory can be worked on in pieces. All micro-batches here have the same size, and memory has
+# room for the activations of one of them at a time. The update must be the very one that the whole batch would give.
 # %% answer-1-2
 def accumulate(model, optimizer, micro_batches):
     """Make one update on a list of (inputs, targets) of equal size; return the mean loss of all samples."""

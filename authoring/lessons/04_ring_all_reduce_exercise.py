@@ -38,8 +38,9 @@ check("4.1", chunk_to_send)
 #
 # *15 minutes · medium*
 #
-# `chunks` is a list of K tensors, which may differ in length by one. In each of K-1 steps, send one to the right and
-# add what comes from the left to the right chunk, in place. Rank r ends up with the sum of chunk r+1 (modulo K).
+# `chunks` is a list of K tensors, which may differ in length by one. In each of K-1 steps, send one of them to the right
+# neighbour. From the left neighbour comes a chunk of another number: add it, in place, to your own chunk of that number.
+# What a message is received into is as long as the message. Rank r ends up with the sum of chunk r+1 (modulo K).
 # `wire.neighbours(group)` gives you `rank, world_size, left, right`, and
 # `wire.exchange(outgoing, right, incoming, left, group)` sends and receives at the same time.
 # %% answer-4-2

@@ -24,7 +24,7 @@ from ddp_exercises import check, hint
 #
 # `parallel` is our DDP. With several micro-batches only the last one needs to synchronise: inside
 # `with parallel.no_sync():` nothing is sent, and gradients add up. Make one update for all micro-batches of all
-# ranks. All micro-batches have the same size.
+# ranks. All micro-batches have the same size, and memory has room for the activations of one of them.
 # %% answer-6-1
 def accumulate(parallel, optimizer, micro_batches):
     """Make one update on a list of (inputs, targets) of equal size, with one synchronisation."""
@@ -114,8 +114,8 @@ check("6.4", compressed_average)
 #
 # *15 minutes · medium*
 #
-# This training function runs on every rank. It raises no error, and its loss falls. It has the five usual mistakes of the
-# lesson, all of them.
+# This training function runs on every rank. It raises no error, and its loss falls. It makes five of the lesson's six usual
+# mistakes. (The sixth needs a stream: its samples come from a data set that has a length, so its workers share them out.)
 # %% faulty-6-5
 def faulty_main(folder, wrap, model, data, epochs):
     loader = DataLoader(data, batch_size=4, shuffle=True)
@@ -164,7 +164,7 @@ check("6.5", main)
 #
 # *15 minutes · medium*
 #
-# None of the five raises an error, so you must know what to look at. After a run on K ranks these are known:
+# None of these five mistakes raises an error, so you must know what to look at. After a run on K ranks these are known:
 #
 # | | |
 # |---|---|

@@ -101,9 +101,10 @@ def accumulate(model, optimizer, micro_batches):
 # %% 1.2 right: divide the gradients
 def accumulate(model, optimizer, micro_batches):
     optimizer.zero_grad()
-    losses = [cross_entropy(model(inputs), targets) for inputs, targets in micro_batches]
-    for loss in losses:
-        loss.backward()
+    losses = []
+    for inputs, targets in micro_batches:
+        losses.append(cross_entropy(model(inputs), targets))
+        losses[-1].backward()
     for parameter in model.parameters():
         parameter.grad /= len(losses)
     optimizer.step()
@@ -162,7 +163,7 @@ def gradient_bytes(model):
 # %% 1.3 wrong: numbers | those are numbers, not bytes: each takes element_size() bytes
 #- p.numel() * p.element_size()
 #+ p.numel()
-# %% 1.3 wrong: four bytes | not every parameter is float32: ask for element_size()
+# %% 1.3 wrong: lazy, four bytes | not every parameter is float32: ask for element_size()
 #- p.element_size()
 #+ 4
 # %% 1.3 wrong: the first parameter's size for all | not all parameters are of one dtype: ask each for its element_size()
@@ -195,7 +196,7 @@ def gradient_bytes(model):
     return total
 
 
-# %% 1.3 wrong: gradients that are there | before a backward pass there are no gradients yet: each will be as large as its parameter
+# %% 1.3 wrong: lazy, gradients that are there | before a backward pass there are no gradients yet: each will be as large as its parameter
 #- for p in model.parameters() if p.requires_grad
 #+ for p in model.parameters() if p.grad is not None
 # %% 1.3 wrong: rows | that is len(p), the rows of a matrix: numel() counts all numbers
@@ -220,3 +221,57 @@ def gradient_bytes(model):
 # %% 1.3 wrong: no biases | parameters in one row, such as biases, have a gradient too
 #-  if p.requires_grad
 #+  if p.requires_grad and p.dim() > 1
+# %% 1.1 told: lazy, the course's own loop | your code calls stage1_single.train
+def train_step(model, optimizer, inputs, targets):
+    from ddp_course import stage1_single
+
+    (loss,) = stage1_single.train(model, [(inputs, targets)], lr=optimizer.param_groups[0]["lr"])
+    return loss
+
+
+# %% 1.1 told: lazy, the weights moved by hand | the weights change without the optimizer: it makes the update, by its step()
+#- optimizer.step()
+#+ for parameter in model.parameters():
+#+         parameter.data -= optimizer.param_groups[0]["lr"] * parameter.grad
+# %% 1.1 told: lazy, an optimizer of its own | the weights change without the optimizer: it makes the update, by its step()
+#- optimizer.step()
+#+ torch.optim.SGD(model.parameters(), lr=optimizer.param_groups[0]["lr"]).step()
+# %% 1.2 told: lazy, one batch of all | there is room for the 6 of one micro-batch, so take one after the other
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    inputs = torch.cat([inputs for inputs, _ in micro_batches])
+    targets = torch.cat([targets for _, targets in micro_batches])
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# %% 1.2 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    losses = [cross_entropy(model(inputs), targets) for inputs, targets in micro_batches]
+    loss = sum(losses) / len(losses)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# %% 1.2 told: lazy, all outputs joined | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    outputs = torch.cat([model(inputs) for inputs, _ in micro_batches])
+    loss = cross_entropy(outputs, torch.cat([targets for _, targets in micro_batches]))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# %% 1.2 told: all forward, then all backward | go backward after each forward pass, which frees them
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    losses = [cross_entropy(model(inputs), targets) for inputs, targets in micro_batches]
+    for loss in losses:
+        (loss / len(losses)).backward()
+    optimizer.step()
+    return (sum(losses) / len(losses)).item()

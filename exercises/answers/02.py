@@ -20,7 +20,7 @@ def scatter(tensor, devices):
     return tuple(shard.to(device) for shard, device in zip(torch.split(tensor, sizes), devices))
 
 
-# %% 2.1 wrong: torch.chunk | sizes differ by one at most
+# %% 2.1 wrong: lazy, torch.chunk | sizes differ by one at most
 #- tensor.tensor_split(len(devices))
 #+ tensor.chunk(len(devices))
 # %% 2.1 wrong: empty shards | a device without samples gets no shard
@@ -28,7 +28,7 @@ def scatter(tensor, devices):
 # %% 2.1 wrong: remainder lost | samples are lost
 #- tensor.tensor_split(len(devices))
 #+ tensor[: len(tensor) // len(devices) * len(devices)].tensor_split(len(devices))
-# %% 2.1 wrong: everyone gets all | each device gets its own samples, not all of them
+# %% 2.1 wrong: lazy, everyone gets all | each device gets its own samples, not all of them
 #- tensor.tensor_split(len(devices))
 #+ [tensor for _ in devices]
 # %% 2.1 wrong: every K-th sample | the samples are not in their order: device 0 gets the first ones
@@ -53,7 +53,7 @@ def scatter(tensor, devices):
 # %% 2.1 wrong: all on one device | each shard goes to its own device: .to(device)
 #- [shard.to(device) for shard
 #+ [shard for shard
-# %% 2.1 told: package's own | your code calls stage2_dataparallel.scatter
+# %% 2.1 told: lazy, package's own | your code calls stage2_dataparallel.scatter
 def scatter(tensor, devices):
     from ddp_course.stage2_dataparallel import scatter as ready
 
@@ -136,11 +136,11 @@ def reduce(module, replicas):
 # %% 2.2 wrong: first replica only | it has the sum of some replicas only: all of them count
 #- replicas[1:]
 #+ replicas[1:2]
-# %% 2.2 wrong: takes over what the master lacks | the master takes over a replica's tensor: both would change together; copy it
+# %% 2.2 wrong: lazy, takes over what the master lacks | the master takes over a replica's tensor: both would change together; copy it
 #- parameter.grad = torch.zeros_like(parameter)
 #+ parameter.grad = copy.grad
 #+                 continue
-# %% 2.2 told: package's own | your code calls stage2_dataparallel.reduce
+# %% 2.2 told: lazy, package's own | your code calls stage2_dataparallel.reduce
 def reduce(module, replicas):
     import ddp_course.stage2_dataparallel as stage2
 
@@ -182,7 +182,7 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     return total
 
 
-# %% 2.3 wrong: to itself too | the master is a device too: it sends to K-1 others
+# %% 2.3 wrong: lazy, to itself too | the master is a device too: it sends to K-1 others
 #-     shared = (devices - 1) / devices
 #-     return (devices - 1) * parameter_bytes + shared * (input_bytes + output_bytes)
 #+     return devices * parameter_bytes + input_bytes + output_bytes
@@ -206,7 +206,7 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
 # %% 2.3 wrong: model to itself too | the master is a device too: it sends to K-1 others
 #- (devices - 1) * parameter_bytes
 #+ devices * parameter_bytes
-# %% 2.3 wrong: whole batch to each | each device gets its own shard only: a K-th of the inputs and of the outputs' gradient
+# %% 2.3 wrong: lazy, whole batch to each | each device gets its own shard only: a K-th of the inputs and of the outputs' gradient
 #- shared * (input
 #+ (devices - 1) * (input
 # %% 2.3 wrong: one shard | that is the shard of one device: K-1 of them leave the master

@@ -54,7 +54,7 @@ def collect(tensor, server=0, group=None):
 #-         tensor += incoming
 #+         tensor += incoming
 #+     tensor /= dist.get_world_size(group)
-# %% 3.1 told: dist.reduce | your code calls torch.distributed.reduce
+# %% 3.1 told: lazy, dist.reduce | your code calls torch.distributed.reduce
 def collect(tensor, server=0, group=None):
     dist.reduce(tensor, server, group=group)
 
@@ -145,7 +145,7 @@ def send_back(tensor, server=0, group=None):
     return tensor
 
 
-# %% 3.2 told: dist.broadcast | your code calls torch.distributed.broadcast
+# %% 3.2 told: lazy, dist.broadcast | your code calls torch.distributed.broadcast
 def send_back(tensor, server=0, group=None):
     dist.broadcast(tensor, server, group=group)
 
@@ -199,7 +199,7 @@ def average(tensor, server=0, group=None):
 # %% 3.3 wrong: not in place | the tensors have not changed: the mean must end up in the tensor itself, in place
 #-     tensor /= dist.get_world_size(group)
 #+     tensor = tensor / dist.get_world_size(group)
-# %% 3.3 told: all_reduce | your code calls torch.distributed.all_reduce
+# %% 3.3 told: lazy, all_reduce | your code calls torch.distributed.all_reduce
 def average(tensor, server=0, group=None):
     dist.all_reduce(tensor, group=group)
     tensor /= dist.get_world_size(group)
@@ -215,7 +215,7 @@ def average(tensor, server=0, group=None):
 # %% 3.3 wrong: divided by the others | it was divided by K-1: the server's own tensor counts too
 #- dist.get_world_size(group)
 #+ max(1, dist.get_world_size(group) - 1)
-# %% 3.3 wrong: everyone to everyone | each rank sends to all others: only the server needs all tensors, and one answer goes back to each
+# %% 3.3 wrong: lazy, everyone to everyone | each rank sends to all others: only the server needs all tensors, and one answer goes back to each
 def average(tensor, server=0, group=None):
     total = tensor.clone()
     for shift in range(1, dist.get_world_size(group)):
@@ -267,7 +267,7 @@ def ranks_that_pay(computing, parameters, bits_per_second, most):
 # %% 3.4 wrong: the ring's time | that is the ring's time; the server's link carries everything
 #- (ranks - 1) * parameters
 #+ (ranks - 1) / ranks * parameters
-# %% 3.4 wrong: always all | more ranks are not always better: each sends its gradient through the same link
+# %% 3.4 wrong: lazy, always all | more ranks are not always better: each sends its gradient through the same link
 #- min(range(1, most + 1), key=step)
 #+ most
 # %% 3.4 wrong: the root, cut off | the best number is mostly no whole one: of the two whole numbers beside the root, which takes less?
@@ -288,3 +288,44 @@ def ranks_that_pay(computing, parameters, bits_per_second, most):
 # %% 3.4 wrong: eight bytes | a float32 has four bytes
 #- parameters * 4 * 8
 #+ parameters * 8 * 8
+# %% 3.1 wrong: lazy, everybody collects | every rank collects, so each sends to all others: only the server needs the sum
+def collect(tensor, server=0, group=None):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    total = tensor.clone()
+    for shift in range(1, size):
+        incoming = torch.empty_like(tensor)
+        wire.exchange(tensor, (rank + shift) % size, incoming, (rank - shift) % size, group)
+        total += incoming
+    if rank == server:
+        tensor.copy_(total)
+
+
+# %% 3.1 told: lazy, a buffer for any length | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
+#- incoming = torch.empty_like(tensor)
+#+ incoming = tensor.new_empty(1000)
+#- tensor += incoming
+#+ tensor += incoming[: len(tensor)]
+# %% 3.1 told: a list is sent | a message is one tensor: hand over a tensor
+#- wire.send(tensor, server, group)
+#+ wire.send([tensor], server, group)
+# %% 3.2 wrong: lazy, handed on | the tensor is handed on from rank to rank: in this task the server sends it to each of the others
+def send_back(tensor, server=0, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    if rank != server:
+        wire.recv(tensor, left, group)
+    if (rank + 1) % size != server:
+        wire.send(tensor, right, group)
+
+
+# %% 3.4 told: lazy, the course's own formula | your code calls measuring.theory.parameter_server
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    from ddp_course.lab.measuring import theory
+
+    costs = theory.Costs(8 / bits_per_second, 0.0)
+    return min(range(1, most + 1), key=lambda k: computing / k + theory.parameter_server(4 * parameters, k, costs))
+
+
+# %% 3.4 wrong: lazy, the root, rounded | the best number is mostly no whole one: of the two whole numbers beside the root, which takes less?
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    root = round((computing * bits_per_second / (64 * parameters)) ** 0.5)
+    return max(1, min(root, most))

@@ -24,7 +24,7 @@ def chunk_to_send(rank, step, world_size):
     return rank
 
 
-# %% 4.1 wrong: no modulo | chunks go from 0 to K-1: take it modulo the world size
+# %% 4.1 wrong: lazy, no modulo | chunks go from 0 to K-1: take it modulo the world size
 #- (rank - step) % world_size
 #+ rank - step
 # %% 4.1 wrong: K added, and never taken away | chunks go from 0 to K-1: take it modulo the world size
@@ -122,13 +122,13 @@ def reduce_scatter(chunks, group=None):
 # %% 4.2 wrong: not in place | it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself
 #- target += incoming
 #+ target = target + incoming
-# %% 4.2 told: off by one chunk | do both sides mean the same chunk
+# %% 4.2 told: off by one chunk | numbers of chunk 0 come into rank
 #- (rank - step - 1) %
 #+ (rank - step) %
 # %% 4.2 told: the right neighbour twice | wait for each other
 #- incoming, left, group
 #+ incoming, right, group
-# %% 4.2 wrong: whole tensors | reduce-scatter sends whole tensors: in each step only one chunk travels
+# %% 4.2 wrong: lazy, whole tensors | reduce-scatter sends whole tensors: in each step only one chunk travels
 def reduce_scatter(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     outgoing = torch.cat(chunks)
@@ -141,7 +141,7 @@ def reduce_scatter(chunks, group=None):
         chunk.copy_(piece)
 
 
-# %% 4.2 told: all_reduce | your code calls torch.distributed.all_reduce
+# %% 4.2 told: lazy, all_reduce | your code calls torch.distributed.all_reduce
 def reduce_scatter(chunks, group=None):
     for chunk in chunks:
         dist.all_reduce(chunk, group=group)
@@ -160,7 +160,7 @@ def reduce_scatter(chunks, group=None):
 #- target += incoming
 #+ short = min(len(chunk) for chunk in chunks)
 #+         target[:short] += incoming[:short]
-# %% 4.2 told: added to what has left | a buffer is as long as the chunk that comes in
+# %% 4.2 told: added to what has left | its index falls by one
 #- target += incoming
 #+ outgoing += incoming
 # %% 4.2 wrong: half precision | numbers travel in float16: send the chunks as they are
@@ -219,7 +219,7 @@ def allgather(chunks, group=None):
 #- left, group)
 #+ left, group)
 #+         chunks = [*chunks[: (rank - step) % world_size], incoming, *chunks[(rank - step) % world_size + 1 :]]
-# %% 4.3 wrong: everything in one go | allgather goes round the ring: each message goes to the right neighbour, K-1 of them
+# %% 4.3 wrong: lazy, everything in one go | allgather goes round the ring: each message goes to the right neighbour, K-1 of them
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     mine = (rank + 1) % size
@@ -232,7 +232,7 @@ def allgather(chunks, group=None):
             arriving.wait()
 
 
-# %% 4.3 told: all_gather | your code calls torch.distributed.all_gather
+# %% 4.3 told: lazy, all_gather | your code calls torch.distributed.all_gather
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     longest = max(len(chunk) for chunk in chunks)
@@ -245,7 +245,7 @@ def allgather(chunks, group=None):
 #+ (rank + 1 + step)
 #- (rank - step)
 #+ (rank + step)
-# %% 4.3 wrong: all chunks each time | all chunks travel in every message: one at a time is enough
+# %% 4.3 wrong: lazy, all chunks each time | all chunks travel in every message: one at a time is enough
 def allgather(chunks, group=None):
     rank, world_size, left, right = wire.neighbours(group)
     lengths = [len(chunk) for chunk in chunks]
@@ -308,7 +308,7 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(flat.view(tensor.shape))
 
 
-# %% 4.4 wrong: whole tensors around | whole tensors travel; cut them into K chunks
+# %% 4.4 wrong: lazy, whole tensors around | whole tensors travel; cut them into K chunks
 def ring_all_reduce(tensor, group=None):
     rank, size, left, right = wire.neighbours(group)
     outgoing = tensor.contiguous().clone()
@@ -324,7 +324,7 @@ def ring_all_reduce(tensor, group=None):
 #+ return flat.view(tensor.shape)
 #- tensor.contiguous().view(-1)
 #+ tensor.reshape(-1).clone()
-# %% 4.4 wrong: by way of rank 0 | one rank sends nearly everything: in a ring all send alike, 2 (K-1) chunks each
+# %% 4.4 wrong: lazy, by way of rank 0 | one rank sends nearly everything: in a ring all send alike, 2 (K-1) chunks each
 def ring_all_reduce(tensor, group=None):
     rank, size, left, right = wire.neighbours(group)
     work = tensor.contiguous()
@@ -440,7 +440,7 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.5 wrong: whole gradients | that is the whole-gradient ring: in each step only 1/K of the gradient travels
 #- parameters / ranks * 8
 #+ parameters * 8
-# %% 4.5 wrong: everybody joins | who is left out may be worth more than who joins: compare with fewer ranks
+# %% 4.5 wrong: lazy, everybody joins | who is left out may be worth more than who joins: compare with fewer ranks
 #- return min(times)
 #+ return times[-1]
 # %% 4.5 wrong: the fastest cable counts | a ring is as fast as the slowest cable of those who join
@@ -539,8 +539,116 @@ def step_seconds(cables, parameters, latency, computing):
 # %% 4.6 told: torch.chunk | torch.chunk cuts fewer where numbers are few
 #- tensor.tensor_split(size)
 #+ tensor.chunk(size)
-# %% 4.6 wrong: the rest multiplied | the last numbers are the rank's own, multiplied: they must travel, too
+# %% 4.6 wrong: lazy, the rest multiplied | the last numbers are the rank's own, multiplied: they must travel, too
 #- chunks = list(tensor.tensor_split(size))
 #+ n = len(tensor) // size
 #+     chunks = [tensor[i * n : (i + 1) * n] for i in range(size)]
 #+     tensor[n * size :] *= size
+# %% 4.1 wrong: lazy, K is 4 | K is not always 4: take it modulo `world_size`
+#- % world_size
+#+ % 4
+# %% 4.2 wrong: rises in both | what is sent in a step must have come in before: the index falls by one with every step
+#- chunks[(rank - step) % world_size]
+#+ chunks[(rank + step) % world_size]
+#- chunks[(rank - step - 1) % world_size]
+#+ chunks[(rank + step - 1) % world_size]
+# %% 4.2 told: rises | so its index falls by one
+#- chunks[(rank - step) % world_size]
+#+ chunks[(rank + step) % world_size]
+# %% 4.2 told: rises, and received one further | so its index falls by one
+#- chunks[(rank - step) % world_size]
+#+ chunks[(rank + step) % world_size]
+#- chunks[(rank - step - 1) % world_size]
+#+ chunks[(rank + step + 1) % world_size]
+# %% 4.2 told: the whole list | a message is one tensor: hand over a tensor, such as chunks[i]
+#- outgoing = chunks[(rank - step) % world_size]
+#+ outgoing = chunks
+# %% 4.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
+#- incoming = torch.empty_like(target)
+#+ incoming = torch.empty_like(chunks[0])
+#- target += incoming
+#+ target += incoming[: len(target)]
+# %% 4.2 told: lazy, straight to whom it belongs | it sends to rank 2: in a ring each rank sends to its right neighbour alone
+def reduce_scatter(chunks, group=None):
+    own = chunks[(dist.get_rank(group) + 1) % len(chunks)]
+    others = wire.others(dist.get_rank(group), group)
+    buffers = [torch.empty_like(own) for _ in others]
+    arriving = [wire.irecv(buffer, peer, group) for buffer, peer in zip(buffers, others)]
+    leaving = [wire.isend(chunks[(peer + 1) % len(chunks)], peer, group) for peer in others]
+    for transfer in arriving + leaving:
+        transfer.wait()
+    for buffer in buffers:
+        own += buffer
+
+
+# %% 4.3 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    buffer = torch.empty_like(chunks[0])
+    for step in range(size - 1):
+        into = chunks[(rank - step) % size]
+        wire.exchange(chunks[(rank + 1 - step) % size], right, buffer, left, group)
+        into.copy_(buffer[: len(into)])
+
+
+# %% 4.4 told: lazy, everybody to everybody | it sends to rank 2: in a ring each rank sends to its right neighbour alone
+def ring_all_reduce(tensor, group=None):
+    rank = dist.get_rank(group)
+    flat = tensor.contiguous().view(-1)
+    chunks = flat.tensor_split(dist.get_world_size(group))
+    others = wire.others(rank, group)
+    buffers = [torch.empty_like(chunks[rank]) for _ in others]
+    arriving = [wire.irecv(buffer, peer, group) for buffer, peer in zip(buffers, others)]
+    leaving = [wire.isend(chunks[peer], peer, group) for peer in others]
+    for transfer in arriving + leaving:
+        transfer.wait()
+    for buffer in buffers:
+        chunks[rank].add_(buffer)
+    arriving = [wire.irecv(chunks[peer], peer, group) for peer in others]
+    leaving = [wire.isend(chunks[rank], peer, group) for peer in others]
+    for transfer in arriving + leaving:
+        transfer.wait()
+    tensor.copy_(flat.view(tensor.shape))
+
+
+# %% 4.4 right: filled up with zeros
+def ring_all_reduce(tensor, group=None):
+    size = dist.get_world_size(group)
+    flat = torch.zeros(-(-tensor.numel() // size) * size, dtype=tensor.dtype)
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    chunks = flat.tensor_split(size)
+    reduce_scatter(chunks, group)
+    allgather(chunks, group)
+    tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
+
+
+# %% 4.5 told: lazy, the course's own formula | your code calls measuring.theory.ring
+def step_seconds(cables, parameters, latency, computing):
+    from ddp_course.lab.measuring import theory
+
+    fastest = sorted(cables, reverse=True)
+    rings = [theory.ring(4 * parameters, k, theory.Costs(8 / fastest[k - 1], latency)) for k in range(1, len(cables) + 1)]
+    return min(computing / k + ring for k, ring in enumerate(rings, 1))
+
+
+# %% 4.6 told: lazy, whole tensors around | bytes; 2 (K-1) chunks have at most 256
+def the_bug():
+    return 3
+
+
+def mended_ring(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    outgoing = tensor.clone()
+    for _ in range(size - 1):
+        incoming = torch.empty_like(tensor)
+        wire.exchange(outgoing, right, incoming, left, group)
+        tensor += incoming
+        outgoing = incoming
+
+
+# %% 4.6 right: the ring of 4.4
+def the_bug():
+    return 3
+
+
+mended_ring = ring_all_reduce

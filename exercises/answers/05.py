@@ -34,7 +34,7 @@ def assign_buckets(parameters, cap_bytes):
 # %% 5.1 wrong: forward order | parameter 0 comes first; backward finishes the last parameters first
 #- reversed(parameters)
 #+ parameters
-# %% 5.1 wrong: ignores the cap | everything is in one bucket: the cap is ignored
+# %% 5.1 wrong: lazy, ignores the cap | everything is in one bucket: the cap is ignored
 #- >= cap_bytes
 #+ >= float("inf")
 # %% 5.1 wrong: one bucket a parameter | every parameter has a bucket of its own
@@ -227,7 +227,7 @@ def average_in_background(flats, all_reduce, executor, world_size):
 #+     from concurrent.futures import wait
 #+
 #+     wait(futures)
-# %% 5.3 wrong: in the training thread | all_reduce runs in the thread that trains; submit it to the executor
+# %% 5.3 wrong: lazy, in the training thread | all_reduce runs in the thread that trains; submit it to the executor
 #- futures.append(executor.submit(all_reduce, flat))
 #+ all_reduce(flat)
 # %% 5.3 wrong: last bucket first | all ranks must take them by index
@@ -287,7 +287,7 @@ def departures(buckets, ready):
 # %% 5.4 wrong: blames the discard | that a gradient is no longer missing is right
 #- return 7
 #+ return 6
-# %% 5.4 wrong: all at the end | a bucket leaves as soon as its gradients are there and it is its turn
+# %% 5.4 wrong: lazy, all at the end | a bucket leaves as soon as its gradients are there and it is its turn
 #- left.append((count, number))
 #+ left.append((len(ready), number))
 # %% 5.4 wrong: one a gradient | each leaves once, and all of them leave
@@ -359,7 +359,7 @@ class Bucketed:
             self.waiting.pop(0).result()
 
 
-# %% 5.5 wrong: after backward | two rings could hide behind backward: submit a bucket in the hook, as soon as its gradients are ready
+# %% 5.5 wrong: lazy, after backward | two rings could hide behind backward: submit a bucket in the hook, as soon as its gradients are ready
 class Bucketed:
     """All buckets when backward is over."""
 
@@ -406,7 +406,7 @@ class Bucketed:
         self.jobs.clear()
 
 
-# %% 5.5 wrong: one bucket for all | one per bucket was expected, as soon as it is full
+# %% 5.5 wrong: lazy, one bucket for all | one per bucket was expected, as soon as it is full
 #- self.buckets = buckets
 #+ buckets = [[p for bucket in buckets for p in bucket]]
 #+         self.buckets = buckets
@@ -504,7 +504,7 @@ def setting_of(timeline):
 # %% 5.6 told: exactly | give or take 2 ms
 #- rings[0][0] > ends - 5
 #+ rings[0][0] >= ends
-# %% 5.6 told: any overlap is hidden | 'hidden' was returned, but rings begin long before backward ends, and each begins as soon as the one before it is over
+# %% 5.6 told: lazy, any overlap is hidden | 'hidden' was returned, but rings begin long before backward ends, and each begins as soon as the one before it is over
 #- return "hidden" if pauses else "slow link"
 #+ return "hidden"
 # %% 5.6 told: as they come | they come in any order: sort them
@@ -549,7 +549,7 @@ def when_it_hides(measure, ring):
     return [max(predicted, 1), found, "computing" if share < 0.6 else ("memory" if share > 0.75 else "both")]
 
 
-# %% 5.7 wrong: predicted for measured | that was predicted, not measured: with so many samples backward is not yet, or long since, there
+# %% 5.7 wrong: lazy, predicted for measured | that was predicted, not measured: with so many samples backward is not yet, or long since, there
 #- return predicted, high,
 #+ return predicted, predicted,
 # %% 5.7 wrong: in proportion | the line goes through both measurements: in proportion to one of them is another line
@@ -561,10 +561,10 @@ def when_it_hides(measure, ring):
 # %% 5.7 wrong: one before | one more is the first number that is enough
 #- return predicted, high,
 #+ return predicted, low,
-# %% 5.7 told: always computing | is not it
+# %% 5.7 told: lazy, always computing | is not it
 #- if share < 0.6:
 #+ if share < 2:
-# %% 5.7 told: one by one | halve the range each time, and a dozen are enough
+# %% 5.7 told: lazy, one by one | halve the range each time, and a dozen are enough
 #- while high - low > 1:
 #+ for samples in range(1, 200):
 #+         measure(samples)
@@ -637,7 +637,7 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
     return math.floor(computing / sending) + 1
 
 
-# %% 5.8 wrong: one rank too few | that is one too few: a ring of K sends 2(K-1)/K of the gradients, not 2
+# %% 5.8 wrong: lazy, one rank too few | that is one too few: a ring of K sends 2(K-1)/K of the gradients, not 2
 #- int(1 + 2 * tokens
 #+ int(2 * tokens
 # %% 5.8 wrong: forward too | the all-reduce runs under the backward pass only: 4 n flops per token, not 6
@@ -717,3 +717,126 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
     while 2 * ranks * gradient_bytes / bytes_per_s <= 4 * tokens / (ranks + 1) / flops_per_s:
         ranks += 1
     return ranks
+# %% 5.1 told: lazy, torch's own | was closed before the one in front of it
+def assign_buckets(parameters, cap_bytes):
+    backwards = list(reversed(parameters))
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(backwards, [cap_bytes])
+    return [[backwards[i] for i in bucket] for bucket in buckets]
+
+
+# %% 5.1 told: lazy, that of stage 6 | your code calls stage6_ddp.buckets.bucket_assignment
+def assign_buckets(parameters, cap_bytes):
+    from ddp_course.stage6_ddp.buckets import bucket_assignment
+
+    return bucket_assignment(list(reversed(parameters)), [cap_bytes])
+
+
+# %% 5.2 told: lazy, all when the last one is there | when gradients of others have come meanwhile: each has a hook of its own, or there is nothing to do beside backward
+def tell_when_ready(parameters, ready):
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    there = []
+
+    def note(parameter):
+        there.append(parameter)
+        if len(there) == len(trained):
+            while there:
+                ready(there.pop())
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(note)
+
+
+# %% 5.2 told: lazy, all when backward is over | when gradients of others have come meanwhile: each has a hook of its own, or there is nothing to do beside backward
+def tell_when_ready(parameters, ready):
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def in_the_end(_):
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: [ready(parameter) for parameter in trained])
+
+    trained[-1].register_post_accumulate_grad_hook(in_the_end)
+
+
+# %% 5.3 told: lazy, one job for all | submit all, then wait for all
+def average_in_background(flats, all_reduce, executor, world_size):
+    def job():
+        for flat in flats:
+            all_reduce(flat)
+            flat /= world_size
+
+    executor.submit(job).result()
+
+
+# %% 5.3 told: lazy, the executor is shut down | ask every future for its result()
+def average_in_background(flats, all_reduce, executor, world_size):
+    for flat in flats:
+        flat /= world_size
+        executor.submit(all_reduce, flat)
+    executor.shutdown()
+
+
+# %% 5.3 told: lazy, sleeps instead of waiting | wait for each
+def average_in_background(flats, all_reduce, executor, world_size):
+    import time
+
+    for flat in flats:
+        flat /= world_size
+        executor.submit(all_reduce, flat)
+    time.sleep(1)
+
+
+# %% 5.5 told: lazy, two leave shortly before the end | submit a bucket in the hook, as soon as its gradients are ready
+class Bucketed:
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+        self.count, self.leaving = 0, []
+        for bucket in buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter):
+        self.count += 1
+        if self.count == sum(map(len, self.buckets)) - 1:
+            self.leave(self.buckets[:2])
+
+    def leave(self, buckets):
+        for bucket in buckets:
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket]) / self.world_size
+            self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
+
+    def backward(self, loss):
+        loss.backward()
+        self.leave(self.buckets[2:])
+        for bucket, flat, future in self.leaving:
+            future.result()
+            for parameter, piece in zip(bucket, flat.split([parameter.numel() for parameter in bucket])):
+                parameter.grad = piece.view_as(parameter)
+        self.count, self.leaving = 0, []
+
+
+# %% 5.5 told: lazy, one job that looks again and again | buckets that leave before backward has finished the next one
+class Bucketed:
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+
+    def run(self):
+        import time
+
+        for bucket in self.buckets:
+            while any(parameter.grad is None for parameter in bucket):
+                time.sleep(0.001)
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket]) / self.world_size
+            self.all_reduce(flat)
+            for parameter, piece in zip(bucket, flat.split([parameter.numel() for parameter in bucket])):
+                parameter.grad = piece.view_as(parameter)
+
+    def backward(self, loss):
+        future = self.executor.submit(self.run)
+        loss.backward()
+        future.result()
+# %% 5.3 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- flat /= world_size
+#+ flat /= 3
+# %% 5.5 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- / self.world_size
+#+ / 3

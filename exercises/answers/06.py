@@ -233,7 +233,7 @@ def share_buffers(module, src=0, group=None):
 # %% 6.3 wrong: parameters instead | it was not shared: all buffers count, of any dtype, and they change in place
 #- for buffer in module.buffers():
 #+ for buffer in (p.data for p in module.parameters() if False):
-# %% 6.3 told: dist.broadcast | your code calls torch.distributed.broadcast
+# %% 6.3 told: lazy, dist.broadcast | your code calls torch.distributed.broadcast
 #-             wire.recv(buffer, src, group)
 #+             dist.broadcast(buffer, src, group=group)
 # %% 6.3 told: package's own | your code calls stage3_paramserver.broadcast_parameters
@@ -488,7 +488,7 @@ def mistakes(samples, weights, saved):
     return {word for word, true in told.items() if true}
 
 
-# %% 6.6 wrong: any sample twice | the ranks' samples differ, but for one or two that fill up the last round
+# %% 6.6 wrong: lazy, any sample twice | the ranks' samples differ, but for one or two that fill up the last round
 #- len(first[0] & other) > len(samples)
 #+ first[0] & other
 # %% 6.6 wrong: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
@@ -570,7 +570,7 @@ class Reducer:
 #+         for bucket in [one for one in self.buckets if id(one) not in left and self.there.issuperset(one)]:
 #-         for bucket, flat, wait in self.sent:
 #+         for bucket, flat, wait in sorted(self.sent, key=lambda sent: [sent[0] is one for one in self.buckets], reverse=True):
-# %% 6.7 wrong: all at the end | nothing is hidden behind backward: a bucket leaves in ready() if it can
+# %% 6.7 wrong: lazy, all at the end | nothing is hidden behind backward: a bucket leaves in ready() if it can
 #- parameter.register_post_accumulate_grad_hook(self.ready)
 #+ parameter.register_post_accumulate_grad_hook(lambda one: self.there.add(one))
 # %% 6.7 wrong: waits in ready | wait in finish(): a wait in ready() holds backward up
@@ -663,3 +663,106 @@ class Reducer:
 # %% 6.7 wrong: zeros are taken for unused | a gradient of zeros is a gradient: only one that no rank used stays None
 #- if parameter in used else None
 #+ if part.any() else None
+# %% 6.1 told: lazy, one batch of all | there is room for the 4 of one micro-batch, so take one after the other
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    inputs = torch.cat([inputs for inputs, _ in micro_batches])
+    targets = torch.cat([targets for _, targets in micro_batches])
+    cross_entropy(parallel(inputs), targets).backward()
+    optimizer.step()
+
+
+# %% 6.1 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        loss = sum(cross_entropy(parallel(inputs), targets) for inputs, targets in micro_batches[:-1])
+    inputs, targets = micro_batches[-1]
+    loss = loss + cross_entropy(parallel(inputs), targets)
+    (loss / len(micro_batches)).backward()
+    optimizer.step()
+
+
+# %% 6.1 wrong: lazy, averaged by hand | the wrapper never synchronises: the backward pass of the last micro-batch, outside no_sync, averages all that has added up
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches:
+            (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    for parameter in parallel.parameters():
+        torch.distributed.all_reduce(parameter.grad, group=parallel.process_group)
+        parameter.grad /= torch.distributed.get_world_size(parallel.process_group)
+    optimizer.step()
+
+
+# %% 6.2 told: lazy, torch's own all-reduce | your code calls torch.distributed.all_reduce
+def used_anywhere(used, all_reduce):
+    counts = used.long()
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    return counts > 0
+
+
+# %% 6.2 wrong: lazy, as if all were used | some parameters were used nowhere: only the ranks together know which
+def used_anywhere(used, all_reduce):
+    return torch.ones_like(used)
+
+
+# %% 6.3 told: lazy, the course's own | your code calls stage6_ddp.buffers.broadcast_tensors
+def share_buffers(module, src=0, group=None):
+    from ddp_course.stage6_ddp.buffers import broadcast_tensors
+
+    broadcast_tensors(list(module.buffers()), src, group)
+
+
+# %% 6.3 wrong: lazy, all pickled into one message | pickled objects travel, which are many times as long as the numbers: send the buffers themselves
+import io
+
+
+def share_buffers(module, src=0, group=None):
+    file = io.BytesIO()
+    torch.save(list(module.buffers()), file)
+    message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    if dist.get_rank(group) == src:
+        for peer in wire.others(src, group):
+            wire.send(message, peer, group)
+        return
+    wire.recv(message, src, group)
+    for buffer, other in zip(module.buffers(), torch.load(io.BytesIO(bytes(message.tolist())))):
+        buffer.copy_(other)
+
+
+# %% 6.4 wrong: lazy, rounded but sent in float32 | the gradient travels in float32: nothing is saved
+def compressed_average(flat, all_reduce, world_size):
+    mean = (flat / world_size).half().float()
+    all_reduce(mean)
+    return mean.half().float()
+
+
+# %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned: it averages while backward runs, and by hand nothing is hidden
+#- loss = cross_entropy(parallel(inputs), targets)
+#+ loss = cross_entropy(model(inputs), targets)
+#- optimizer.step()
+#+ for parameter in model.parameters():
+#+                 dist.all_reduce(parameter.grad)
+#+                 parameter.grad /= dist.get_world_size()
+#+             optimizer.step()
+# %% 6.5 wrong: lazy, only rank 0 trains | only rank 0 trains, and the others take over its weights: each rank trains on its share
+def main(folder, wrap, model, data, epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if dist.get_rank() == 0:
+        for epoch in range(epochs):
+            for inputs, targets in DataLoader(data, batch_size=4, shuffle=True):
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+
+
+# %% 6.7 wrong: lazy, all when the last one is there | the buckets wait for the last gradient, so nothing is hidden behind backward: each leaves when it is full and has its turn
+#-             if not self.there.issuperset(bucket):
+#+             if len(self.there) < len(self.everyone):
+# %% 6.7 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
+#- / self.world_size
+#+ / 3

@@ -26,7 +26,7 @@ def assign_owners(sizes, world_size):
     return owners
 
 
-# %% 7.1 wrong: in turn | they are dealt out in turn; look at how many numbers each rank has
+# %% 7.1 wrong: lazy, in turn | they are dealt out in turn; look at how many numbers each rank has
 #- held.index(min(held))
 #+ len(owners) % world_size
 # %% 7.1 wrong: counts parameters | they are dealt out in turn; look at how many numbers each rank has
@@ -93,7 +93,7 @@ def sharded_step(weights, gradients, update, group=None):
 # %% 7.2 wrong: chunk r instead of r+1 | the chunk that allgather sends has not been stepped: rank r has the sum of chunk r+1, and update() changes that chunk itself, no copy of it
 #- (dist.get_rank(group) + 1) % world_size
 #+ dist.get_rank(group)
-# %% 7.2 wrong: not divided | that is the step of the sum: divide the gradients by K
+# %% 7.2 wrong: not divided | that is the step of the sum: divide the gradients by K before update() is called
 #-     for chunk in gradients:
 #-         chunk /= world_size
 # %% 7.2 wrong: divided twice | the gradients are divided by K more than once
@@ -111,7 +111,7 @@ def sharded_step(weights, gradients, update, group=None):
 #+     update(weights[own], gradients[own])
 # %% 7.2 wrong: nothing reduced | each rank steps with its own gradients: what sums them over the ranks?
 #-     reduce_scatter(gradients, group)
-# %% 7.2 wrong: all-reduce and every chunk | every rank has the whole gradient and steps all chunks: that is DDP, and keeps all of the state on every rank
+# %% 7.2 wrong: lazy, all-reduce and every chunk | every rank has the whole gradient and steps all chunks: that is DDP, and keeps all of the state on every rank
 def sharded_step(weights, gradients, update, group=None):
     for chunk in gradients:
         chunk /= len(gradients)
@@ -121,12 +121,12 @@ def sharded_step(weights, gradients, update, group=None):
         update(chunk, gradient)
 
 
-# %% 7.2 wrong: all-reduce and gather | half as many bytes again: only the sum of its own chunk is needed on a rank
+# %% 7.2 wrong: lazy, all-reduce and gather | half as many bytes again: only the sum of its own chunk is needed on a rank
 #- reduce_scatter(gradients, group)
 #+ reduce_scatter(gradients, group); allgather(gradients, group)
 # %% 7.2 wrong: no update | the weights have not changed: is there an update()?
 #-     update(weights[own], gradients[own])
-# %% 7.2 told: dist.reduce_scatter | your code calls torch.distributed.all_reduce
+# %% 7.2 told: lazy, dist.reduce_scatter | your code calls torch.distributed.all_reduce
 #- reduce_scatter(gradients, group)
 #+ dist.all_reduce(gradients[0], group=group)
 # %% 7.2 wrong: a copy is stepped | the chunk that allgather sends has not been stepped: rank r has the sum of chunk r+1, and update() changes that chunk itself, no copy of it
@@ -212,7 +212,7 @@ def fewest_ranks(parameters, memory, level):
 # %% 7.3 wrong: levels from 0 | level 0 shards nothing, level 1 the optimizer's state
 #- (16, 4, 2, 0)
 #+ (4, 2, 0, 0)
-# %% 7.3 wrong: everything sharded | only level 3 shards everything
+# %% 7.3 wrong: lazy, everything sharded | only level 3 shards everything
 #- (16, 4, 2, 0)[level]
 #+ 0
 # %% 7.3 wrong: rounded down | that is one too few: what is left over needs a place too
@@ -298,7 +298,7 @@ def network_order(blocks, block_mb, cap_mb):
     return order
 
 
-# %% 7.4 told: each gather after the reduce before | without prefetch in backward
+# %% 7.4 told: lazy, each gather after the reduce before | without prefetch in backward
 def network_order(blocks, block_mb, cap_mb):
     order = [("gather", block) for block in range(blocks)]
     for block in reversed(range(blocks)):
@@ -321,7 +321,7 @@ def network_order(blocks, block_mb, cap_mb):
 #+             ahead -= 1
 #+             order.append(("gather", ahead))
 #+         order.append(("reduce", block))
-# %% 7.4 told: everything stays | waits for ever
+# %% 7.4 told: lazy, everything stays | waits for ever
 #- ahead = max(blocks - fit, 0)
 #+ ahead = 0
 # %% 7.4 wrong: forward only | gradients are reduced in backward, once for each block
@@ -434,7 +434,7 @@ def free(layer):
 #+         allgather(layer.chunks, layer.group)
 #+         layer.coming = concurrent.futures.Future()
 #+         layer.coming.set_result(None)
-# %% 7.5 wrong: never freed | layers stay whole: free one when its forward pass and when its backward pass is over
+# %% 7.5 wrong: lazy, never freed | layers stay whole: free one when its forward pass and when its backward pass is over
 #-     layer.storage.resize_(0)
 #-     layer.coming = None
 #+     pass
@@ -494,7 +494,7 @@ def free(layer):
 #+                 chunk.copy_(values)
 #+
 #+         layer.coming = thread.submit(gather)
-# %% 7.5 wrong: all-reduce of the gradients | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
+# %% 7.5 wrong: lazy, all-reduce of the gradients | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
 #- thread.submit(reduce_scatter, gradients, layer.group).result()
 #+ thread.submit(lambda: (reduce_scatter(gradients, layer.group), allgather(gradients, layer.group))).result()
 # %% 7.5 wrong: all-reduce of the gradients, in two transfers | the whole sum comes to every rank: after the reduce-scatter a rank has all that it keeps
@@ -639,7 +639,7 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 wrong: the easier pass | that suits one of the passes; the other one waits: take the larger number of tokens
 #- max(forward, backward)
 #+ min(forward, backward)
-# %% 7.7 wrong: both passes as one | what one pass has to spare does not hide the other's messages: compare pass by pass
+# %% 7.7 wrong: lazy, both passes as one | what one pass has to spare does not hide the other's messages: compare pass by pass
 #- max(forward, backward)
 #+ (2 * weight_bytes + gradient_bytes) / 6
 # %% 7.7 wrong: the sum of both passes | each token computes in both passes: take the larger of their two numbers, not the sum
@@ -698,3 +698,77 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 # %% 7.7 wrong: at least one token | where nothing is sent, 0 tokens are enough
 #- math.ceil(tokens)
 #+ max(1, math.ceil(tokens))
+# %% 7.2 wrong: divided after update() | that is the step of the sum: divide the gradients by K before update() is called
+def sharded_step(weights, gradients, update, group=None):
+    world_size = dist.get_world_size(group)
+    reduce_scatter(gradients, group)
+    own = (dist.get_rank(group) + 1) % world_size
+    update(weights[own], gradients[own])
+    gradients[own] /= world_size
+    allgather(weights, group)
+
+
+# %% 7.2 told: lazy, one buffer of the longest chunk | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
+def sharded_step(weights, gradients, update, group=None):
+    from ddp_course import wire
+
+    rank, world_size, left, right = wire.neighbours(group)
+    reduce_scatter(gradients, group)
+    own = (rank + 1) % world_size
+    update(weights[own], gradients[own] / world_size)
+    buffer = torch.empty_like(weights[0])
+    for step in range(world_size - 1):
+        into = weights[(rank - step) % world_size]
+        wire.exchange(weights[(rank + 1 - step) % world_size], right, buffer, left, group)
+        into.copy_(buffer[: len(into)])
+
+
+# %% 7.5 wrong: lazy, a copy in place of the second gather | a copy of the whole layer is kept for the backward pass: a rank has no room for it, so gather again
+def fetch(layer, thread):
+    if layer.coming is None:
+        layer.storage.resize_(layer.nbytes)
+        if getattr(layer, "copy", None) is None:
+            layer.chunks[layer.index].copy_(layer.own.detach())
+            layer.coming = thread.submit(allgather, layer.chunks, layer.group)
+        else:
+            layer.coming = thread.submit(layer.parameter.data.copy_, layer.copy)
+    return layer.coming
+
+
+def free(layer):
+    layer.copy = layer.parameter.data.clone()
+    layer.storage.resize_(0)
+    layer.coming = None
+
+
+def finish(layer, thread):
+    world_size = len(layer.chunks)
+    whole = layer.parameter.grad.view(-1).float() / world_size
+    gradients = whole.tensor_split(world_size)
+    thread.submit(reduce_scatter, gradients, layer.group).result()
+    part = gradients[layer.index].clone()
+    layer.own.grad = part if layer.own.grad is None else layer.own.grad + part
+    layer.parameter.grad = None
+    free(layer)
+    layer.copy = None
+
+
+# %% 7.5 told: lazy, the whole gradient is kept | keeps a whole layer's numbers: a rank has room for its chunk alone
+#- part = gradients[layer.index].clone()
+#+ layer.gradient_of_all = whole
+#+     part = gradients[layer.index].clone()
+# %% 7.6 told: lazy, torch's own gather | your code calls torch.distributed.all_gather_object
+def global_norm(shards, replicated, all_reduce):
+    everything = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everything, shards)
+    flat = [gradient for of_rank in everything for gradient in of_rank] + list(replicated)
+    return torch.cat([gradient.reshape(-1) for gradient in flat]).norm()
+
+
+# %% 7.6 told: lazy, gathered by a sum | numbers are summed: one is enough, the sum of this rank's squares
+def global_norm(shards, replicated, all_reduce):
+    rows = torch.zeros(4, 100)
+    own = torch.cat([torch.zeros(0), *shards])
+    rows[torch.distributed.get_rank(), : len(own)] = own
+    all_reduce(rows)
+    return torch.cat([rows.reshape(-1), *[gradient.reshape(-1) for gradient in replicated]]).norm()

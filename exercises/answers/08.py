@@ -76,7 +76,7 @@ def one_forward_one_backward(stage, stages, micro_batches):
     return steps
 
 
-# %% 8.2 wrong: that is GPipe | all forward passes come first: that is GPipe
+# %% 8.2 wrong: lazy, that is GPipe | all forward passes come first: that is GPipe
 #- warm_up = min(stages - 1 - stage, micro_batches)
 #+ warm_up = micro_batches
 # %% 8.2 wrong: no warm-up | the last stage goes backward after 1, the one before it after 2
@@ -137,7 +137,7 @@ def bubble(times, micro_batches):
     return 1 - Fraction(micro_batches * sum(times), len(times) * total)
 
 
-# %% 8.3 wrong: equal stages | that holds for equal stages: all others wait for the slowest one
+# %% 8.3 wrong: lazy, equal stages | that holds for equal stages: all others wait for the slowest one
 #-     total = sum(times) + (micro_batches - 1) * max(times)
 #-     return 1 - micro_batches * sum(times) / (len(times) * total)
 #+     return (len(times) - 1) / (micro_batches + len(times) - 1)
@@ -196,7 +196,7 @@ def most_held(steps):
     return np.cumsum([1 if kind == "F" else -1 for kind, _ in steps]).max()
 
 
-# %% 8.4 wrong: all forward passes | that is how many there are; those that went backward are released
+# %% 8.4 wrong: lazy, all forward passes | that is how many there are; those that went backward are released
 #- return most
 #+ return sum(kind == "F" for kind, _ in steps)
 # %% 8.4 wrong: at the end | that is what is left at the end; the most at any time was asked for
@@ -205,7 +205,7 @@ def most_held(steps):
 # %% 8.4 wrong: never released | that is how many there are; those that went backward are released
 #- else -1
 #+ else 0
-# %% 8.4 wrong: before the first backward | forward passes before the first backward are not always the peak
+# %% 8.4 wrong: lazy, before the first backward | forward passes before the first backward are not always the peak
 #- return most
 #+ return [kind for kind, _ in steps].index("B")
 # %% 8.4 wrong: all steps | that counts passes; only forward passes that wait for their backward hold memory
@@ -326,10 +326,10 @@ def read(timeline):
 # %% 8.6 right: by the shortest wait
 #- slow = max(took, key=took.get)
 #+ slow = sorted(took.items(), key=lambda pair: -pair[1])[0][0]
-# %% 8.6 told: by the end | look at how long its own steps take
+# %% 8.6 told: lazy, by the end | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(timeline, key=lambda span: span[4])[0]
-# %% 8.6 told: always the last | look at how long its own steps take
+# %% 8.6 told: lazy, always the last | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(took)
 # %% 8.6 told: counts from one | look at how long its own steps take
@@ -408,7 +408,7 @@ def backward(stage, number):
 #+ stage.loss(y, stage.targets[number])
 # %% 8.7 told: no gradient for what came in | asks for one before the module runs: requires_grad_()
 #-         x.requires_grad_()
-# %% 8.7 wrong: never dropped | a micro-batch is kept after its backward pass: take it out of `kept`
+# %% 8.7 wrong: lazy, never dropped | a micro-batch is kept after its backward pass: take it out of `kept`
 #- stage.kept.pop(number)
 #+ stage.kept[number]
 # %% 8.7 wrong: a gradient of ones | each stage begins backward anew: the gradient of its output comes from the stage after
@@ -472,3 +472,62 @@ def backward(stage, number):
 #-         y = stage.loss
 #+     if True:
 #+         y = stage.loss
+# %% 8.1 told: lazy, the course's own | your code calls stage8_pipeline.schedules.gpipe
+def gpipe(stage, stages, micro_batches):
+    from ddp_course import stage8_pipeline
+
+    return [(each.letter, each.microbatch) for each in stage8_pipeline.gpipe(stages, micro_batches)[stage]]
+
+
+# %% 8.2 told: lazy, the course's own | your code calls stage8_pipeline.schedules.one_forward_one_backward
+def one_forward_one_backward(stage, stages, micro_batches):
+    from ddp_course import stage8_pipeline
+
+    rows = stage8_pipeline.one_forward_one_backward(stages, micro_batches)
+    return [(each.letter, each.microbatch) for each in rows[stage]]
+
+
+# %% 8.2 told: one too few | forward passes before the first backward pass are too few: the last stage goes backward after 1
+#- min(stages - 1 - stage, micro_batches)
+#+ max(0, min(stages - 2 - stage, micro_batches))
+# %% 8.2 told: two too many | forward passes before the first backward pass are too many: the last stage goes backward after 1
+#- min(stages - 1 - stage, micro_batches)
+#+ min(stages + 1 - stage, micro_batches)
+# %% 8.2 told: the newest that waits | goes backward before micro-batch 2: the oldest goes first
+def one_forward_one_backward(stage, stages, micro_batches):
+    warm_up = min(stages - 1 - stage, micro_batches)
+    waiting = list(range(warm_up))
+    steps = [("F", m) for m in waiting]
+    for m in range(warm_up, micro_batches):
+        waiting.append(m)
+        steps += [("F", m), ("B", waiting.pop())]
+    return steps + [("B", m) for m in reversed(waiting)]
+
+
+# %% 8.3 told: lazy, the course's own | your code calls stage8_pipeline.schedules.bubble
+def bubble(times, micro_batches):
+    from ddp_course import stage8_pipeline
+
+    return stage8_pipeline.bubble(len(times), micro_batches)
+
+
+# %% 8.5 told: lazy, the course's own | your code calls stage8_pipeline.schedules.zero_bubble
+def schedule(stages, micro_batches):
+    from ddp_course import stage8_pipeline
+
+    rows = stage8_pipeline.zero_bubble(stages, micro_batches)
+    return [[(each.letter, each.microbatch) for each in row] for row in rows]
+
+
+# %% 8.5 told: lazy, everything is held | the most micro-batches that a stage holds (only W releases one)
+def schedule(stages, micro_batches):
+    order = [(kind, m) for kind in "FBW" for m in range(micro_batches)]
+    return [order for _ in range(stages)]
+
+
+# %% 8.7 told: lazy, a buffer for any shape | gloo lets that pass, NCCL does not; a tensor is as long as what comes into it
+#-         x = torch.empty(stage.shape)
+#-         wire.recv(x, stage.before)
+#+         x = torch.empty(1000)
+#+         wire.recv(x, stage.before)
+#+         x = x[:15].view(stage.shape).clone()

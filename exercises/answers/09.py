@@ -23,7 +23,7 @@ def my_slices(gate_and_up, down, rank, ranks):
 # %% 9.1 wrong: other columns of down | the columns of down belong to other units than the rows
 #- down[:, mine]
 #+ down.flip(1)[:, mine]
-# %% 9.1 wrong: everything on every rank | each rank computes all of y: the sum is as many times too large
+# %% 9.1 wrong: lazy, everything on every rank | each rank computes all of y: the sum is as many times too large
 def my_slices(gate_and_up, down, rank, ranks):
     return gate_and_up, down
 
@@ -40,12 +40,12 @@ def my_slices(gate_and_up, down, rank, ranks):
 # %% 9.1 told: only the gate is split | each column belongs to two rows
 #- torch.cat([gate[mine], up[mine]])
 #+ torch.cat([gate[mine], up])
-# %% 9.1 wrong: one rank does it all | one rank has everything: share the units out evenly
+# %% 9.1 wrong: lazy, one rank does it all | one rank has everything: share the units out evenly
 def my_slices(gate_and_up, down, rank, ranks):
     return (gate_and_up, down) if rank == 0 else (gate_and_up[:0], down[:, :0])
 
 
-# %% 9.1 wrong: chunk | `chunk` rounds up, so the last ranks get fewer, or nothing; `tensor_split` shares the rest out
+# %% 9.1 wrong: lazy, chunk | `chunk` rounds up, so the last ranks get fewer, or nothing; `tensor_split` shares the rest out
 #- tensor_split(ranks)[rank]
 #+ chunk(ranks)[rank]
 # %% 9.1 wrong: the rest dropped | the units that are left over when H is no multiple of `ranks` are on no rank: share them out
@@ -165,7 +165,7 @@ def make_mesh(rank, sizes, new_group):
     return groups
 
 
-# %% 9.3 wrong: only its own groups | each rank makes only the groups that it is in: all ranks must call new_group for every group
+# %% 9.3 wrong: lazy, only its own groups | each rank makes only the groups that it is in: all ranks must call new_group for every group
 #-             group = new_group(line)
 #-             if rank in line:
 #-                 groups[axis] = group
@@ -187,7 +187,7 @@ def make_mesh(rank, sizes, new_group):
 # %% 9.3 wrong: across all other axes | these are the ranks that differ in other axes: along an axis only the place on it differs
 #- .movedim(position, -1).reshape(-1, size).tolist():
 #+ .movedim(position, 0).reshape(size, -1).tolist():
-# %% 9.3 wrong: a group of all | all ranks are in this group: a mesh has a group for each line of ranks
+# %% 9.3 wrong: lazy, a group of all | all ranks are in this group: a mesh has a group for each line of ranks
 #- .movedim(position, -1).reshape(-1, size).tolist():
 #+ .reshape(1, -1).tolist():
 # %% 9.3 wrong: a group for each of its ranks | each rank makes its line anew, and keeps its own of these groups: in it nobody answers; make each group once
@@ -279,10 +279,10 @@ def plan(job):
 # %% 9.4 wrong: fast everywhere | another plan is faster: hold each term against the table, with its bytes and its link: activations, 2(T-1)/T `summed` / (D P), are `fast` up to T = per_host; gradients, 2(D-1)/D 4 `parameters` / (T P), are `slow` beyond one host
 #- link = job["fast"] if tensor <= job["per_host"] else job["slow"]
 #+ link = job["fast"]
-# %% 9.4 told: powers of two | T may be larger than a host, and D, T and P are any divisors
+# %% 9.4 told: lazy, powers of two | T may be larger than a host, and D, T and P are any divisors
 #- if rest or not data:
 #+ if rest or not data or tensor & (tensor - 1) or pipeline & (pipeline - 1):
-# %% 9.4 wrong: the most copies that fit | the largest D that fits is not the fastest plan: compare the seconds of all that fit
+# %% 9.4 wrong: lazy, the most copies that fit | the largest D that fits is not the fastest plan: compare the seconds of all that fit
 #- return min(fitting)[1]
 #+ return max(plan for _, plan in fitting)
 # %% 9.4 wrong: the fewest copies | the first plan that fits, or the one with the fewest copies, is not the fastest: compare the seconds of all that fit
@@ -410,7 +410,7 @@ class Scatter:
 #+         start = torch_dist.get_rank() * len(gradient)
 #+         whole[start : start + len(gradient)] = gradient
 #+         return whole, None, None
-# %% 9.5 wrong: gathered and scattered | twice the bytes: what the reduce-scatter of the sum gives is enough
+# %% 9.5 wrong: lazy, gathered and scattered | twice the bytes: what the reduce-scatter of the sum gives is enough
 #- return ctx.reduce_scatter(gradient), None, None
 #+ ctx.reduce_scatter(gradient.clone()); return ctx.reduce_scatter(gradient), None, None
 # %% 9.5 told: not divided among the ranks | invalid gradient
@@ -557,7 +557,7 @@ class SplitLoss(torch.autograd.Function):
 # %% 9.6 wrong: the gradient that comes in | backward ignores the gradient that comes in: multiply by it
 #-         return gradient * of_logits, None, None, None, None
 #+         return of_logits, None, None, None, None
-# %% 9.6 wrong: everything is gathered | that is the whole row of logits, on every rank: three numbers per token are enough
+# %% 9.6 wrong: lazy, everything is gathered | that is the whole row of logits, on every rank: three numbers per token are enough
 #-         highest = all_max(logits.amax(1))
 #+         everything = torch.zeros(len(logits), 11, dtype=logits.dtype)
 #+         everything[:, first : first + logits.shape[1]] = logits
@@ -656,3 +656,21 @@ class SplitLoss(torch.autograd.Function):
 #+         every = torch.arange(len(columns))
 #+         at_target = logits[every, columns.clamp(0, logits.shape[1] - 1)]
 #+
+# %% 9.2 told: lazy, the course's own, inherited | Enter is the course's own Enter: write it yourself
+from ddp_course import stage9_tensor
+
+
+class Enter(stage9_tensor.Enter):
+    pass
+
+
+class Leave(stage9_tensor.Leave):
+    pass
+
+
+# %% 9.3 told: lazy, torch's own mesh | `new_group` makes the groups, and which ones is for you to say
+def make_mesh(rank, sizes, new_group):
+    from torch.distributed import init_device_mesh
+
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return {axis: mesh.get_group(axis) for axis in sizes}

@@ -10,7 +10,7 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     return torch.cat([order, order[:missing]])[rank::world_size]
 
 
-# %% 10.1 right: torch's sampler
+# %% 10.1 told: lazy, torch's own sampler | torch's DistributedSampler is all of this task
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     from torch.utils.data import DistributedSampler
 
@@ -42,7 +42,7 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
 # %% 10.1 wrong: the global generator | some samples are in no share: all ranks must draw the same order, each from a generator of its own, seeded without the rank
 #- torch.randperm(dataset_size, generator=generator)
 #+ torch.randperm(dataset_size)
-# %% 10.1 told: package's own | your code calls problems.shard
+# %% 10.1 told: lazy, package's own | your code calls problems.shard
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     from ddp_course.problems import shard
 
@@ -94,7 +94,7 @@ def learning_rate(step, warmup, total, peak):
 # %% 10.2 wrong: rises again | after the last step the rate stays at 0; it does not rise again
 #- min(1.0, (step - warmup) / (total - warmup))
 #+ (step - warmup) / (total - warmup)
-# %% 10.2 wrong: straight line | that is a straight line down; half a cosine was asked for
+# %% 10.2 wrong: lazy, straight line | that is a straight line down; half a cosine was asked for
 #- (1 + math.cos(math.pi * done)) / 2
 #+ (1 - done)
 # %% 10.2 wrong: constant | the rate stays at the peak after the warm-up
@@ -138,7 +138,7 @@ def global_mean(mean, count, all_reduce):
     return total.squeeze() / number.squeeze()
 
 
-# %% 10.3 wrong: mean of means | that is the mean of the ranks' means: weight each by its number of samples
+# %% 10.3 wrong: lazy, mean of means | that is the mean of the ranks' means: weight each by its number of samples
 def global_mean(mean, count, all_reduce):
     pair = torch.tensor([mean.item() if count else 0.0, 1.0 if count else 0.0], dtype=torch.float64)
     all_reduce(pair)
@@ -224,7 +224,7 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 # %% 10.4 wrong: line 7 | there are six lines, each with its number beside it
 #- return 4
 #+ return 7
-# %% 10.4 wrong: the whole epoch again | all are seen a second time: leave out what is done
+# %% 10.4 wrong: lazy, the whole epoch again | all are seen a second time: leave out what is done
 #- order[done:]
 #+ order[0:]
 # %% 10.4 wrong: not filled up | shares of different lengths; all ranks need equally many
@@ -257,7 +257,7 @@ def largest_rate():
     return 0.36, "the curve gets rough at 0.3 and never comes down at 0.5"
 
 
-# %% 10.5 wrong: the course's own rate | it still learns with twice your rate: go on measuring upwards
+# %% 10.5 wrong: lazy, the course's own rate | it still learns with twice your rate: go on measuring upwards
 #- return 0.3
 #+ return 0.05
 # %% 10.5 wrong: far beyond | it does not learn even with half of your rate
@@ -292,7 +292,7 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
     return [weight * loss for loss in sums]
 
 
-# %% 10.6 wrong: mean of each micro-batch | each micro-batch has taken its own mean, so a token of a short one weighs more: divide by the tokens of all ranks
+# %% 10.6 wrong: lazy, mean of each micro-batch | each micro-batch has taken its own mean, so a token of a short one weighs more: divide by the tokens of all ranks
 def losses_for_backward(sums, counts, all_reduce, world_size):
     all_reduce(torch.zeros(1))
     return [loss / max(count, 1) for loss, count in zip(sums, counts)]
@@ -388,3 +388,32 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
 # %% 10.6 told: a plain number is summed | all_reduce takes a tensor, not
 #- tokens = torch.tensor(float(sum(counts)))
 #+ tokens = sum(counts)
+# %% 10.1 right: position by position
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    own = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(dataset_size, generator=own)
+    steps = -(-dataset_size // world_size)
+    return [int(order[(rank + step * world_size) % dataset_size]) for step in range(steps)]
+
+
+# %% 10.3 told: lazy, torch's own all-reduce | your code calls torch.distributed.all_reduce
+def global_mean(mean, count, all_reduce):
+    both = torch.tensor([mean.item() * count if count else 0.0, count], dtype=torch.float64)
+    torch.distributed.all_reduce(both)
+    return both[0] / both[1]
+
+
+# %% 10.5 told: lazy, a word six times | a sentence of six words or more was expected, six different ones
+def largest_rate():
+    return 0.3, "diverges diverges diverges diverges diverges diverges"
+
+
+# %% 10.6 told: .item() and a new tensor | a loss has no graph behind it
+#- [loss * world_size / tokens for loss in sums]
+#+ [torch.tensor(loss.item() * world_size / tokens.item(), requires_grad=True) for loss in sums]
+# %% 10.6 told: detached | a loss has no graph behind it
+#- [loss * world_size / tokens for loss in sums]
+#+ [loss.detach() * world_size / tokens for loss in sums]
+# %% 10.6 told: plain numbers | a loss has no graph behind it
+#- [loss * world_size / tokens for loss in sums]
+#+ [loss.item() * world_size / tokens.item() for loss in sums]

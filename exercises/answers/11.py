@@ -39,7 +39,7 @@ def save_checkpoint(state, path):
 #+         from os import replace
 #+
 #+         replace(temporary, path)
-# %% 11.1 wrong: straight into place | when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace
+# %% 11.1 wrong: lazy, straight into place | when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace
 def save_checkpoint(state, path):
     torch.save(state, path)
 
@@ -140,7 +140,7 @@ def resume(state, model, optimizer):
 #-     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 # %% 11.2 wrong: no random generator | it draws other dropout masks: save and restore the random generator too
 #-     torch.set_rng_state(state["random"])
-# %% 11.2 wrong: seeded anew | it draws other dropout masks: save and restore the random generator too
+# %% 11.2 wrong: lazy, seeded anew | it draws other dropout masks: save and restore the random generator too
 #- torch.set_rng_state(state["random"])
 #+ torch.manual_seed(0)
 # %% 11.2 wrong: parameters only | other buffers (running means): use state_dict, not only parameters
@@ -187,7 +187,7 @@ def culprit(lines):
 #+ return failures[0][1]
 # %% 11.3 wrong: consequences count | a broken connection is a consequence of another rank's failure
 #-  and not what.endswith(consequences)
-# %% 11.3 wrong: first failure in the file | a broken connection is a consequence of another rank's failure
+# %% 11.3 wrong: lazy, first failure in the file | a broken connection is a consequence of another rank's failure
 #- return min(failures)[1]
 #+ return failures[0][1]
 #-  and not what.endswith(consequences)
@@ -274,7 +274,7 @@ def culprit(lines):
 # %% 11.4 wrong: the step is blamed | the run goes on at the step where it stopped: right
 #- return 10
 #+ return 6
-# %% 11.4 wrong: a constant rate | a run that was never stopped has changed, which was right before
+# %% 11.4 wrong: lazy, a constant rate | a run that was never stopped has changed, which was right before
 #- peak * (1 - step / len(batches))
 #+ peak
 # %% 11.4 wrong: momentum is lost | the momentum is lost: from the second step after the restart on the losses are others
@@ -338,7 +338,7 @@ def culprit(lines):
 # %% 11.5 told: a word of one's own | is none of skips, order
 #- 33, "skips"
 #+ 33, "hangs"
-# %% 11.5 told: some are missing | nothing is said
+# %% 11.5 told: lazy, some are missing | nothing is said
 #-         11: (None, 22, "ready twice"),
 # %% 11.5 told: the kind alone | a row of three was expected
 #- (2, 33, "skips")
@@ -374,13 +374,13 @@ def reshard(saved, rank, world_size):
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in saved[rank % len(saved)].items()}
 
 
-# %% 11.6 wrong: everything to everyone | each rank has everything: cut it into parts for the new ranks
+# %% 11.6 wrong: lazy, everything to everyone | each rank has everything: cut it into parts for the new ranks
 #- whole.tensor_split(world_size)[rank].clone()
 #+ whole.clone()
 # %% 11.6 wrong: in turn | the elements are dealt out in turn; a part is a piece of neighbours
 #- whole.tensor_split(world_size)[rank].clone()
 #+ whole[rank::world_size].clone()
-# %% 11.6 wrong: a view | a part that is a view keeps the whole tensor in memory: copy it
+# %% 11.6 wrong: lazy, a view | a part that is a view keeps the whole tensor in memory: copy it
 #- whole.tensor_split(world_size)[rank].clone()
 #+ whole.tensor_split(world_size)[rank]
 # %% 11.6 wrong: rounded down | the last elements are lost: 21 is no multiple of every number of ranks
@@ -426,3 +426,22 @@ def reshard(saved, rank, world_size):
 #-             part[name] = whole.tensor_split(world_size)[rank].clone()
 #+             each = len(saved) // world_size
 #+             part[name] = torch.cat([other[name] for other in saved[rank * each : (rank + 1) * each]])
+# %% 11.1 told: lazy, the course's own | your code calls running.checkpoint.writing_to
+def save_checkpoint(state, path):
+    from ddp_course.checkpoint import writing_to
+
+    with writing_to(path) as file:
+        torch.save(state, file)
+
+
+# %% 11.2 told: lazy, the model itself is kept | a checkpoint has states, the state_dict() of a model and not the model
+def capture(model, optimizer, step):
+    return copy.deepcopy((model, optimizer, step, torch.get_rng_state()))
+
+
+def resume(state, model, optimizer):
+    old_model, old_optimizer, step, random = copy.deepcopy(state)
+    model.load_state_dict(old_model.state_dict())
+    optimizer.load_state_dict(old_optimizer.state_dict())
+    torch.set_rng_state(random)
+    return step

@@ -23,7 +23,7 @@ def too_good(rows):
 # %% 13.1 wrong: no first row | the first row is the unit of all others, and it is a pipeline too: compare with its formula
 #- times > 1.1 * formula(p, m) / first
 #+ times > 1.1 * formula(p, m)
-# %% 13.1 wrong: as many times as stages | P stages are P times as fast only while none of them waits: look at the formula again
+# %% 13.1 wrong: lazy, as many times as stages | P stages are P times as fast only while none of them waits: look at the formula again
 #- return stages * micro_batches / (micro_batches + stages - 1)
 #+ return stages
 # %% 13.1 wrong: no tenth | rounding and unlike machines explain a few percent: allow a tenth
@@ -88,7 +88,7 @@ def used(protocols):
     return tuple(names)
 
 
-# %% 13.2 wrong: bytes over bandwidth | that reads it as bytes over time; bus bandwidth counts what a link carries, 2(K-1)/K of them
+# %% 13.2 wrong: lazy, bytes over bandwidth | that reads it as bytes over time; bus bandwidth counts what a link carries, 2(K-1)/K of them
 #- 2 * (ranks - 1) / ranks * nbytes / (1e9 * bus_gb_per_s)
 #+ nbytes / (1e9 * bus_gb_per_s)
 # %% 13.2 wrong: the other way round | the factor is upside down: links carry more than the message
@@ -103,7 +103,7 @@ def used(protocols):
 # %% 13.2 wrong: where the faster one has made up for nothing | each byte of the first takes time, too: both lines rise
 #- / (1 / first[1] - 1 / second[1])
 #+ * second[1]
-# %% 13.2 wrong: all of them | one of them never has its turn: when it overtakes the first, another one has done so already
+# %% 13.2 wrong: lazy, all of them | one of them never has its turn: when it overtakes the first, another one has done so already
 #- while later
 #+ return names
 #+     while later
@@ -208,7 +208,7 @@ def wrong_with(plan, job):
 #+         return "memory"
 #+     if tensor * pipeline * data != job["gpus"]:
 #+
-# %% 13.3 wrong: fewer GPUs will do | the ways have to make as many GPUs as there are, no fewer
+# %% 13.3 wrong: lazy, fewer GPUs will do | the ways have to make as many GPUs as there are, no fewer
 #- != job["gpus"]
 #+ > job["gpus"]
 # %% 13.3 wrong: 18 bytes | 16 bytes per parameter were given, whatever they are made of
@@ -259,7 +259,7 @@ def held_out(rows):
 # %% 13.4 wrong: sending forgotten | the sending is missing
 #- return computing / gpus + slow - computing / few
 #+ return computing / gpus
-# %% 13.4 wrong: the fit has seen it | there the row itself was in the fit: an error of zero proves nothing
+# %% 13.4 wrong: lazy, the fit has seen it | there the row itself was in the fit: an error of zero proves nothing
 #- errors = {}
 #+ return {gpus: 0.0 for gpus, _ in rows}
 # %% 13.4 wrong: percents | in percent; as a share was asked for
@@ -326,7 +326,7 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
 # %% 13.5 wrong: nothing is hidden | sending and computing run at the same time: the longer counts, and 0.15 of the shorter
 #- return max(computing, sending) + 0.15 * min(computing, sending)
 #+ return computing + sending
-# %% 13.5 wrong: everything is hidden | a part of the shorter shows, too: 0.15 of it
+# %% 13.5 wrong: lazy, everything is hidden | a part of the shorter shows, too: 0.15 of it
 #- return max(computing, sending) + 0.15 * min(computing, sending)
 #+ return max(computing, sending)
 # %% 13.5 wrong: gathered once | before the backward pass the weights are gathered again; and the gradients are scattered
@@ -474,7 +474,7 @@ def most_together(job):
     return most_tensor(job) * most_sharded(job)
 
 
-# %% 13.6 wrong: forward alone | that looks at the forward pass only: the backward pass sends weights and gradients
+# %% 13.6 wrong: lazy, forward alone | that looks at the forward pass only: the backward pass sends weights and gradients
 #- min(forward, backward)
 #+ forward
 # %% 13.6 wrong: backward alone | that looks at the backward pass only: in the forward pass the gather may take longer than its computing

@@ -31,7 +31,7 @@ def compress(gradient, left, share):
 # %% 14.1 wrong: no feedback | what was left before is missing: the largest of gradient + left are sent
 #- owed = gradient + left
 #+ owed = gradient
-# %% 14.1 wrong: nothing is kept | nothing is left: keep all that was not sent
+# %% 14.1 wrong: lazy, nothing is kept | nothing is left: keep all that was not sent
 #- owed.index_fill(0, places, 0.0)
 #+ torch.zeros_like(owed)
 # %% 14.1 wrong: keeps all | what was sent must be gone from what is left
@@ -72,7 +72,7 @@ def outer_step(shared, own, velocity, all_reduce, world_size, rate, momentum):
     return torch.sub(shared, speed * rate), speed
 
 
-# %% 14.2 wrong: they do not meet | no all-reduces; one is enough
+# %% 14.2 wrong: lazy, they do not meet | no all-reduces; one is enough
 #- all_reduce(change)
 #+ pass
 # %% 14.2 wrong: the sum | that is the sum of the changes: divide by K
@@ -180,7 +180,7 @@ def make_hook(share):
 # %% 14.3 told: no feedback | only this step's gradient counts: what was not sent is kept under the name
 #- owed = gradient + kept.get(name, 0.0)
 #+ owed = gradient
-# %% 14.3 told: sends all | sends 24 values; a quarter of 24 are 6
+# %% 14.3 told: lazy, sends all | sends 24 values; a quarter of 24 are 6
 #- sent[places] = owed[places]
 #+ sent = owed.clone()
 # %% 14.3 told: keeps what it sends | is everything kept that was not sent, nothing that was
@@ -232,7 +232,7 @@ def break_even(plain, frugal, target, compute_s):
 #- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ bytes_saved = n * plain["bytes"] - m * frugal["bytes"]
 #+     return bytes_saved * 8 / compute_s / (m - n)
-# %% 14.4 wrong: the fewest steps | that way needs the fewest steps, but what it sends in each of them takes time, too
+# %% 14.4 wrong: lazy, the fewest steps | that way needs the fewest steps, but what it sends in each of them takes time, too
 #- return steps * (compute_s + 8 * way["bytes"] / bits)
 #+ return steps
 # %% 14.4 wrong: the fewest bytes | that way sends the fewest bytes, but never reaches that loss
@@ -327,7 +327,7 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: a sum | that is the sum over the ranks, not the mean
 #- return total / len(all_values), owed
 #+ return total, owed
-# %% 14.5 wrong: four bytes each | four bytes per value are gathered, not one: int8
+# %% 14.5 wrong: lazy, four bytes each | four bytes per value are gathered, not one: int8
 #- .round().to(torch.int8)
 #+ .round()
 # %% 14.5 told: no guard for zeros | where the scale is 0, divide by something else
@@ -412,3 +412,25 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: unsigned | int8 has a sign, uint8 has none: -1 becomes 255
 #- values = (owed / scale.clamp(min=1e-30)).round().to(torch.int8)
 #+ values = (owed / scale.clamp(min=1e-30)).round().to(torch.uint8)
+# %% 14.1 wrong: lazy, all is sent | all values are sent, so nothing is saved: max(1, round(share * n)) of them were asked for
+#- max(1, round(share * len(owed)))
+#+ len(owed)
+# %% 14.2 told: lazy, torch's own all-reduce | your code calls torch.distributed.all_reduce
+def outer_step(shared, own, velocity, all_reduce, world_size, rate, momentum):
+    total = own.clone()
+    torch.distributed.all_reduce(total)
+    velocity = momentum * velocity + shared - total / world_size
+    return shared - rate * velocity, velocity
+
+
+# %% 14.5 wrong: lazy, rounded but sent in float32 | what was rounded travels in float32, four bytes each: gather int8 values and a scale
+def int8_mean(gradient, left, gather):
+    owed = gradient + left
+    scale = owed.abs().max() / 127
+    sent = (owed / scale.clamp(min=1e-30)).round() * scale
+    return torch.stack(gather(sent)).mean(0), owed - sent
+
+
+# %% 14.5 wrong: lazy, K is 3 | there are not always three ranks: divide by their number, len of what is gathered
+#- return total / len(all_values)
+#+ return total / 3

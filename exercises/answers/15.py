@@ -26,7 +26,7 @@
 # %% 15.1 told: another number than the script's | is not what the script wrote
 #- "wrap": "ddp", "world_size": 2, "resumed": 20, "steps": 30, "parameters": 867328,
 #+ "wrap": "ddp", "world_size": 2, "resumed": 10, "steps": 30, "parameters": 867328,
-# %% 15.1 told: made-up signatures | is not what the script wrote
+# %% 15.1 told: lazy, made-up signatures | is not what the script wrote
 #- 7871be978a73c3db
 #+ 0123456789abcdef
 #- 1d2acdfce2d7080a
@@ -76,7 +76,7 @@
 #+ "wrap": "fully_shard", "world_size": 2, "resumed": 0, "steps": 10, "parameters": 867328,
 #- "signature": "1d2acdfce2d7080a",
 #+ "signature": "fdb9763f462903a0",
-# %% 15.1 wrong: DDP twice | that is DDP's run twice: --wrap fully_shard
+# %% 15.1 wrong: lazy, DDP twice | that is DDP's run twice: --wrap fully_shard
 #- "wrap": "fully_shard", "world_size": 2, "resumed": 0, "steps": 30, "parameters": 867328,
 #+ "wrap": "ddp", "world_size": 2, "resumed": 0, "steps": 30, "parameters": 867328,
 #- "signature": "1d2acdfce2d7080a",
@@ -131,7 +131,7 @@ def what_the_runs_wrote():
 # %% 15.2 wrong: two things at once | these two differ in ranks and in messages: choose two that differ in one thing
 #- return 0.062, ("none", "alone"), "the two ranks share the cores of one machine"
 #+ return 0.062, ("ddp", "alone"), "DDP is slower than one rank"
-# %% 15.2 wrong: written down afterwards | that is the measurement: write down what you predicted before it
+# %% 15.2 wrong: lazy, written down afterwards | that is the measurement: write down what you predicted before it
 #- return 0.062, ("none", "alone"), "the two ranks share the cores of one machine"
 #+ return 0.08047338600226794, ("none", "alone"), "the ranks share their cores"
 # %% 15.2 wrong: milliseconds | are these milliseconds? Seconds were asked for
@@ -165,3 +165,9 @@ def what_the_runs_wrote():
 # %% 15.2 told: as text | predicted seconds are a number
 #- return 0.062, ("none", "alone"), "the two ranks share the cores of one machine"
 #+ return "62 ms", ("none", "alone"), "the ranks share their cores"
+# %% 15.2 told: lazy, the measurement, rounded | that is the measurement: write down what you predicted before it
+#- return 0.062, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.0805, ("none", "alone"), "the two ranks share the cores of one machine"
+# %% 15.2 told: lazy, a word four times | four different words or more say why
+#- return 0.062, ("none", "alone"), "the two ranks share the cores of one machine"
+#+ return 0.062, ("none", "alone"), "because because because because"

@@ -1,15 +1,17 @@
 """Exercise 1: one training step, accumulation, and the size of a gradient."""
 
 import copy
+import weakref
 
 import torch
 from torch import nn
 
 from ddp_exercises.tasks import task
 
-from .shared import tensors
+from .shared import require, tensors
 
 RATE = 0.07
+SAMPLES = 6  # A micro-batch of 1.2 has so many.
 
 
 def small_model(seed):
@@ -57,7 +59,73 @@ def batches_of(random, count, size):
     return batches
 
 
-@task("1.1", "train_step", {"weights": 1, "loss": 1}, bound=1e-9)
+class Updates:
+    """Counts the updates that an optimizer makes."""
+
+    def __init__(self, optimizer):
+        self.count = 0
+        self.step = optimizer.step
+        optimizer.step = self.counted_step
+
+    def counted_step(self, *args, **kwargs):
+        self.count += 1
+        return self.step(*args, **kwargs)
+
+
+class RoomForOne:
+    """While it is entered, a little net has room for one micro-batch: it refuses a forward pass of more
+    samples, and `most` counts of how many passes the activations were there at the same time.
+    """
+
+    def __init__(self, model, samples):
+        self.model = model
+        self.samples = samples
+        self.activations = []  # There is a weak reference for each forward pass.
+        self.most = 0
+
+    def __enter__(self):
+        _, hidden, _ = self.model
+        self.hooks = [
+            self.model.register_forward_pre_hook(self.refuse_more),
+            hidden.register_forward_hook(self.note),
+        ]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def refuse_more(self, _, arguments):
+        (inputs,) = arguments
+        require(
+            len(inputs) <= self.samples,
+            f"a forward pass of {len(inputs)} samples: there is room for the {self.samples} of one"
+            " micro-batch, so take one after the other",
+        )
+
+    def note(self, module, arguments, activations):
+        # Only the graph keeps these, until its backward pass is over.
+        self.activations.append(weakref.ref(activations))
+        alive = sum(reference() is not None for reference in self.activations)
+        self.most = max(self.most, alive)
+
+    def fault(self):
+        """In words, that activations of several micro-batches were kept; "" if not."""
+        if self.most <= 1:
+            return ""
+        return (
+            f"{self.most} graphs are kept at the same time, and memory has room for the activations of"
+            " one micro-batch: go backward after each forward pass, which frees them"
+        )
+
+
+@task(
+    "1.1",
+    "train_step",
+    {"weights": 1, "loss": 1},
+    bound=1e-9,
+    forbidden=("ddp_course.stage1_single.train",),
+)
 class TrainStep:
     """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before
     each update.
@@ -68,48 +136,60 @@ class TrainStep:
 
     def probe(train_step, seed, batches):
         model, optimizer = small_model(seed)
+        updates = Updates(optimizer)
         for step, batch in enumerate(batches, 1):
+            updates.count = 0
             before = weights(model)
             goal = after_one_step(model, [batch])
             yield "loss", f"step {step}, the loss", train_step(model, optimizer, *batch)
             yield "weights", f"step {step}", size_of_update(before, weights(model), goal)
             yield "weights", f"after step {step}, the weights", weights(model)
+            past_it = ""
+            if updates.count == 0 and not weights(model).equal(before):
+                past_it = (
+                    "the weights change without the optimizer: it makes the update, by its step(), since"
+                    " another one has momentum, or Adam's state"
+                )
+            yield "weights", f"step {step}, who makes the update", past_it
 
 
-@task("1.2", "accumulate", {"weights": 1, "loss": 1}, bound=1e-9)
+@task(
+    "1.2",
+    "accumulate",
+    {"weights": 1, "loss": 0.5, "memory": 0.5},
+    bound=1e-9,
+    forbidden=("ddp_course.stage1_single.train",),
+)
 class Accumulate:
-    """Several micro-batches, one update: the weights and the loss of the whole batch at once."""
+    """Several micro-batches, one update: the weights and the loss of the whole batch at once, in room
+    for one micro-batch.
+    """
 
     def draw(random):
         counts = random.sample(range(2, 7), 3)
         return {
             "seed": random.randrange(10**6),
-            "rounds": [batches_of(random, count, 6) for count in counts],
+            "rounds": [batches_of(random, count, SAMPLES) for count in counts],
         }
 
     def probe(accumulate, seed, rounds):
         model, optimizer = small_model(seed)
-        updates = 0
-        step = optimizer.step
-
-        def counted_step(*args, **kwargs):
-            nonlocal updates
-            updates += 1
-            return step(*args, **kwargs)
-
-        optimizer.step = counted_step
+        updates = Updates(optimizer)
         for number, micro_batches in enumerate(rounds, 1):
-            updates = 0
+            updates.count = 0
             before = weights(model)
             goal = after_one_step(model, micro_batches)
-            yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)
+            with RoomForOne(model, SAMPLES) as room:
+                loss = accumulate(model, optimizer, micro_batches)
+            yield "loss", f"call {number}, the loss", loss
             wrong_count = ""
-            if updates != 1:
-                wrong_count = f"{updates} updates: a call makes one, at its end"
+            if updates.count != 1:
+                wrong_count = f"{updates.count} updates: a call makes one, at its end"
             yield "weights", f"call {number}", wrong_count
             wrong_size = size_of_update(before, weights(model), goal)
             yield "weights", f"call {number}, size of the update", wrong_size
             yield "weights", f"call {number}, the weights after it", weights(model)
+            yield "memory", f"call {number}, what is kept", room.fault()
 
 
 @task("1.3", "gradient_bytes", {"dtypes": 1, "trained only": 1})

@@ -6,7 +6,16 @@ from ddp_course import wire
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 
-from .shared import RING, SERVER, as_sum, tensors, worlds
+from .shared import (
+    NO_TENSOR,
+    RING,
+    SERVER,
+    as_sum,
+    in_words,
+    tensors,
+    unequal_lengths,
+    worlds,
+)
 
 LENGTH = 17
 LOOP = {
@@ -43,13 +52,14 @@ def probe_server(function, values, servers):
             tensor = tensor.double()
             case += " (float64)"
         events = []
-        with wire.observing(events.append):
+        with wire.observing(events.append), in_words(NO_TENSOR):
             function(tensor, server, group)
         sent = [event for event in events if event.kind == "send"]
         yield "values", f"{case}, the tensor as a sum", as_sum(tensor, values[:size])
         yield "values", case, tensor
         yield "bytes", f"{case}, ranks that it sends to", sorted({event.peer for event in sent})
         yield "bytes", f"{case}, bytes sent", sum(event.bytes for event in sent)
+        yield "bytes", f"{case}, lengths of messages", unequal_lengths(events, group)
 
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
@@ -80,7 +90,15 @@ class Average:
     probe = probe_server
 
 
-@task("3.4", "ranks_that_pay", {"some of them": 1, "one or all": 1})
+@task(
+    "3.4",
+    "ranks_that_pay",
+    {"some of them": 1, "one or all": 1},
+    forbidden=(
+        "ddp_course.lab.measuring.theory.parameter_server",
+        "ddp_course.lab.measuring.theory.seconds",
+    ),
+)
 class RanksThatPay:
     """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very
     fast links.

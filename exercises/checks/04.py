@@ -11,7 +11,16 @@ from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
-from .shared import RING, as_sum, in_words, require, tensors, worlds
+from .shared import (
+    NO_TENSOR,
+    RING,
+    as_sum,
+    in_words,
+    require,
+    tensors,
+    unequal_lengths,
+    worlds,
+)
 
 LOOP = {
     "ranks": 4,
@@ -60,7 +69,7 @@ def naming_chunks(size):
     that failed, unless fewer than `size` chunks were cut: then another line is at fault.
     """
     try:
-        with in_words({"must match the size": OTHER_LENGTH}):
+        with in_words({"must match the size": OTHER_LENGTH, **NO_TENSOR}):
             yield
     except IndexError as error:
         if fewest_chunks(error) < size:
@@ -105,10 +114,12 @@ def probe_chunks(function, lengths, values, part, about_finished):
     for size, group in worlds(3, 4, 2):
         case = f"with {size} ranks"
         if size == 3:
-            try_equal_chunks(function, [row[:4].clone() for row in rows[:3]], group)
+            try_equal_chunks(function, group)
         chunks = [rows[index][:length].clone() for index, length in enumerate(lengths[size])]
-        with wire.counting() as traffic, naming_chunks(size):
+        events = []
+        with wire.observing(events.append), naming_chunks(size):
             function(list(chunks), group)
+        sent = [event.bytes for event in events if event.kind == "send"]
         finished = torch.cat(chunks)
         if part == "sums":
             index = (rank + 1) % size
@@ -116,23 +127,55 @@ def probe_chunks(function, lengths, values, part, about_finished):
             of_ranks = [of_rank[index][: len(finished)] for of_rank in values[:size]]
             yield part, f"{case}, {about_finished} as a sum", as_sum(finished, of_ranks)
         yield part, f"{case}, {about_finished}", finished
-        yield "bytes", f"{case}, messages sent", traffic.messages_sent
-        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
+        yield "bytes", f"{case}, messages sent", len(sent)
+        yield "bytes", f"{case}, bytes sent", sum(sent)
+        yield "bytes", f"{case}, where they go", strangers(events, group)
+        yield "bytes", f"{case}, lengths of messages", unequal_lengths(events, group)
         yield "the other chunks", case, torch.cat(chunks)
 
 
-def try_equal_chunks(function, chunks, group):
+def try_equal_chunks(function, group):
     """Raise Wrong for faults that three equal chunks on three ranks show: with uneven chunks,
     messages that do not fit may hide them.
     """
     rank, size, left, _ = wire.neighbours(group)
+    chunks = []
+    for index in range(size):
+        chunk = torch.zeros(size, size)
+        chunk[rank, index] = 1  # So each number says of which rank and which chunk it was.
+        chunks.append(chunk.view(-1))
     events = []
     with wire.observing(events.append), naming_chunks(size):
-        function(chunks, group)
+        function(list(chunks), group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
     # An allgather that sends its own chunk twice leaves that of the left neighbour in both others.
     first, second = (chunk for index, chunk in enumerate(chunks) if index != (rank + 1) % size)
     require(not first.equal(second), OWN_EVERY_TIME)
+    for index, chunk in enumerate(chunks):
+        of_chunks = chunk.view(size, size).sum(0)
+        of_chunks[index] = 0
+        require(not of_chunks.any(), other_chunk(rank, index, int(of_chunks.argmax())))
+
+
+def other_chunk(rank, index, other):
+    """In words, that numbers of another chunk have come into a rank's chunk of this index."""
+    return (
+        f"with three ranks and three equal chunks, numbers of chunk {other} come into rank {rank}'s chunk"
+        f" {index}: in each step a rank sends on the chunk that came in before, so its index falls by one,"
+        " and what comes in has the index that the left neighbour sends, one less than this rank's"
+    )
+
+
+def strangers(events, group):
+    """In words, that a rank sends to others than its right neighbour; "" if it does not."""
+    *_, right = wire.neighbours(group)
+    others = {event.peer for event in events if event.kind == "send"} - {right}
+    if not others:
+        return ""
+    return (
+        f"it sends to rank {', '.join(map(str, sorted(others)))}: in a ring each rank sends to its right"
+        f" neighbour alone, here rank {right}, or links are shared"
+    )
 
 
 @task("4.2", "reduce_scatter", {"sums": 2, "bytes": 1}, every_order="sums", **LOOP)
@@ -177,26 +220,35 @@ class RingAllReduce:
 
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
+            all_events = []
             for name, of_all_ranks in values.items():
                 tensor = of_all_ranks[dist.get_rank()].clone()
                 of_ranks = of_all_ranks[:size]
                 if name == "not contiguous":
                     tensor = tensor.t()
                     of_ranks = [of_rank.t() for of_rank in of_ranks]
-                with wire.counting() as traffic, naming_chunks(size):
+                events = []
+                with wire.observing(events.append), naming_chunks(size):
                     ring_all_reduce(tensor, group)
+                all_events += events
                 case = f"{size} ranks, a tensor {name}"
                 part = "sums" if name == "in one row" else "any shape"
                 if tensor.numel() > size:
                     yield part, f"{case}, as a sum", as_sum(tensor, of_ranks)
                 yield part, case, tensor
-                fault = fault_of_traffic(traffic.bytes_sent, tensor, size)
+                fault = fault_of_traffic(events, tensor, size)
                 yield "bytes", f"{case}, a rank sends", fault
+                yield "bytes", f"{case}, where its messages go", strangers(events, group)
+            lengths = unequal_lengths(all_events, group)
+            yield "bytes", f"{size} ranks, lengths of messages", lengths
 
 
-def fault_of_traffic(sent, tensor, size):
-    """In words, that one of `size` ranks has sent too many bytes or none for a tensor; else ""."""
-    longest_chunk = math.ceil(tensor.numel() / size) * tensor.element_size()
+def fault_of_traffic(events, tensor, size, left_over=0):
+    """In words, that one of `size` ranks has sent too many bytes or none for a tensor; else "". The
+    longest chunk may have `left_over` more numbers than others.
+    """
+    sent = sum(event.bytes for event in events if event.kind == "send")
+    longest_chunk = (math.ceil(tensor.numel() / size) + left_over) * tensor.element_size()
     most = 2 * (size - 1) * longest_chunk
     if sent > most:
         return f"{sent} bytes; 2 (K-1) chunks have at most {most}"
@@ -205,7 +257,12 @@ def fault_of_traffic(sent, tensor, size):
     return ""
 
 
-@task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
+@task(
+    "4.5",
+    "step_seconds",
+    {"equal cables": 1, "a slow cable": 1},
+    forbidden=("ddp_course.lab.measuring.theory.ring", "ddp_course.lab.measuring.theory.seconds"),
+)
 class StepSeconds:
     """The least over K of c/K + 2(K-1) (latency + p/(K b)), with the K fastest cables, of which b
     is the slowest.
@@ -275,9 +332,15 @@ class FindTheBugInTheRing:
         for size, group in worlds(3, 4, 2):
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
-                with naming_chunks(size):
+                events = []
+                with wire.observing(events.append), naming_chunks(size):
                     mended_ring(tensor, group)
                 case = f"{size} ranks, {len(tensor)} numbers"
+                # The last chunk may have taken all that is left over.
+                fault = fault_of_traffic(events, tensor, size, left_over=len(tensor) % size)
+                yield "mended", f"{case}, a rank sends", fault
+                yield "mended", f"{case}, where its messages go", strangers(events, group)
+                yield "mended", f"{case}, lengths of messages", unequal_lengths(events, group)
                 if len(tensor) > size:
                     yield "mended", f"{case}, as a sum", as_sum(tensor, of_ranks[:size])
                 yield "mended", case, tensor

@@ -32,6 +32,8 @@ STANDS_STILL = (
 HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
 RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
+FIVE = 5
+OF_FIVE = "if world_size is 5, and the other ranks have nothing to add"
 NO_PARAMETER = -1  # This is the number of a thing that is none of the parameters.
 
 
@@ -39,7 +41,10 @@ NO_PARAMETER = -1  # This is the number of a thing that is none of the parameter
     "5.1",
     "assign_buckets",
     {"caps": 2, "dtypes": 1},
-    forbidden=("ddp_course.stage5_bucketed.assign_buckets",),
+    forbidden=(
+        "ddp_course.stage5_bucketed.assign_buckets",
+        "ddp_course.stage6_ddp.buckets.bucket_assignment",
+    ),
 )
 class AssignBuckets:
     """Parameters into buckets, last first, each closed on reaching the cap; a bucket for each
@@ -173,7 +178,7 @@ class Shared(nn.Module):
 
 @task("5.2", "tell_when_ready", {"calls": 1, "complete": 1})
 class TellWhenReady:
-    """A hook on every trainable parameter: one call a pass, when the gradient is complete."""
+    """A hook on every trainable parameter: one call a pass, as soon as the gradient is complete."""
 
     def draw(random):
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
@@ -181,39 +186,76 @@ class TellWhenReady:
     def probe(tell_when_ready, seed, inputs):
         torch.manual_seed(seed)
         model = Shared()
-        number_of = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-        calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
-
-        def ready(parameter):
-            gradient = getattr(parameter, "grad", None)
-            if gradient is not None:
-                gradient = gradient.clone()
-            calls.append((number_of.get(id(parameter), NO_PARAMETER), gradient))
-
-        tell_when_ready(list(model.parameters()), ready)
+        watch = ReadyWatch(list(model.parameters()))
+        tell_when_ready(list(model.parameters()), watch.ready)
         at_once = ""
-        if calls:
-            at_once = f"ready is called {len(calls)} times, and no gradient is ready"
+        if watch.calls:
+            at_once = f"ready is called {len(watch.calls)} times, and no gradient is ready"
         yield "calls", "before any backward pass", at_once
         ever_called = False
         for number, x in enumerate(inputs, 1):
-            calls.clear()
+            watch.begin()
             model.zero_grad()
             with in_words({"but hook returned": RETURNS}):
                 model(x).square().sum().backward()
-            ever_called = ever_called or bool(calls)
-            complete = [parameter.grad for parameter in model.parameters()]
-            too_early = []
-            for i, gradient in calls:
-                if gradient is None:
-                    too_early.append(f"parameter {i}: none yet")
-                elif not gradient.equal(complete[i]):
-                    too_early.append(f"parameter {i}: not complete")
+            ever_called = ever_called or bool(watch.calls)
             about = f"backward pass {number}: ready is called for parameters (-1: none of them)"
-            yield "calls", about, sorted(i for i, _ in calls)
+            yield "calls", about, sorted(i for i, _ in watch.calls)
             about = f"backward pass {number}: gradients that are not there when ready is called"
-            yield "complete", about, "; ".join(sorted(too_early))
+            yield "complete", about, "; ".join(watch.too_early())
+            case = f"backward pass {number}: calls that come late"
+            yield "complete", case, watch.fault_of_late_calls()
         yield "complete", "ready was called in a backward pass", ever_called
+
+
+class ReadyWatch:
+    """Notes in a backward pass of which parameters the gradients come, and when `ready` is called."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.number_of = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self.begin()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def begin(self):
+        """Forget the pass before."""
+        self.calls = []  # Each has a parameter's number and a copy of its gradient, None without one.
+        self.newest = None  # This parameter's gradient has come last.
+        self.late = []  # Other gradients came before the calls for parameters of these numbers.
+
+    def note_gradient(self, parameter):
+        self.newest = parameter
+
+    def ready(self, parameter):
+        """What an answer calls."""
+        gradient = getattr(parameter, "grad", None)
+        if gradient is not None:
+            gradient = gradient.clone()
+        number = self.number_of.get(id(parameter), NO_PARAMETER)
+        self.calls.append((number, gradient))
+        if gradient is not None and self.newest is not parameter:
+            self.late.append(number)
+
+    def too_early(self):
+        """In words, each call that came before a gradient was complete, sorted."""
+        faults = []
+        for number, gradient in self.calls:
+            if gradient is None:
+                faults.append(f"parameter {number}: none yet")
+            elif not gradient.equal(self.parameters[number].grad):
+                faults.append(f"parameter {number}: not complete")
+        return sorted(faults)
+
+    def fault_of_late_calls(self):
+        """In words, that calls came after gradients of other parameters; "" if none did."""
+        if not self.late:
+            return ""
+        return (
+            f"ready is called for parameters {sorted(self.late)} when gradients of others have come"
+            " meanwhile: each has a hook of its own, or there is nothing to do beside backward"
+        )
 
 
 @task(
@@ -263,6 +305,10 @@ class AverageInBackground:
                 of_ranks = [of_rank[number] for of_rank in values]
                 yield "mean", f"bucket {number}, as a sum", as_sum(mean, of_ranks)
             yield "mean", f"bucket {number}", mean
+        ones = torch.ones(4)
+        with ThreadPoolExecutor(1) as executor:
+            average_in_background([ones], nothing_to_add, executor, FIVE)
+        yield "mean", OF_FIVE, ones
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
             yield "errors", about, fault_of_lost_error(average_in_background, length)
@@ -312,6 +358,11 @@ class BucketWatch:
         self.touched.append(not before.equal(flat))
         ring_all_reduce(flat, self.group)
         self.threads.append(threading.current_thread().name)
+
+
+def nothing_to_add(flat):
+    """An all-reduce in which the other ranks have zeros."""
+    return flat
 
 
 def fault_of_lost_error(average_in_background, length):
@@ -467,17 +518,21 @@ class AssembleBucketedDDP:
                 yield "overlap", f"{about}, threads that call all_reduce", threads
                 # An answer may hand over a bucket when the next is complete: so two are asked for.
                 leave_early = sum(watch.early[:2])
-                case = f"{about}, buckets that leave before backward has finished"
+                case = f"{about}, buckets that leave before backward has finished the next one"
                 yield "overlap", case, leave_early
                 yield "overlap", f"{about}, hooks", watch.fault_of_hooks
+            small = nn.Linear(WIDTH, 1)
+            parallel = Bucketed([[small.bias], [small.weight]], nothing_to_add, executor, FIVE)
+            parallel.backward(small(torch.ones(1, WIDTH)).sum())
+            yield "mean", OF_FIVE, small.weight.grad.clone()
 
 
 class PassWatch:
     """Notes what happens in a backward pass.
 
     It counts gradients that are `ready`, and keeps the names of `threads` that sum, the `futures`
-    of what was submitted, for each of these in `early` whether backward still ran, and in
-    `fault_of_hooks`, in words, that a hook waited for one; else "".
+    of what was submitted, for each of these in `early` whether backward was not beyond the next
+    bucket, and in `fault_of_hooks`, in words, that a hook waited for one; else "".
     """
 
     def __init__(self, model, group):
@@ -505,10 +560,11 @@ class PassWatch:
         ring_all_reduce(flat, self.group)
 
     def submit(self, submit, *args, **kwargs):
-        """Submit something with `submit`; note whether backward still runs, now and when somebody
-        waits.
+        """Submit something with `submit`; note how far backward is, and whether it still runs when
+        somebody waits.
         """
-        self.early.append(self.ready < LAYERS)
+        of_this_and_next = 2 * (len(self.early) + 2)  # A bucket has two gradients.
+        self.early.append(self.ready <= of_this_and_next)
         future = submit(*args, **kwargs)
         self.futures.append(future)
         result = future.result

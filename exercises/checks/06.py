@@ -20,6 +20,7 @@ from ddp_exercises.tasks import load_tasks, task
 from manyranks.errors import MismatchError
 
 from .shared import (
+    NO_TENSOR,
     RING,
     SERVER,
     copied_gradient,
@@ -27,6 +28,7 @@ from .shared import (
     noted_ring,
     require,
     tensors,
+    unequal_lengths,
     worlds,
 )
 
@@ -34,10 +36,17 @@ SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
 
 
-@task("6.1", "accumulate", {"bytes": 1, "weights": 2}, ranks=4, bound=1e-9, hang=SYNCHRONISE)
+@task(
+    "6.1",
+    "accumulate",
+    {"bytes": 1, "weights": 1.5, "memory": 0.5},
+    ranks=4,
+    bound=1e-9,
+    hang=SYNCHRONISE,
+)
 class AccumulateUnsynchronised:
-    """Several micro-batches, one synchronisation, and the weights of one step on all samples of all
-    ranks.
+    """Several micro-batches in room for one, one synchronisation, and the weights of one step on all
+    samples of all ranks.
     """
 
     def draw(random):
@@ -60,12 +69,14 @@ class AccumulateUnsynchronised:
             forward_passes = forward_passes_of(parallel)
             before = ONE.weights(model)
             goal = ONE.after_one_step(model, list(chain.from_iterable(batches[:size])))
-            accumulate(parallel, optimizer, mine)
+            with ONE.RoomForOne(model, len(inputs)) as room:
+                accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
             wrong_size = ONE.size_of_update(before, ONE.weights(model), goal)
             yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(sums)
             yield "weights", f"{about}, one step", wrong_size
             yield "weights", f"{about}, the weights after one step", ONE.weights(model)
+            yield "memory", f"{about}, what is kept", room.fault()
             yield "the wrapper", f"{about}, its forward passes", len(forward_passes)
 
 
@@ -80,7 +91,13 @@ def forward_passes_of(module):
     return passes
 
 
-@task("6.2", "used_anywhere", {"union": 1, "one all-reduce": 1}, ranks=4)
+@task(
+    "6.2",
+    "used_anywhere",
+    {"union": 1, "one all-reduce": 1},
+    ranks=4,
+    forbidden=COLLECTIVES,
+)
 class UsedAnywhere:
     """Which parameters were used on some rank: bools, by one all-reduce, and the input
     unchanged.
@@ -132,7 +149,7 @@ def model_with_buffers(seed, rank):
     "share_buffers",
     {"buffers": 1, "bytes": 1},
     ranks=4,
-    forbidden=SERVER + RING + COLLECTIVES,
+    forbidden=(*SERVER, *RING, *COLLECTIVES, "ddp_course.stage6_ddp.buffers.broadcast_tensors"),
 )
 class ShareBuffers:
     """Every rank gets rank src's buffers, in place; parameters stay, and (K-1) times the bytes
@@ -150,7 +167,8 @@ class ShareBuffers:
             model = model_with_buffers(seed, dist.get_rank())
             source = sources[size]
             addresses = [buffer.data_ptr() for buffer in model.buffers()]
-            with wire.counting() as traffic:
+            events = []
+            with wire.observing(events.append), in_words(NO_TENSOR):
                 share_buffers(model, source, group)
             about = f"with {size} ranks, source {source}"
             for index, buffer in enumerate(model.buffers()):
@@ -159,10 +177,19 @@ class ShareBuffers:
             yield "buffers", f"{about}, the parameters", ONE.weights(model)
             in_place = addresses == [buffer.data_ptr() for buffer in model.buffers()]
             yield "buffers", f"{about}, buffers are the tensors that they were", in_place
-            yield "bytes", f"{about}, bytes sent", traffic.bytes_sent
+            sent = sum(event.bytes for event in events if event.kind == "send")
+            yield "bytes", f"{about}, bytes sent", sent
+            yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
 
 
-@task("6.4", "compressed_average", {"sent in half": 1, "mean": 1}, ranks=4, bound=4e-3)
+@task(
+    "6.4",
+    "compressed_average",
+    {"sent in half": 1, "mean": 1},
+    ranks=4,
+    bound=4e-3,
+    forbidden=COLLECTIVES,
+)
 class CompressedAverage:
     """A communication hook that sends half the bytes: reduced once, in float16, and the mean in
     float32.
@@ -194,9 +221,7 @@ class CompressedAverage:
     seconds=10,
 )
 class RealScript:
-    """The five usual mistakes of a script, mended; any order and any way to share the samples will
-    do.
-    """
+    """Five usual mistakes of a script, mended; any order and any way to share the samples will do."""
 
     def draw(random):
         samples = 38
@@ -214,9 +239,16 @@ class RealScript:
         before = ONE.weights(model)
         data = torch.utils.data.TensorDataset(inputs, targets)
         torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
+        through_wrapper = []
+
+        def wrap(module, *args, **kwargs):
+            parallel = nn.parallel.DistributedDataParallel(module, *args, **kwargs)
+            through_wrapper.append(forward_passes_of(parallel))
+            return parallel
+
         with tempfile.TemporaryDirectory() as folder:
             with in_words({"pickle": 'the checkpoint\'s "model" is its state_dict(), no module'}):
-                main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
+                main(folder, wrap, model, data, 2)
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         after = ONE.weights(model)
@@ -229,6 +261,13 @@ class RealScript:
         of_ranks = gathered(after)
         alike = all(of_rank.allclose(after) for of_rank in of_ranks)
         yield "weights", "all ranks have the same weights at the end", alike
+        by_hand = ""
+        if alike and not any(through_wrapper):
+            by_hand = (
+                "no forward pass goes through what `wrap` returned: it averages while backward runs, and"
+                " by hand nothing is hidden"
+            )
+        yield "weights", "who averages the gradients", by_hand
         yield "one writer", "the files that a rank leaves", files
         if dist.get_rank() == 0:
             yield from what_a_checkpoint_holds(state, after)
@@ -418,6 +457,15 @@ PASSES = {
 }
 
 
+def of_five(Reducer):
+    """The gradient of a weight after a reducer of five ranks, of which the others have zeros."""
+    layer = nn.Linear(3, 1, bias=False)
+    reducer = Reducer([[layer.weight]], lambda tensor: lambda: tensor, 5)
+    layer(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    return copied_gradient(layer.weight)
+
+
 @task(
     "6.7",
     "Reducer",
@@ -443,10 +491,15 @@ class AReducer:
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
         number_of = numbers_by_length(buckets)
         started = []  # Each is the number of a bucket.
+        there = []  # These gradients have come in this pass.
+        there_at_start = []  # So many had come when each sum started.
         waits = 0
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(there.append)
 
         def start(tensor):
             started.append(number_of.get(tensor.numel(), NO_BUCKET))
+            there_at_start.append(len(there))
 
             def wait():
                 nonlocal waits
@@ -455,14 +508,23 @@ class AReducer:
 
             return wait
 
+        yield (
+            "mean",
+            "if world_size is 5, and the other ranks have nothing to add",
+            of_five(Reducer),
+        )
         reducer = Reducer(buckets, start, size)
         for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
             started.clear()
+            there.clear()
+            there_at_start.clear()
             waits = 0
             model.zero_grad()
             silent = 2 if "zeros" in about else 0
             model(x, orders[rank % 2], silent).square().sum().backward()
             yield "order", f"{about}, sums that are started in backward", list(started)
+            case = f"{about}, gradients that have come when each of these sums starts"
+            yield "order", case, list(there_at_start)
             yield "order", f"{about}, waits in backward", waits
             reducer.finish()
             leaving = sorted(number for number in started if number != NO_BUCKET)

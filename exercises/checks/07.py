@@ -14,6 +14,7 @@ from ddp_course.stage4_ring import ring_all_reduce
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import each_case, load_tasks, task
+from manyranks.torch_inside import tree_leaves
 
 from .shared import (
     OTHER_ALGORITHMS,
@@ -23,6 +24,7 @@ from .shared import (
     require,
     several,
     tensors,
+    unequal_lengths,
     worlds,
 )
 
@@ -103,7 +105,8 @@ class ShardedStep:
             flat = start.clone()
             weights = list(flat.tensor_split(size))
             update = MomentumStep()
-            with wire.counting() as traffic:
+            events = []
+            with wire.observing(events.append):
                 for step in range(1, STEPS + 1):
                     gradient = gradients[dist.get_rank()] * step
                     chunks = list(gradient.tensor_split(size))
@@ -116,10 +119,13 @@ class ShardedStep:
                             " those of `group`?"
                         ) from error
                     yield "weights", f"with {size} ranks, after step {step}", flat.clone()
-            sent = torch.tensor([traffic.bytes_sent // STEPS])
+            all_bytes = sum(event.bytes for event in events if event.kind == "send")
+            sent = torch.tensor([all_bytes // STEPS])
             ring_all_reduce(sent, group)
             case = f"with {size} ranks, bytes that all ranks together send in a step"
             yield "bytes", case, sent.item()
+            lengths = unequal_lengths(events, group)
+            yield "bytes", f"with {size} ranks, lengths of messages", lengths
             case = f"with {size} ranks, steps of a rank's optimizer, when it steps one chunk"
             yield "weights", case, update.calls // STEPS
 
@@ -323,6 +329,18 @@ class Layer:
         self.storage.resize_(0)
 
 
+PARTS_OF_LAYER = (
+    "parameter",
+    "group",
+    "coming",
+    "chunks",
+    "index",
+    "own",
+    "storage",
+    "nbytes",
+)
+
+
 def a_moment_later(function, *arguments):
     """Call a function, so late that whoever does not wait for its end meets the old numbers."""
     time.sleep(0.001)
@@ -497,6 +515,8 @@ class FetchFreeFinish:
                     yield part, f"{about}, the gradients after {passes}", gradients_of(model)
                     case = f"{about}, whole gradients that are kept after {passes}"
                     yield "memory", case, kept_gradients(model)
+                    case = f"{about}, attributes of layers that are kept after {passes}"
+                    yield "memory", case, kept_attributes(model)
                     optimizer.step()
                     model.stepped = True
                     masters = torch.cat([layer.own.detach() for layer in model.layers])
@@ -537,6 +557,19 @@ def kept_gradients(model):
     return count
 
 
+def kept_attributes(model):
+    """In words, that an answer keeps tensors longer than a rank's own chunk in a layer; else ""."""
+    for layer in model.layers:
+        for name, value in vars(layer).items():
+            if name in PARTS_OF_LAYER:
+                continue
+            for thing in tree_leaves(value):
+                is_tensor = isinstance(thing, torch.Tensor)
+                if is_tensor and thing.untyped_storage().nbytes() > 4 * (layer.own.numel() + 1):
+                    return f"`{name}` keeps a whole layer's numbers: a rank has room for its chunk alone"
+    return ""
+
+
 NO_SHARDS = "a rank may have no shards at all: begin its sum with torch.zeros(())"
 CAUSES = {
     "non-empty": NO_SHARDS,
@@ -553,6 +586,7 @@ CAUSES = {
     {"norm": 2, "one sum": 1},
     ranks=4,
     bound=1e-5,
+    forbidden=COLLECTIVES,
     hang="ranks have different numbers of shards: is all_reduce called once on each of them?",
 )
 class GlobalNorm:
@@ -579,6 +613,11 @@ class GlobalNorm:
                     norm = norm.detach().float().reshape(-1)
                 yield "norm", f"{about}, the norm", norm
                 yield "one sum", f"{about}, all-reduces", len(calls)
+                summed = sum(numbers for _, numbers in calls)
+                too_many = ""
+                if summed > 2:
+                    too_many = f"{summed} numbers are summed: one is enough, the sum of this rank's squares"
+                yield "one sum", f"{about}, numbers in it", too_many
                 # A rank without any gradients has a tensor, too.
                 after = torch.cat([torch.zeros(1), *given])
                 yield "one sum", f"{about}, the gradients afterwards", after

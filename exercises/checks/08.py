@@ -1,7 +1,7 @@
 """Exercise 8: pipeline schedules, their bubble, and the memory they need."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 from numbers import Integral
 
 import torch
@@ -22,7 +22,12 @@ from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
-from .shared import require, several, tensors
+from .shared import NO_TENSOR, in_words, require, several, tensors, unequal_lengths
+
+COURSES_OWN = tuple(
+    f"ddp_course.stage8_pipeline.schedules.{name}"
+    for name in ("gpipe", "one_forward_one_backward", "interleaved", "zero_bubble", "bubble")
+)
 
 
 def steps_of(steps, about, *kinds):
@@ -50,6 +55,8 @@ def completeness(steps, about):
     """
     forward = [m for kind, m in steps if kind == "F"]
     backward = [m for kind, m in steps if kind == "B"]
+    yield "complete", f"{about}, forward", fault_of_order(forward, "forward")
+    yield "complete", f"{about}, backward", fault_of_order(backward, "backward")
     yield "complete", f"{about}, micro-batches that go forward", forward
     yield "complete", f"{about}, micro-batches that go backward", backward
     gone_forward = set()
@@ -60,6 +67,31 @@ def completeness(steps, about):
         elif m not in gone_forward:
             too_early.append(m)
     yield "complete", f"{about}, micro-batches that go backward before they went forward", too_early
+
+
+def fault_of_order(passes, direction):
+    """In words, that all micro-batches go in one direction, but not the oldest first; else ""."""
+    if sorted(passes) != list(range(len(passes))):
+        return ""
+    for newer, older in pairwise(passes):
+        if newer > older:
+            return f"micro-batch {newer} goes {direction} before micro-batch {older}: the oldest goes first"
+    return ""
+
+
+def fault_of_warm_up(kinds, stage, stages, micro_batches):
+    """In words, that a stage goes forward too often or too rarely before it first goes backward;
+    else "".
+    """
+    warm_up, *_ = kinds.partition("B")
+    right = min(stages - stage, micro_batches)
+    if len(warm_up) == right:
+        return ""
+    fault = "too few" if len(warm_up) < right else "too many"
+    return (
+        f"{len(warm_up)} forward passes before the first backward pass are {fault}: the last stage goes"
+        " backward after 1, the one before it after 2, and so on, as long as there are micro-batches"
+    )
 
 
 def draw_stages(random):
@@ -81,7 +113,7 @@ def draw_stages(random):
     return {"cases": cases}
 
 
-@task("8.1", "gpipe", {"complete": 1, "forward first": 1})
+@task("8.1", "gpipe", {"complete": 1, "forward first": 1}, forbidden=COURSES_OWN)
 class GPipe:
     """Forward all, then backward all."""
 
@@ -96,7 +128,12 @@ class GPipe:
             yield "forward first", f"{about}, in the order of time", kinds
 
 
-@task("8.2", "one_forward_one_backward", {"complete": 1, "warm-up": 1, "in turn": 1})
+@task(
+    "8.2",
+    "one_forward_one_backward",
+    {"complete": 1, "warm-up": 1, "in turn": 1},
+    forbidden=COURSES_OWN,
+)
 class OneForwardOneBackward:
     """S-1-s forward passes to warm up, then one forward and one backward in turn, then the rest."""
 
@@ -108,8 +145,8 @@ class OneForwardOneBackward:
             steps = steps_of(order, about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield from completeness(steps, about)
-            warm_up, *_ = kinds.partition("B")
-            yield "warm-up", f"{about}, forward passes before the first backward", len(warm_up)
+            fault = fault_of_warm_up(kinds, stage, stages, micro_batches)
+            yield "warm-up", f"{about}, the warm-up", fault
             yield "in turn", f"{about}, in the order of time", in_short(steps)
 
 
@@ -118,7 +155,7 @@ def in_short(steps):
     return " ".join(f"{kind}{m}" for kind, m in steps)
 
 
-@task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1})
+@task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1}, forbidden=COURSES_OWN)
 class Bubble:
     """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal
     stages (S-1)/(M+S-1).
@@ -235,7 +272,12 @@ def peak(order):
     return most
 
 
-@task("8.5", "schedule", {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1})
+@task(
+    "8.5",
+    "schedule",
+    {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1},
+    forbidden=COURSES_OWN,
+)
 class Schedule:
     """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1
     ticks at best.
@@ -401,26 +443,31 @@ class StageWithMessages:
         for microbatches in (4, 2):
             stage = StageOfThree(weights, inputs[:microbatches], targets)
             kept = []  # how many micro-batches are kept after each step
-            with wire.counting() as traffic:
+            events = []
+            with wire.observing(events.append):
                 for step in gpipe(3, microbatches)[dist.get_rank()]:
                     run = forward if isinstance(step, Forward) else backward
                     try:
-                        run(stage, step.microbatch)
+                        with in_words(NO_TENSOR):
+                            run(stage, step.microbatch)
                     except (AttributeError, RuntimeError) as error:
                         raise_in_words(error, stage)
                     kept.append(len(stage.kept))
             gradients = [parameter.grad for parameter in stage.module.parameters()]
-            yield "", microbatches, (gradients, traffic.messages_sent, traffic.bytes_sent, kept)
+            sent = [event.bytes for event in events if event.kind == "send"]
+            lengths = unequal_lengths(events, dist.group.WORLD)
+            yield "", microbatches, (gradients, len(sent), sum(sent), kept, lengths)
 
     def read(returned, weights, inputs, targets):
         for rank, of_rank in enumerate(returned):
             for microbatches, values in zip((4, 2), of_rank, strict=True):
-                gradients, messages_sent, bytes_sent, kept = values
+                gradients, messages_sent, bytes_sent, kept, lengths = values
                 about = f"GPipe, {microbatches} micro-batches, stage {rank}"
                 case = f"{about}, the gradients of its parameters"
                 yield "gradients", case, {rank: end_to_end(gradients)}
                 yield "messages", f"{about}, messages sent in a step", {rank: messages_sent}
                 yield "messages", f"{about}, bytes sent in a step", {rank: bytes_sent}
+                yield "messages", f"{about}, lengths of messages", {rank: lengths}
                 case = f"{about}, micro-batches that are kept at the same time"
                 yield "memory", case, {rank: max(kept)}
                 case = f"{about}, micro-batches that are kept after the step"

@@ -106,6 +106,12 @@ class EnterAndLeave:
         }
 
     def probe(Enter, Leave, x, gradient):
+        for function in (Enter, Leave):
+            for base in function.__mro__:
+                require(
+                    not base.__module__.startswith("ddp_course."),
+                    f"{function.__name__} is the course's own {base.__name__}: write it yourself",
+                )
         yield from one_function("Enter", Enter, x, gradient)
         yield from one_function("Leave", Leave, x, gradient)
 
@@ -188,6 +194,12 @@ def groups_of_rank(make_mesh, rank, sizes, about):
         raise Wrong(
             f"{about}: KeyError: {error}: a mesh may have other axes: take their names,"
             " their number and their order from `sizes`"
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        if made:
+            raise
+        raise Wrong(
+            f"{about}: {error}: `new_group` makes the groups, and which ones is for you to say"
         ) from error
 
 

@@ -3,15 +3,27 @@ largest rate, and a loss that weighs tokens alike.
 """
 
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from ddp_course import problems, stage1_single
+from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 
-from .shared import in_words, noted_ring, require, several, tensors, worlds
+from .shared import (
+    different_words,
+    in_words,
+    noted_ring,
+    require,
+    several,
+    tensors,
+    worlds,
+)
 
 
 def plain(indices):
@@ -23,6 +35,11 @@ RESEEDED = (
     "it was seeded or drawn from: dropout would be the same in every epoch; make a generator of your own,"
     " torch.Generator().manual_seed(…)"
 )
+
+
+def refuse_sampler(*_, **__):
+    """In place of the sampler of torch, raise Wrong."""
+    raise Wrong("torch's DistributedSampler is all of this task: write it yourself")
 
 
 @task(
@@ -52,7 +69,9 @@ class EpochIndices:
                 # In training, too, ranks' generators have different states.
                 torch.manual_seed(100 * number + rank)
                 before = torch.get_rng_state()
-                shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
+                with mock.patch.object(DistributedSampler, "__init__", refuse_sampler):
+                    share = epoch_indices(size, rank, world_size, epoch, seed)
+                shares.append(plain(share))
                 if not torch.equal(before, torch.get_rng_state()):
                     fault = RESEEDED
             part = "uneven sizes" if size % world_size else "even shares"
@@ -87,7 +106,13 @@ class LearningRate:
             yield part, about, (step, warmup, total, peak)
 
 
-@task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
+@task(
+    "10.3",
+    "global_mean",
+    {"mean": 1, "a rank without samples": 1},
+    ranks=4,
+    forbidden=COLLECTIVES,
+)
 class GlobalMean:
     """The mean over all samples, from means over uneven shards; a rank without samples has the mean
     0/0.
@@ -170,7 +195,8 @@ class LargestRate:
             type(rate) in (int, float) and 0 < rate < 1e6,
             f"the rate is a number above 0, not {rate!r}",
         )
-        require(len(str(sentence).split()) >= 6, "a sentence of six words or more was expected")
+        six = "a sentence of six words or more was expected, six different ones"
+        require(different_words(sentence) >= 6, six)
         with_half = learns(rate / 2)
         yield "learns with half", "with half of your rate it learns", with_half
         # Of a rate with which nothing is learned, twice as much says nothing.
@@ -186,8 +212,8 @@ def learns(rate):
 
 
 NO_GRAPH = (
-    "a loss has lost its graph, so `backward()` finds no parameter: scale the tensors of `sums` themselves,"
-    " not their `.item()`, nor detached ones"
+    "a loss has no graph behind it, so `backward()` finds no parameter: .item(), detach() and torch.tensor()"
+    " cut it off; scale the tensors of `sums` themselves"
 )
 ONCE = (
     "a rank calls all_reduce once for each of its micro-batches, and ranks have different numbers of them:"
@@ -195,7 +221,13 @@ ONCE = (
 )
 
 
-@task("10.6", "losses_for_backward", {"gradient": 2, "one sum": 1}, ranks=4)
+@task(
+    "10.6",
+    "losses_for_backward",
+    {"gradient": 2, "one sum": 1},
+    ranks=4,
+    forbidden=COLLECTIVES,
+)
 class LossesForBackward:
     """Sums of losses over the number of all tokens, times K, since DDP divides by K."""
 
@@ -220,6 +252,7 @@ class LossesForBackward:
             causes = {
                 "all ranks must call the same collective": f"{about}: {ONCE}",
                 "does not require grad": f"{about}: {NO_GRAPH}",
+                "has no attribute 'backward'": f"{about}: {NO_GRAPH}",
             }
             with in_words(causes):
                 answer = losses_for_backward(sums, list(own), all_reduce, size)
@@ -229,6 +262,7 @@ class LossesForBackward:
                 halved = several(answer, len(own), each)
                 for loss in losses:
                     loss.backward(retain_graph=True)
+                require(parameter.grad is not None, f"{about}: {NO_GRAPH}")
                 gradient = parameter.grad / size
                 ring_all_reduce(gradient, group)
             require(

@@ -76,7 +76,15 @@ def watching(path, namespace):
     watched.clear()  # An audit hook cannot be removed, so it is silenced.
 
 
-@task("11.1", "save_checkpoint", {"saved": 1, "a full disk": 1, "in one step": 1})
+@task(
+    "11.1",
+    "save_checkpoint",
+    {"saved": 1, "a full disk": 1, "in one step": 1},
+    forbidden=(
+        "ddp_course.checkpoint.save",
+        "ddp_course.checkpoint.writing_to",
+    ),
+)
 class SaveCheckpoint:
     """The old checkpoint or the new one, at any moment: written beside, synced, then put in
     place.
@@ -168,6 +176,7 @@ class ExactResume:
         model, optimizer = dropout_model(seed)
         train(model, optimizer, batches[:stop])
         state = capture(model, optimizer, stop)
+        yield "", "written", fault_of_writing(state)
         yield "", "captured", snapshot(model, optimizer)
         train(model, optimizer, batches[stop:])  # What was captured must not change by this.
         for number in (1, 2):
@@ -178,7 +187,8 @@ class ExactResume:
             yield "", f"trained {number}", EX1.weights(again)
 
     def read(returned, seed, stop, batches):
-        captured, first_state, first_weights, second_state, second_weights = returned
+        written, captured, first_state, first_weights, second_state, second_weights = returned
+        yield "state", "what is captured, written to a file", written
         rest = batches[stop:]
         losses, *_ = continued(captured, rest)
         yield "twice", "the run that goes on after capture, its losses", losses
@@ -198,6 +208,21 @@ class ExactResume:
             trained=second_weights,
             batches=rest,
         )
+
+
+def fault_of_writing(state):
+    """In words, that `torch.load` does not read what is captured, once it is saved; "" if it does."""
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        return (
+            f"torch.load(…, weights_only=True) does not read it ({type(error).__name__}): a checkpoint has"
+            " states, the state_dict() of a model and not the model"
+        )
+    return ""
 
 
 def evidence_of_run(run, part_of_start, part_of_end, state, trained, batches):

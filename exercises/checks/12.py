@@ -8,7 +8,7 @@ from ddp_course import wire
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 
-from .shared import OTHER_ALGORITHMS, require, several, tensors
+from .shared import OTHER_ALGORITHMS, require, several, tensors, unequal_lengths
 
 
 @task(
@@ -40,14 +40,15 @@ class TwoLevels:
             with wire.observing(events.append):
                 two_levels(tensor, inside, between)
             sent = [(event.peer, event.bytes) for event in events if event.kind == "send"]
-            yield "", case, (tensor, sent)
+            yield "", case, (tensor, sent, unequal_lengths(events, dist.group.WORLD))
 
     def read(returned, values):
         for number, case in enumerate(values):
             sums = {}
-            across = [0, 0]  # bytes that each host sends to the other one
+            lengths = {}
+            across = [0, 0, 0, 0]  # bytes that each rank sends to the other host
             for rank, of_cases in enumerate(returned):
-                sums[rank], sent = of_cases[number]
+                sums[rank], sent, lengths[rank] = of_cases[number]
                 stranger = 3 - rank  # It is on the other host and in the other column.
                 for peer, nbytes in sent:
                     require(
@@ -56,10 +57,19 @@ class TwoLevels:
                         " groups: sum in `inside` and in `between`",
                     )
                     if peer // 2 != rank // 2:
-                        across[rank // 2] += nbytes
+                        across[rank] += nbytes
             yield "sums", case, sums
             about = f"{case}, bytes across the cable from a host"
-            yield "bytes on the cable", about, {rank: across[rank // 2] for rank in range(4)}
+            of_host = [across[0] + across[1], across[2] + across[3]]
+            yield "bytes on the cable", about, {rank: of_host[rank // 2] for rank in range(4)}
+            alone = ""
+            if 0 in across and any(across) and sums[0].numel() > 1:
+                alone = (
+                    f"rank {across.index(0)} sends nothing over the cable, its neighbour all: each sends the"
+                    " chunk that it holds, or one card carries everything while the other one waits"
+                )
+            yield "bytes on the cable", f"{case}, who sends", dict.fromkeys(range(4), alone)
+            yield "bytes on the cable", f"{case}, lengths of messages", lengths
 
 
 def two_measured(latency, bandwidth):
@@ -75,7 +85,12 @@ def ring_seconds(size, nbytes, empty, mebibyte):
     return latencies + 2 * (size - 1) / size * nbytes / 2**20 * (mebibyte - empty)
 
 
-@task("12.2", "foresee", {"seconds": 2, "cause": 1})
+@task(
+    "12.2",
+    "foresee",
+    {"seconds": 2, "cause": 1},
+    forbidden=("ddp_course.lab.measuring.theory.ring", "ddp_course.lab.measuring.theory.seconds"),
+)
 class Foresee:
     """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger
     one.

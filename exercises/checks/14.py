@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 
 from .shared import noted_ring, require, several, tensors, worlds
@@ -62,7 +63,14 @@ def overwritten(gradient, gradient_before, left, left_before):
     return ""
 
 
-@task("14.2", "outer_step", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
+@task(
+    "14.2",
+    "outer_step",
+    {"local SGD": 1, "outer step": 1},
+    ranks=4,
+    bound=1e-5,
+    forbidden=COLLECTIVES,
+)
 class Meet:
     """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the
     velocity comes back too.
@@ -248,15 +256,18 @@ class Int8Mean:
         left = [torch.zeros(30) for _ in range(3)]
         for number, gradients in enumerate(rounds, start=1):
             about = f"step {number}"
-            means, left, sent, changed = on_three(int8_mean, gradients, left, about)
+            means, left, sent, changed = on_ranks(int8_mean, gradients, left, about)
             part = "first step" if number == 1 else "feedback"
             for rank in range(3):
                 yield part, f"{about}, the mean on rank {rank}", means[rank]
                 yield "feedback", f"{about}, what is left on rank {rank}", left[rank]
             yield "feedback", f"{about}, gradient and left afterwards", changed
             yield "bytes", f"{about}, bytes of what rank 0 gathers", sent
+        two = rounds[0][:2]
+        means, *_ = on_ranks(int8_mean, two, [torch.zeros(30)] * 2, "two ranks")
+        yield "first step", "two ranks, the mean on rank 0", means[0]
         with Conversions() as conversions:
-            means, left, *_ = on_three(int8_mean, zeros, zeros, "all zeros")
+            means, left, *_ = on_ranks(int8_mean, zeros, zeros, "all zeros")
         yield "first step", "all zeros, what is rounded", conversions.fault
         yield "first step", "all zeros, the mean on rank 0", means[0]
         yield "feedback", "all zeros, what is left on rank 0", left[0]
@@ -279,18 +290,19 @@ class Conversions(TorchDispatchMode):
         return result
 
 
-def on_three(int8_mean, gradients, left, about):
-    """Play three ranks: the means, what is left, the bytes that rank 0 gives to `gather`, and in
-    words whether an answer has changed what it was given.
+def on_ranks(int8_mean, gradients, left, about):
+    """Play a rank for each of the `gradients`: the means, what is left, the bytes that rank 0 gives
+    to `gather`, and in words whether an answer has changed what it was given.
 
     A rank's call is repeated until `gather` can give it what the others have at the same place.
     """
-    gathered = [[], [], []]  # what each rank has handed to gather, call by call
-    answers = [None, None, None]
+    ranks = range(len(gradients))
+    gathered = [[] for _ in ranks]  # what each rank has handed to gather, call by call
+    answers = [None for _ in ranks]
     changed = ""
     while None in answers:
         calls_before = [len(calls) for calls in gathered]
-        for rank in range(3):
+        for rank in ranks:
             arguments = (gradients[rank].clone(), left[rank].clone())
             try:
                 result = int8_mean(*arguments, gather_of_rank(rank, gathered, about))

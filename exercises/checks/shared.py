@@ -57,6 +57,45 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
     return all_reduce, calls
 
 
+MOST_MESSAGES = 64  # From one rank to another so many are compared.
+ONE_TENSOR = "a message is one tensor: hand over a tensor, such as chunks[i], not a list of them"
+NO_TENSOR = {
+    "'list' object has no attribute 'is_cuda'": ONE_TENSOR,
+    "'tuple' object has no attribute 'is_cuda'": ONE_TENSOR,
+}
+
+
+def unequal_lengths(events: list, group: Any) -> str:
+    """In words, a message that was received into a tensor of another length, of the `events` that
+    each rank of a group has observed; "" if there is none. gloo lets a longer tensor pass.
+
+    All ranks of the group call it, and get the same words. Messages that one side did not wait for
+    are not compared.
+    """
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    lengths = torch.zeros(2, size, size, MOST_MESSAGES, dtype=torch.int64)
+    sent, received = lengths
+    for event in events:
+        if event.kind == "span":
+            continue
+        peer = dist.get_group_rank(group, event.peer)
+        row = sent[rank, peer] if event.kind == "send" else received[peer, rank]
+        free = (row == 0).nonzero()
+        if len(free):
+            row[free[0]] = event.bytes
+    ring_all_reduce(lengths, group)
+    sent, received = lengths.sort(descending=True).values
+    as_many = (sent > 0).sum(-1) == (received > 0).sum(-1)
+    for sender, receiver, place in ((sent != received) & as_many[..., None]).nonzero().tolist():
+        return (
+            f"rank {receiver} receives {sent[sender, receiver, place]} bytes from rank {sender} into a tensor of"
+            f" {received[sender, receiver, place]}: gloo lets that pass, NCCL does not; a tensor is as long as"
+            " what comes into it"
+        )
+    return ""
+
+
 @contextmanager
 def in_words(causes: dict[str, str]) -> Iterator[None]:
     """Where an error's message contains one of these pieces, raise Wrong with its cause instead."""
@@ -121,6 +160,11 @@ def require(condition: Any, message: str) -> None:
     """Raise Wrong with `message` unless `condition` holds."""
     if not condition:
         raise Wrong(message)
+
+
+def different_words(sentence: Any) -> int:
+    """How many different words there are in a sentence."""
+    return len(set(str(sentence).lower().split()))
 
 
 def several(answer: Any, count: int, message: str) -> Any:

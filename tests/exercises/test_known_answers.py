@@ -4,6 +4,7 @@ with it.
 
 from itertools import combinations
 
+import lazy_answers
 import pytest
 from answers import EXERCISES, ROOT, of_kind, tried
 
@@ -88,6 +89,13 @@ def test_equal_evidence_has_one_message(exercise):
                 assert first.message == second.message, (
                     f"{task.number}: {names} have the same evidence"
                 )
+
+
+def test_the_table_of_lazy_answers_has_every_task():
+    assert {task for task, _ in lazy_answers.lazy_answers()} == {task.number for task in TASKS}
+    assert all(answer.kind != "right" for _, answer in lazy_answers.lazy_answers())
+    is_new = lazy_answers.PAGE.read_text(encoding="utf-8") == lazy_answers.page()
+    assert is_new, "python authoring/lazy_answers.py writes it anew"
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)

@@ -77,6 +77,10 @@ MISTAKES = {
     ),
     "another chunk on either side": (
         {"4.2": edited("4.2", ("(rank - step - 1)", "(rank - step)"))},
+        {"4.2": "one less than this rank's", "4.4": "mend 4.2 first"},
+    ),
+    "a buffer that is too short": (
+        {"4.2": edited("4.2", ("torch.empty_like(target)", "torch.empty(len(target) - 1)"))},
         {"4.2": "do both sides mean the same chunk and dtype?", "4.4": "mend 4.2 first"},
     ),
     "a name misspelt": (
@@ -144,7 +148,7 @@ def test_the_command_says_it_in_a_line_a_task(name, tmp_path, capsys):
 
 def test_a_check_prints_no_last_words_of_gloo(capfd):
     space = {"torch": torch, "wire": wire}
-    exec(MISTAKES["another chunk on either side"][0]["4.2"], space)
+    exec(MISTAKES["a buffer that is too short"][0]["4.2"], space)
     with pytest.raises(Exception, match="do both sides mean the same chunk"):
         check("4.2", space["reduce_scatter"], seed=7)
     assert "terminate" not in str(capfd.readouterr())
