@@ -8,8 +8,8 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 
 from ..running import flight_recorder
-from ..running.torch_inside import outside_dispatch_modes
 from ..running.communication import failing_together
+from ..running.torch_inside import outside_dispatch_modes
 from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
 from ..stage6_ddp.unused import graph_behind

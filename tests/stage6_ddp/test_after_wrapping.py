@@ -14,7 +14,6 @@ from ddp_course import launch
 from ddp_course.errors import RankError
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel
-from ddp_course.stage7_sharded import ShardedOptimizer
 
 
 def net():
@@ -201,7 +200,6 @@ def test_other_parameters_are_followed_or_named():
     for told in by_rank:
         for (stage, name), words in told.items():
             expected = CHANGES[globals()[name]]
-            print(stage, name, words[:150])
             if expected is None or (stage == "5" and name.endswith("called_by_hand")):
                 assert words == "averaged", (stage, name, words)
             elif words != "averaged":
