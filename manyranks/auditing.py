@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -139,19 +139,24 @@ def run_watched(source: str, arguments: list[str]) -> Report:
 class Watch:
     """What a rank's script does, noted by hooks and patches."""
 
-    def __init__(self):
-        self.epochs = []
-        self.saves = []
-        self.groups = []  # These are the parameters of the optimizer that made the last step.
-        self.counted = []  # so many targets, or their weights, in each loss
-        self.lines = []
-        self.passes = []  # For each forward pass of a wrapper since the last step: is it in no_sync?
+    def __init__(self) -> None:
+        self.epochs: list[Epoch] = []
+        self.saves: list[list[str]] = []
+        self.groups: list[
+            Any
+        ] = []  # These are the parameters of the optimizer that made the last step.
+        self.counted: list[float] = []  # so many targets, or their weights, in each loss
+        self.lines: list[str] = []
+        # For each forward pass of a wrapper since the last step: is it in no_sync()?
+        self.passes: list[bool] = []
         self.called = False  # Some forward pass went through a wrapper.
         self.local_step = False  # A step came right after a pass in no_sync.
         self.cleared = True  # There was a zero_grad() since the last step.
-        self.old = {}  # gradients that the last step used, and that a forward pass found again
+        self.old: dict[
+            Any, Any
+        ] = {}  # gradients that the last step used, and that a forward pass found again
 
-    def samples(self, loader, batches):
+    def samples(self, loader: Any, batches: Iterator) -> Iterator:
         """Iterate over a DataLoader, and keep the samples of this pass."""
         sampler = loader.sampler
         ranks = dist.get_world_size()
@@ -166,7 +171,7 @@ class Watch:
             epoch.samples.extend(samples_of(batch))
             yield batch
 
-    def init_process_group(self, *_, world_size=-1, rank=-1, **__):
+    def init_process_group(self, *_: Any, world_size: int = -1, rank: int = -1, **__: Any) -> None:
         """See whether the script says itself how many ranks there are."""
         if world_size not in (-1, dist.get_world_size()) or rank not in (-1, dist.get_rank()):
             self.lines.append(
@@ -174,7 +179,7 @@ class Watch:
                 " would train alone; leave both out, torchrun says them"
             )
 
-    def forward(self, module, _):
+    def forward(self, module: torch.nn.Module, _: Any) -> None:
         """Note a pass through a wrapper, and which gradients of the last step are still there."""
         if not torch.is_grad_enabled() or type(module).__name__ not in WRAPPERS:
             return
@@ -183,7 +188,7 @@ class Watch:
         if len(self.passes) == 1:
             self.old = {p: p.grad for p in self.parameters() if p.grad is not None and p.grad.any()}
 
-    def around_zero_grad(self, zero_grad):
+    def around_zero_grad(self, zero_grad: Callable) -> Callable:
         """`zero_grad`, and note that it was called."""
 
         def cleared(*arguments, **settings):
@@ -192,7 +197,7 @@ class Watch:
 
         return cleared
 
-    def around_cross_entropy(self, cross_entropy):
+    def around_cross_entropy(self, cross_entropy: Callable) -> Callable:
         """`cross_entropy`, and note over how much it takes the mean."""
 
         def counted(inputs, targets, weight=None, *others, ignore_index=-100, **settings):
@@ -207,14 +212,14 @@ class Watch:
 
         return counted
 
-    def before_step(self, *_):
-        """Note whether gradients of the last step are used once more, and where the last pass was."""
+    def before_step(self, *_: Any) -> None:
+        """Note whether gradients of the last step are used again, and where the last pass was."""
         again = [p for p, grad in self.old.items() if p.grad is grad]
         if again and not self.cleared and MISSING not in self.lines:
             self.lines.append(MISSING)
         self.local_step = self.local_step or self.passes[-1:] == [True]
 
-    def after_step(self, optimizer, *_):
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the optimizer's parameters, and that the latest pass over the data trained."""
         self.groups = optimizer.param_groups
         self.passes = []
@@ -223,11 +228,11 @@ class Watch:
         if self.epochs:
             self.epochs[-1].trained = True
 
-    def parameters(self):
+    def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the optimizer that made the last step."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
-    def report(self):
+    def report(self) -> Report:
         """What this rank did."""
         why = "the model is not wrapped, or the loss does not come from its wrapper"
         if self.local_step:

@@ -1,5 +1,5 @@
-"""Losses that are no mean over samples: a pipeline has the loss and the gradients of one process, or
-says what to do.
+"""Losses that are no mean over samples: a pipeline ends where one process does, or says what to
+do.
 """
 
 import torch
@@ -103,7 +103,6 @@ def outcomes():
 def test_the_loss_is_the_whole_batchs_or_refused():
     _, last = launch(outcomes, world_size=2, timeout=60)
     for (case, schedule), words in last.items():
-        print(case, schedule, words)
         if CASES[case][-1]:
             assert words == "right", (case, schedule, words)
         else:

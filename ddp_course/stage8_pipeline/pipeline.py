@@ -39,10 +39,10 @@ class Pipeline:
     `stages` is this rank's module, or a list of them where the schedule has several stages on a
     rank. `loss(outputs, targets)` is a mean over what `weights(targets)` counts, by default the
     samples; for token means that leave some out, give `lambda targets: (targets != -100).sum()`.
-    Activations, one tensor, may have any shape whose first dimension is the samples. BatchNorm takes the statistics of one
-    micro-batch after the other, as in torch's pipelines. `most_kept` is the greatest number of
-    micro-batches whose activations this rank held at once, counted at each stage. Raises ValueError
-    for a schedule that cannot work, or modules that do not belong to it.
+    Activations, one tensor, may have any shape whose first dimension is the samples. BatchNorm
+    takes the statistics of one micro-batch after the other, as in torch's pipelines. `most_kept` is
+    the greatest number of micro-batches whose activations this rank held at once, counted at each
+    stage. Raises ValueError for a schedule that cannot work, or modules that do not belong to it.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ MISTAKES = {
         "            loss = cross_entropy(parallel(inputs.to(device)), targets.to(device))\n"
         "            loss.backward()\n",
         "            with parallel.no_sync():\n"
-        "                cross_entropy(parallel(inputs.to(device)), targets.to(device)).backward()\n"
-        "            loss = torch.zeros(())\n",
+        "                loss = cross_entropy(parallel(inputs.to(device)), targets.to(device))\n"
+        "            loss.backward()\n",
     ),
     "two forward passes": (
         "            loss.backward()\n",

@@ -43,19 +43,22 @@ def loss_of(outputs):
 
 
 def a_then_b(model, x, y):
-    a, b = loss_of(model(x)), loss_of(model(y))
+    a = loss_of(model(x))
+    b = loss_of(model(y))
     a.backward()
     b.backward()
 
 
 def b_then_a(model, x, y):
-    a, b = loss_of(model(x)), loss_of(model(y))
+    a = loss_of(model(x))
+    b = loss_of(model(y))
     b.backward()
     a.backward()
 
 
 def nested_three(model, x, y):
-    a, b = loss_of(model(x)), loss_of(model(y))
+    a = loss_of(model(x))
+    b = loss_of(model(y))
     b.backward()
     c = loss_of(model(x + y))
     a.backward()
@@ -161,7 +164,8 @@ def turns_without_freezing(model, x, y):
     noise = (2 * y).requires_grad_()
     loss_of(model(noise)).backward()
     model.zero_grad()
-    real, fake = loss_of(model(x)), loss_of(model(noise.detach()))
+    real = loss_of(model(x))
+    fake = loss_of(model(noise.detach()))
     real.backward()
     fake.backward()
 
@@ -304,8 +308,6 @@ def outcomes(stage):
 @pytest.mark.parametrize("stage", WRAPPERS)
 def test_gradients_are_those_of_one_process_or_refused(stage):
     for told in launch(outcomes, stage, world_size=2, timeout=60):
-        for (name, warm), words in told.items():
-            print(stage, name, warm, words[:120])
         for (name, warm), words in told.items():
             assert not words.startswith("wrong"), (stage, name, warm, words)
             if stage.startswith("6") and globals()[name] not in MAY_BE_REFUSED:

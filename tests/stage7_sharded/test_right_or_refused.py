@@ -207,6 +207,63 @@ def first(parallel):
     return parallel.module[0].weight
 
 
+def exchanged(model, optimizer):
+    """As load_state_dict(…, assign=True) leaves a model."""
+    model.zero_grad()
+    model.load_state_dict({n: v + 0.1 for n, v in model.state_dict().items()}, assign=True)
+    model(INPUTS).sum().backward()
+
+
+def frozen_later():
+    parallel = sharded()
+    next(parallel.parameters()).requires_grad_(False)
+    parallel(INPUTS)
+
+
+def exchanged_later():
+    parallel = sharded()
+    parallel.module[0].weight = torch.nn.Parameter(torch.ones(5, 5))
+    parallel(INPUTS)
+
+
+def by_sgd(parallel):
+    return torch.optim.SGD(parallel.parameters(), lr=0.1)
+
+
+def scaled(make, method="step"):
+    """A step with a GradScaler."""
+    parallel = FullyShardedDataParallel(Sequential(Linear(5, 5)))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parallel(INPUTS).sum()).backward()
+    getattr(scaler, method)(make(parallel))
+
+
+def scaled_zero_1():
+    model = Linear(5, 5)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(INPUTS).sum()).backward()
+    scaler.step(optimizer)
+
+
+class Hidden:
+    """An object that tensors hide in."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+def hides(wrap):
+    """A model whose block hides its outputs."""
+
+    class Hides(Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    return Sequential(Hides(5, 5))
+
+
+SCALER = "GradScaler looks for infinite gradients on every rank for itself"
 ENDED = "has made the module an ordinary one"
 MEMORY = "lies in other memory than when its optimizer was made"
 ELSEWHERE = "is sharded, and whole only while its block computes"
@@ -389,6 +446,23 @@ REFUSED = {
         "laid out already",
         lambda: zero_1(lambda _, own: own.add_param_group({"params": Linear(5, 5).parameters()})),
     ),
+    "ZeRO-1, other parameters": (
+        "has had other parameters since the optimizer was made",
+        lambda: zero_1(exchanged),
+    ),
+    "ZeRO-1, before any backward": (
+        "backward() comes before step()",
+        lambda: zero_1(lambda model, _: model.zero_grad()),
+    ),
+    "a GradScaler": (SCALER, lambda: scaled(by_sgd)),
+    "a GradScaler that unscales": (SCALER, lambda: scaled(by_sgd, "unscale_")),
+    "ZeRO-1, a GradScaler": (SCALER, scaled_zero_1),
+    "a plain object": ("returns a Hidden in which no tensor", lambda: sharded(hides(Hidden))),
+    "an object in a list": ("no tensor is found", lambda: sharded(hides(lambda y: [Hidden(y)]))),
+    "nothing returned": ("no tensor is found", lambda: sharded(hides(lambda y: None))),
+    "a function returned": ("no tensor is found", lambda: sharded(hides(lambda y: lambda: y))),
+    "frozen later, by its name": ("0.weight was changed after", frozen_later),
+    "exchanged later, by its name": ("wrapping: 0.weight", exchanged_later),
     "LBFGS": (PART, lambda: by_optimizer(torch.optim.LBFGS)),
     "Adafactor": (PART, lambda: by_optimizer(torch.optim.Adafactor)),
     "Muon": (PART, lambda: by_optimizer(torch.optim.Muon)),
