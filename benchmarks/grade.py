@@ -17,8 +17,9 @@ import nbformat
 import psutil
 
 from ddp_course.running.linux import usable_cores
+from ddp_grading.answers import load_exercises
 from ddp_grading.grader import grade
-from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_grading.submissions import find_submissions
 
 from .harness import Benchmark, Part, Promise
 

@@ -23,27 +23,29 @@ from ddp_course.checking.evidence import (
     known_attempts,
     solution_attempt,
 )
-from ddp_course.checking.tasks import cell_of, find
+from ddp_course.checking.tasks import find
 from ddp_course.errors import GradingError
 from ddp_course.orders import every
 from ddp_course.running.launching.launch import launch
 
-from .guard import enter
-from .remarks import remarks
-from .results import Result, TaskResult, clean, result_of
-from .run_cells import run_cells
-from .submissions import (
+from .answers import (
+    Answer,
     Exercises,
     Pristine,
-    Submission,
     assemble,
-    copy_neighbours,
-    exercise_of,
+    check_of,
+    find_answers,
     troubles_of,
 )
+from .guard import enter
+from .remarks import remarks
+from .results import Result, TaskResult, clean, first_line, result_of
+from .run_cells import run_cells
+from .submissions import Submission, copy_neighbours, exercise_of
 from .watched import make_watched
 
 LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
+NOT_RUN = "its check did not run"
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 
 
@@ -181,8 +183,8 @@ def grade_one(
     except Exception as error:  # One odd submission must not spoil the others' results.
         result.graded = False
         result.message = clean(
-            f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
-            " report it"
+            f"not graded, by a fault of the grader ({type(error).__name__}:"
+            f" {first_line(str(error))}); please report it"
         )
     if result.exercise and not result.tasks:
         for task, worth in exercises[result.exercise].points.items():
@@ -198,33 +200,34 @@ def points_of(
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
-    sources = {cell.task: cell.source for cell in submission.answers}
-    troubles = troubles_of(pristine, sources)
+    cells = submission.cells
+    found = find_answers(pristine, cells)
+    troubles = troubles_of(pristine, cells, found)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
         copy_neighbours(submission.place, Path(folder, "work"))
         errors: dict[str, str] = {}
         left = seconds
-        if troubles.keys() != pristine.points.keys():
-            errors, left = run(assemble(pristine, submission.cells), folder, seconds)
+        if found:
+            errors, left = run(assemble(pristine, cells, found), folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number not in troubles and file.exists():
+            if number in found and file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
-            trouble = troubles.get(number)
             if number not in answers:
-                error = trouble or error_of(number, errors) or "its check did not run"
+                error = troubles.get(number) or error_of(number, found[number], errors)
                 judged[number] = nothing(find(number), error)
             while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
-            source = sources.get(number, "")
-            if trouble is None:
+            if number in found:
+                source = found[number].source
+                result.notes = list(found[number].notes)
                 result.answer = clean(source, MOST_SHOWN)
                 result.suspicious = remarks(clean(source), given)
                 if result.message:
@@ -263,12 +266,11 @@ def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, s
     return outcome
 
 
-def error_of(task: str, errors: dict[str, str]) -> str:
-    """The error of a task's last answer cell, or of its check; `errors` are {id of a cell: its
-    error}.
+def error_of(task: str, answer: Answer, errors: dict[str, str]) -> str:
+    """Why an answer was not handed over: the error of the last of its cells that has one, or of its
+    check; `errors` are {id of a cell: its error}.
     """
-    for name, error in reversed(errors.items()):
-        if error and name.startswith(f"{cell_of(task)}-"):
+    for place in reversed(answer.places):
+        if error := errors.get(f"own-{place}"):
             return f"the answer cell fails: {error}"
-    check = errors.get(cell_of(task).replace("answer", "check"))
-    return f"its check fails: {check}" if check else ""
+    return f"its check fails: {errors[check_of(task)]}" if errors[check_of(task)] else NOT_RUN

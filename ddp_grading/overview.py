@@ -9,8 +9,8 @@ import nbformat
 
 from ddp_course.running.learners_copy import progress_in
 
+from .answers import Exercises
 from .results import Result, TaskResult
-from .submissions import Exercises
 
 FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cell that draws it}.
     "00_start_here": "comparison-figure",

@@ -15,7 +15,7 @@ from ddp_course.running.files import replace_file
 
 from .comments import EXCUSED
 from .remarks import likeness
-from .results import Result, grouped
+from .results import Result, first_line, grouped
 from .tables import as_csv
 
 TITLES = (
@@ -72,11 +72,6 @@ def feedback(result: Result) -> str:
         if words:
             lines.append(f"{task.id}: {words}")
     return "\n".join(lines)
-
-
-def first_line(message: str) -> str:
-    """The first line of a message, at most 200 characters of it."""
-    return message.strip().split("\n")[0][:200]
 
 
 def as_table(results: Sequence[Result]) -> str:

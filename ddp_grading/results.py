@@ -36,7 +36,8 @@ class TaskResult(ByHand):
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message.
-    `suspicious` are remarks for a person to judge by, and `answer` is the learner's source.
+    `suspicious` are remarks for a person to judge by, `notes` say how the answer was found, and
+    `answer` is the learner's source.
     """
 
     id: str
@@ -45,6 +46,7 @@ class TaskResult(ByHand):
     message: str = ""
     parts: list[dict[str, Any]] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     answer: str = ""
     graded: bool = True
 
@@ -194,6 +196,11 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
     return TaskResult(task, total, possible, message, parts, graded=verdict.judged)
+
+
+def first_line(message: str) -> str:
+    """The first line of a message, at most 200 characters of it."""
+    return message.strip().split("\n")[0][:200]
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:

@@ -1,12 +1,12 @@
 """What learners handed in: notebooks found in folders and archives, all of them read before the
-first one runs, and put among the cells that were given out.
+first one runs.
 """
 
 import hashlib
+import json
 import os
-import re
 import zipfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -15,59 +15,28 @@ from pathlib import Path
 from statistics import mode
 from typing import Any, NamedTuple
 
-import nbformat
 import yaml
 
-from ddp_course.checking import UNSOLVED
-from ddp_course.checking.tasks import cell_of, solution
+from ddp_course.checking.tasks import solution
 from ddp_course.errors import GradingError
-from ddp_course.running.files import course_folder
 
+from .answers import Exercises, calls_check, exercise_by_content, find_answers
+from .cells import Cell, read_cells
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of
 from .results import clean
 
 MOST_BYTES = 256 << 20
-MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
-NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
-TASK = re.compile(r"\d{1,4}\.\d{1,4}")  # A learner may have written anything instead.
+NO_ANSWERS = "holds no answer to any exercise: no cell is called as its answers, or defines them"
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
-class Pristine(NamedTuple):
-    """One exercise as it was given out: `given` is {id: source} of the cells that are no task's;
-    `answers` and `checks` are {task: source of its cell}, and `points` {task: points}.
-    """
-
-    given: dict[str, str]
-    answers: dict[str, str]
-    checks: dict[str, str]
-    points: dict[str, float]
-
-
-Exercises = dict[int, Pristine]  # {number: the exercise}
 Place = Path | zipfile.Path  # Where a file is: on the disk, or in an archive.
-
-
-class Cell(NamedTuple):
-    """A code cell that was handed in: its id, its source, and the task whose answer it is, "" if of
-    none.
-    """
-
-    id: str
-    source: str
-    task: str = ""
-
-    @property
-    def exercise(self) -> str:
-        """The exercise whose task it answers."""
-        return self.task.split(".")[0]
 
 
 @dataclass
 class Submission(Owner):
-    """One notebook of one learner, read: its `cells` without checks, or the `fault` for which there
-    are none.
+    """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
 
     `parts` are its path, from the named folder on, whose last is "" for a learner's folder without
     a notebook. `digest` is a hash of its content, and `place` where it is.
@@ -92,8 +61,8 @@ class Submission(Owner):
 
     @property
     def answers(self) -> list[Cell]:
-        """The cells that answer a task."""
-        return [cell for cell in self.cells if cell.task]
+        """The cells whose sign says that they answer a task."""
+        return [cell for cell in self.cells if cell.role == "answer"]
 
 
 class Item(NamedTuple):
@@ -109,30 +78,6 @@ class Item(NamedTuple):
         """Whether it stands for a submission: a notebook, or what should be or hold one."""
         name = self.parts[-1].lower()
         return name.endswith((".ipynb", ".zip")) or not name
-
-
-def load_exercises() -> Exercises:
-    """All exercises as they were given out: {exercise: Pristine}.
-
-    They are read from the solutions, which nobody solves in: a cell that was given out in another
-    form has that form in its metadata.
-    """
-    exercises = {}
-    for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
-        pristine = Pristine({}, {}, {}, {})
-        exercises[notebook.metadata.ddp_course.exercise] = pristine
-        for cell in notebook.cells:
-            about = cell.metadata.get("ddp_course", {})
-            source = about.get("given", cell.source)
-            if about.get("role") == "answer":
-                pristine.answers[about.task] = source
-            elif about.get("role") == "check":
-                pristine.checks[about.task] = source
-                pristine.points[about.task] = about.points
-            elif cell.cell_type == "code":
-                pristine.given[cell.id] = source
-    return exercises
 
 
 def find_submissions(
@@ -259,42 +204,26 @@ def read_submission(item: Item, owner: Owner) -> Submission:
         work.digest = hashlib.sha256(content).hexdigest()[:16]
         if work.name.lower().endswith(".zip"):
             raise GradingError("cannot be read as an archive")
-        text = content.decode("utf-8-sig")
-        if not text.strip():
+        if not content.strip():
             raise GradingError("is empty")
-        cells = map(as_cell, nbformat.reads(text, as_version=4).cells)
-        work.cells = [cell for cell in cells if cell]
+        work.cells = read_cells(content)
     except GradingError as error:
         work.fault = str(error)
-    except nbformat.reader.NotJSONError:
+    except json.JSONDecodeError:
         work.fault = "is not valid JSON"
     except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work
 
 
-def as_cell(cell: Any) -> Cell | None:
-    """A code cell that was handed in, if it is no check; an answer is recognised by its metadata
-    or, as in "answer-4-2", by its id.
-    """
-    about = cell.metadata.get("ddp_course", {})
-    cell_id = cell.get("id", "")
-    role, _, number = cell_id.partition("-")
-    role = about.get("role", role)
-    if cell.cell_type != "code" or role == "check":
-        return None
-    task = str(about.get("task", number.replace("-", ".")))
-    is_answer = role == "answer" and TASK.fullmatch(task)
-    return Cell(cell_id, cell.source, task if is_answer else "")
-
-
 def is_given_out(work: Submission, answered: Set[str]) -> bool:
-    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson, in a
-    folder that has answers as well; `answered` are the folders that have some.
+    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson,
+    which calls no check, in a folder that has answers as well; `answered` are the folders that have
+    some.
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
-    return work.folder in answered
+    return work.folder in answered and not any(map(calls_check, work.cells))
 
 
 def is_solution(cell: Cell) -> bool:
@@ -331,64 +260,32 @@ def without_exercises_not_begun(
     """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
     others: a copy of the course has all exercises.
     """
-    given = {}
-    for pristine in exercises.values():
-        given |= pristine.answers
+    numbers: dict[int, int] = {}  # {place among the works: the exercise}
     begun = set()
-    for work in works:
-        for cell in work.answers:
-            if cell.source.strip() != given.get(cell.task, "").strip():
-                begun.add(cell.exercise)
+    for place, work in enumerate(works):
+        with suppress(GradingError):
+            number = numbers[place] = exercise_of(work, exercises)
+            if find_answers(exercises[number], work.cells):
+                begun.add(number)
     if not begun:
         return list(works)
     asked_for = []
-    for work in works:
-        answered = {cell.exercise for cell in work.answers}
-        if not answered or answered & begun:
+    for place, work in enumerate(works):
+        if not work.answers or place not in numbers or numbers[place] in begun:
             asked_for.append(work)
     return asked_for
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
-    """Which exercise a notebook answers: what most of its answer cells say, or else its name.
-    Raises GradingError if neither says one of this course.
+    """Which exercise a notebook answers: what most of its answer cells say, or else its name, or
+    else its content. Raises GradingError if none says one of this course.
     """
-    numbers = [int(cell.exercise) for cell in work.answers]
     numbered = NUMBERED.match(work.name)
-    if numbered and not numbers:
-        numbers = [int(numbered[1])]
-    if not numbers:
+    number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)
+    if work.answers:
+        number = mode(int(cell.exercise) for cell in work.answers)
+    if number is None:
         raise GradingError(work.fault or NO_ANSWERS)
-    number = mode(numbers)
     if number not in exercises:
         raise GradingError(f"answers exercise {number}, which this course does not have")
     return number
-
-
-def troubles_of(pristine: Pristine, sources: Mapping[str, str]) -> dict[str, str]:
-    """{task: what is wrong before anything runs} of the answers in `sources`, {task: source}."""
-    troubles = {}
-    for task, source in pristine.answers.items():
-        if sources.get(task, source).strip() == source.strip():
-            troubles[task] = UNSOLVED if task in sources else MISSING
-    return troubles
-
-
-def assemble(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, str]:
-    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
-    pristine ones; each check follows its answer.
-    """
-    given, answers, checks, _ = pristine
-    last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
-    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
-    theirs = {cell.id for cell in cells} - {"imports"}
-    assembled = {name: source for name, source in given.items() if name not in theirs}
-    for place, cell in enumerate(cells):
-        if cell.id in given:
-            assembled.setdefault(cell.id, given[cell.id])
-        if cell.source != given.get(cell.id):
-            kind = cell_of(cell.task) if cell.task in answers else "own"
-            assembled[f"{kind}-{place}"] = cell.source
-        if place == last.get(cell.task):
-            assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-    return assembled

@@ -18,11 +18,12 @@ from ddp_course.running.units import whole_number
 from ddp_course.running.waiting import say_while
 
 from .. import overview
+from ..answers import Exercises, load_exercises
 from ..grader import Judge, grade_one
 from ..people import Owner
 from ..report import rendered
 from ..results import TaskResult
-from ..submissions import Exercises, Item, exercise_of, load_exercises, read_submission
+from ..submissions import Item, exercise_of, read_submission
 
 # The learner's notebook is looked for here.
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")

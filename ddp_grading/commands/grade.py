@@ -12,17 +12,12 @@ from ddp_course.running.linux import usable_cores
 from ddp_course.running.units import positive_number, whole_number
 
 from .. import gradebooks, landlock, report
+from ..answers import Exercises, load_exercises
 from ..comments import read_comments, with_comments
 from ..grader import grade
 from ..people import Roster, read_roster
 from ..results import Result, clean, merged, read_results
-from ..submissions import (
-    Exercises,
-    Submission,
-    find_submissions,
-    load_exercises,
-    without_exercises_not_begun,
-)
+from ..submissions import Submission, find_submissions, without_exercises_not_begun
 
 FILES = {  # The options that name a file, with their help.
     "csv": "write one line per task",

@@ -17,8 +17,8 @@ from ddp_course.checking.evidence import STILL_RUNNING, TOO_LATE, gather
 from ddp_course.checking.tasks import cells_with, find, of_exercise, solution
 from ddp_course.errors import LaunchTimeout, Wrong
 from ddp_course.orders import every
+from ddp_grading.answers import load_exercises
 from ddp_grading.grader import grade
-from ddp_grading.submissions import load_exercises
 
 EXERCISES = (3, 4, 5, 7, 8, 9)
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise) if task.every_order]

@@ -21,7 +21,7 @@ from ddp_course.checking.evidence import explain, gather, solution_attempt
 from ddp_course.checking.tasks import cells_with, find, known_wrong, of_exercise, solution
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.running import wire
-from ddp_grading.submissions import load_exercises
+from ddp_grading.answers import load_exercises
 
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 

@@ -15,10 +15,11 @@ from ddp_course import cli
 from ddp_course.checking.plain import ODD, pack, unpack
 from ddp_course.checking.tasks import find
 from ddp_grading import guard, remarks, report
+from ddp_grading.answers import load_exercises
 from ddp_grading.grader import grade
 from ddp_grading.remarks import likeness
 from ddp_grading.results import Result, TaskResult, clean, merged
-from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_grading.submissions import find_submissions
 from ddp_grading.tables import as_csv
 
 torch = pytest.importorskip("torch")

@@ -14,8 +14,9 @@ from answers import ROOT, edited, hand_in, notebook_of
 from ddp_course import cli
 from ddp_course.checking.tasks import solution
 from ddp_grading import grader, run_cells
+from ddp_grading.answers import load_exercises
 from ddp_grading.people import Owner
-from ddp_grading.submissions import load_exercises, read_submission, walk
+from ddp_grading.submissions import read_submission, walk
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"

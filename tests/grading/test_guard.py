@@ -20,9 +20,10 @@ from ddp_course.checking.attempt import Evidence
 from ddp_course.checking.tasks import cells_with, of_exercise, solution
 from ddp_course.running.files import course_folder
 from ddp_grading import grader, guard, landlock, run_cells
+from ddp_grading.answers import load_exercises
 from ddp_grading.grader import grade
 from ddp_grading.guard import enter
-from ddp_grading.submissions import find_submissions, load_exercises
+from ddp_grading.submissions import find_submissions
 
 EXERCISES = load_exercises()
 SERVER = multiprocessing.get_context("forkserver")  # it loads torch once for all tests

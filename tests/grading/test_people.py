@@ -12,14 +12,11 @@ from answers import ROOT, notebook_of
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
+from ddp_grading.answers import load_exercises
 from ddp_grading.gradebooks import as_canvas, as_moodle
 from ddp_grading.people import in_roster, owners_of, read_roster
 from ddp_grading.results import Result, TaskResult
-from ddp_grading.submissions import (
-    find_submissions,
-    load_exercises,
-    without_exercises_not_begun,
-)
+from ddp_grading.submissions import find_submissions, without_exercises_not_begun
 
 SOLVED = (ROOT / "solutions" / "04_ring_all_reduce.ipynb").read_text()
 UNTOUCHED = (ROOT / "exercises" / "04_ring_all_reduce.ipynb").read_text()
