@@ -163,6 +163,7 @@ def be_kernel(folder: str, connection: Connection) -> None:
     shell = InProcessKernel().shell
     left_out: list[str] = []  # the shell commands of a cell, as in "!pip install"
     shell.system = shell.getoutput = left_out.append
+    shell._showtraceback = lambda *_: None  # It fails where an error has half an emoji.
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     kernel = os.getpid()
     while True:
