@@ -38,7 +38,7 @@ from .answers import (
     troubles_of,
 )
 from .guard import enter
-from .remarks import remarks
+from .remarks import published, remarks
 from .results import Result, TaskResult, clean, first_line, result_of
 from .run_cells import run_cells
 from .submissions import Submission, copy_neighbours, exercise_of
@@ -229,6 +229,7 @@ def points_of(
                 source = found[number].source
                 result.notes = list(found[number].notes)
                 result.answer = clean(source, MOST_SHOWN)
+                result.published = published(number, source)
                 result.suspicious = remarks(clean(source), given)
                 if result.message:
                     name_what_comes_first(result, results, source)

@@ -5,6 +5,7 @@
 import json
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from .results import Result, first_line, grouped
 from .tables import as_csv
 
 TITLES = (
-    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "comment"
+    "learner", "exercise", "task", "points", "possible", "message", "parts", "misconception",
+    "published", "suspicious", "notes", "comment",
 )  # fmt: skip
 
 
@@ -88,6 +90,7 @@ def as_table(results: Sequence[Result]) -> str:
             row = vars(task) | whose | {"task": task.id}
             row["parts"] = "; ".join(parts)
             row["suspicious"] = "; ".join(task.suspicious)
+            row["notes"] = "; ".join(task.notes)
             row["points"] = task.earned if result.graded and task.graded else None
             rows.append(row)
         by_hand = EXCUSED if result.excused else result.extra
@@ -117,8 +120,19 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         files=files,
         missing=missing,
         alike=likeness(results),
+        misconceptions=misconceptions(results),
     )
     return texts
+
+
+def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]:
+    """{(task, known wrong answer): learners who gave it}, in the order of tasks."""
+    given = defaultdict(set)
+    for result in sorted(results, key=lambda result: result.exercise or 0):
+        for task in result.tasks:
+            if task.misconception:
+                given[task.id, task.misconception].add(result.learner)
+    return given
 
 
 def file_name(learner: str) -> str:

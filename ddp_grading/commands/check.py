@@ -21,12 +21,15 @@ from .. import overview
 from ..answers import Exercises, load_exercises
 from ..grader import Judge, grade_one
 from ..people import Owner
+from ..prove import question_about
 from ..report import rendered
-from ..results import TaskResult
+from ..results import Result, TaskResult
 from ..submissions import Item, exercise_of, read_submission
 
 # The learner's notebook is looked for here.
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
+
+QUESTIONS = 0  # This seed draws the inputs of questions: asked again, each is the same.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="without N: write one page to keep"
+    )
+    parser.add_argument(
+        "--prove",
+        metavar="LETTER",
+        nargs="?",
+        const="",
+        help="a question about a right answer of yours; with the letter of a choice: is it right?",
     )
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
@@ -68,11 +78,26 @@ def main(args: argparse.Namespace) -> int:
         result = grade_one(submission, exercises, Judge(seed), seconds=120.0, progress=show)
     if result.message:
         print(result.message)
+    if args.prove is not None:
+        prove(result, args.prove)
     again = ""
     if not result.passed:
         again = f"; the same inputs again in a cell: check(…, seed={seed})"
     print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
+
+
+def prove(result: Result, letter: str) -> None:
+    """Ask the question about a learner's own code, or say whether the letter is the right one."""
+    question = question_about(result, Judge(QUESTIONS), seconds=120.0)
+    if question is None:
+        print("nothing to prove yet: there is no right answer in which a change would tell much")
+    elif not letter:
+        print(f"{question.text}\nAnswer by ddp-course check {result.exercise} --prove LETTER")
+    elif letter.lower() == question.right:
+        print(f"{letter}: right. Whoever can say this has understood the answer.")
+    else:
+        print(f"{letter}: no, it is {question.right}\n{question.text}")
 
 
 def where_am_i(exercises: Exercises, html: Path | None) -> int:

@@ -14,8 +14,9 @@ from ddp_course.running.units import positive_number, whole_number
 from .. import gradebooks, landlock, report
 from ..answers import Exercises, load_exercises
 from ..comments import read_comments, with_comments
-from ..grader import grade
+from ..grader import Judge, grade
 from ..people import Roster, read_roster
+from ..prove import question_about
 from ..results import Result, clean, merged, read_results
 from ..submissions import Submission, find_submissions, without_exercises_not_begun
 
@@ -42,6 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
     parser.add_argument(
         "--resume", action="store_true", help="grade only what is new or changed since --json"
+    )
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="ask each learner a question about a right answer of theirs, on the page to hand back",
     )
     parser.add_argument(
         "--jobs",
@@ -131,11 +137,14 @@ def grade_and_write(
     """
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
+    judge = Judge(seed)  # for questions alone
     done: list[Result] = []
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
     with suppress(KeyboardInterrupt):
         for result in grade(submissions, exercises, seed, args.jobs, args.timeout):
             done.append(result)
+            if args.prove and (asked := question_about(result, judge, args.timeout)):
+                result.question = asked._asdict()
             name = f"exercise {result.exercise or '?'}"
             print(f"{result.learner}: {name}, {result.in_words}", file=sys.stderr)
             report.write_files(merged(earlier, done), args)
