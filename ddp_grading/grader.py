@@ -171,7 +171,8 @@ def grade_one(
     """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
-    result.note = "handed in late" if submission.late else ""
+    late = "handed in late" if submission.late else ""
+    result.note = "; ".join(filter(None, [late, submission.note]))
     try:
         result.exercise = exercise_of(submission, exercises)
         pristine = exercises[result.exercise]

@@ -20,8 +20,8 @@ from .results import Result, first_line, grouped
 from .tables import as_csv
 
 TITLES = (
-    "learner", "exercise", "task", "points", "possible", "message", "parts", "misconception",
-    "published", "suspicious", "notes", "comment",
+    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious",
+    "comment", "misconception", "published", "notes",
 )  # fmt: skip
 
 
@@ -121,8 +121,15 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         missing=missing,
         alike=likeness(results),
         misconceptions=misconceptions(results),
+        rubrics=rubrics(),
     )
     return texts
+
+
+def rubrics() -> dict[str, str]:
+    """{task: what a person should look for in a text that a learner has written}."""
+    text = Path(__file__).with_name("rubrics.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (\d+\.\d+)\n([^#]+)", text, re.MULTILINE))
 
 
 def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]:

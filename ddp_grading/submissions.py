@@ -22,11 +22,11 @@ from ddp_course.errors import GradingError
 
 from .answers import Exercises, calls_check, exercise_by_content, find_answers
 from .cells import Cell, read_cells
-from .people import NUMBERED, Owner, Roster, in_roster, owners_of
+from .people import NUMBERED, Owner, Roster, in_roster, owners_of, owners_of_archives
 from .results import clean
 
 MOST_BYTES = 256 << 20
-NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
+NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read; in it is "
 NO_ANSWERS = "holds no answer to any exercise: no cell is called as its answers, or defines them"
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
@@ -97,7 +97,8 @@ def find_submissions(
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
     items.sort(key=attrgetter("parts"))
-    known_owners = owners_told(items)
+    known_owners = owners_of_archives(item.parts for item in items if item.parts[-1])
+    known_owners |= owners_told(items)
     works: list[Submission] = []
     for item in items:
         if item.counts:
@@ -146,7 +147,11 @@ def as_folder(path: Place) -> Place | None:
         return path
     if path.name.lower().endswith(".zip"):
         with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
-            return zipfile.Path(BytesIO(read_file(path)))
+            archive = zipfile.ZipFile(BytesIO(read_file(path)))
+            for entry in archive.filelist:  # Windows writes "homework\\02.ipynb".
+                entry.filename = entry.filename.replace("\\", "/")
+                archive.NameToInfo[entry.filename] = entry
+            return zipfile.Path(archive)
     return None
 
 
@@ -199,7 +204,8 @@ def read_submission(item: Item, owner: Owner) -> Submission:
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:
         if not work.name:
-            raise GradingError(NO_NOTEBOOK)
+            names = [child.name for child in item.place.iterdir()]
+            raise GradingError(NO_NOTEBOOK + (", ".join(names[:9]) or "nothing"))
         content = read_file(item.place)
         work.digest = hashlib.sha256(content).hexdigest()[:16]
         if work.name.lower().endswith(".zip"):

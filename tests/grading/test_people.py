@@ -238,3 +238,55 @@ def test_a_repository_is_one_learner_s_and_own_work_in_a_folder_solutions_counts
         ("carl", "04_x.ipynb"),
         ("ring-ada", "my/own/04_x.ipynb"),
     ]
+
+
+ZIPS = {
+    "zipped/hw.zip": ["homework/04_x.ipynb"],
+    "windows/hw.zip": ["homework\\04_x.ipynb"],
+    "odd/my stuff.zip": ["all of it/deep/04_x.ipynb"],
+    "hanna.zip": ["homework/04_x.ipynb"],
+}
+SECTIONS = {
+    "A/ada.zip": ["mine/04_x.ipynb"],
+    "B/ben.zip": ["04_x.ipynb"],
+    "B/carl.zip": ["04_x.ipynb"],
+    "all.zip": ["dora/04_x.ipynb", "emil/04_x.ipynb"],
+}
+
+
+@pytest.mark.parametrize(
+    ("archives", "learners"),
+    [
+        (ZIPS, ["hanna", "odd", "windows", "zipped"]),
+        (SECTIONS, ["ada", "ben", "carl", "dora", "emil"]),
+    ],
+)
+def test_what_a_learner_packs_names_nobody(archives, learners, tmp_path):
+    for name, files in archives.items():
+        (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
+        zipped(tmp_path / "c" / name, dict.fromkeys(files, SOLVED))
+    submissions, _ = find_submissions([tmp_path / "c"])
+    assert sorted(work.learner for work in submissions) == learners
+    assert not any(work.fault for work in submissions)
+    notes = {work.learner: work.note for work in submissions}
+    assert (
+        notes.get("zipped", '"zipped" is the name of c/zipped')
+        == '"zipped" is the name of c/zipped'
+    )
+
+
+def test_what_is_no_notebook_is_named(tmp_path):
+    files = {
+        "ada/04.ipynb.txt": "x",
+        "ben/04.py": "x",
+        "carl/04.tar.gz": "x",
+        "dora/04.ipynb": SOLVED,
+    }
+    faults = {
+        work.learner: work.fault for work in find_submissions([lay_out(tmp_path / "c", files)])[0]
+    }
+    assert (
+        "04.ipynb.txt" in faults["ada"]
+        and "04.py" in faults["ben"]
+        and "04.tar.gz" in faults["carl"]
+    )
