@@ -112,9 +112,14 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
     print(sentence)
+    again = overview.asked_again(copy, results)
+    for line in again:
+        print(line)
     if html:
         figures = list(overview.figures(copy))
-        page = rendered("overview.html", results=results, sentence=sentence, figures=figures)
+        page = rendered(
+            "overview.html", results=results, sentence=sentence, figures=figures, again=again
+        )
         html.write_text(page, encoding="utf-8")
         print(f"wrote {html}")
     return 0
@@ -135,6 +140,8 @@ def show(task: TaskResult) -> None:
     """Print the result of a task, with the properties that are right if only some are."""
     solved = task.points == task.possible
     keep("tasks", task.id, solved)
+    if task.misconception:
+        keep("misconceptions", task.id, task.misconception)
     right_parts = [part["name"] for part in task.parts if part["points"]]
     message = task.message
     if solved:
