@@ -102,18 +102,14 @@ def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]
                 inside.setdefault(tuple(parts[:place]), set()).add(child)
     owners = {}
     for archive, children in inside.items():
-        if len(children) > 1 and "" not in children:
-            continue
-        named = archive
         # In a section's folder lie several archives, one of each learner.
-        shared = Counter(other[:-1] for other in inside if len(other) == len(archive))
-        if max(shared.values()) == 1:
-            named = named[: max(2, len(named) - 1)]
-        while len(named) > 2 and PLACES.fullmatch(without_ending(named[-1])):
-            named = named[:-1]
-        name = clean(without_ending(named[-1]))
-        note = f'"{name}" is the name of {clean("/".join(named))}' if named != archive else ""
-        owners["/".join(archive)] = [Owner(name, "/".join(named), note=note)]
+        beside = Counter(other[:-1] for other in inside if len(other) == len(archive))
+        named = archive if max(beside.values()) > 1 or len(archive) == 2 else archive[:-1]
+        if len(children) == 1 or "" in children:
+            owner = owner_by_folder((*named, ""))
+            if owner.folder != "/".join(archive):
+                owner.note = f"the folder {clean(owner.folder)} says whose it is"
+            owners["/".join(archive)] = [owner]
     return owners
 
 

@@ -4,12 +4,12 @@ changed; what will the check say?
 All that may be chosen from is what the check said of such changes when they ran.
 """
 
-import ast
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.evidence import gather
@@ -22,16 +22,19 @@ from .results import Result, TaskResult, clean, first_line
 MOST = 6  # So many changes are tried.
 LETTERS = "abcd"
 RIGHT = "correct"
-OTHER: dict[type, str] = {
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "//",
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
+# What an author should foresee: a neighbour on the other side, an off-by-one, a missing division.
+CHANGES = {
+    r" \+ ": " - ",
+    r" - ": " + ",
+    r" \+= ": " -= ",
+    r"\S+ //?= .*": "pass",
+    r" //? \w[\w.]*(\([^()]*\))?": "",
+    r" < ": " <= ",
+    r" > ": " >= ",
+    r" == ": " != ",
+    r"\blen\([^()]*\)": r"\g<0> - 1",
+    r"(?<![\w.])0(?![\w.])": "1",
+    r"(?<![\w.])1(?![\w.])": "2",
 }
 
 
@@ -49,83 +52,46 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
     right_tasks = [task for task in result.tasks if task.answer and not task.message]
     chance = random.Random(f"{judge.seed} {[task.answer for task in right_tasks]}")
     for task in chance.sample(right_tasks, len(right_tasks)):
-        with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
-            if question := ask(task, judge, chance, folder, seconds):
-                return question
+        said = what_is_said(task, judge, chance, seconds)
+        faults = [message for message in said if message != RIGHT]
+        if faults:
+            fault = chance.choice(faults)
+            others = [message for message in {**said, RIGHT: ""} if message != fault]
+            choices = [fault, *others[: len(LETTERS) - 1]]
+            chance.shuffle(choices)
+            lines = [f"{task.id}: {said[fault]} What does the check say then?"]
+            lines += map("  {}) {}".format, LETTERS, choices)
+            return Question("\n".join(lines), LETTERS[choices.index(fault)])
     return None
 
 
-def ask(
-    result: TaskResult, judge: Judge, chance: random.Random, folder: str, seconds: float
-) -> Question | None:
-    """A question about a right answer; None if its changes tell nothing, or if it needs other cells
-    of the learner's. All changes run under a submission's limits.
+def what_is_said(
+    result: TaskResult, judge: Judge, chance: random.Random, seconds: float
+) -> dict[str, str]:
+    """{what the check says: the change of a right answer of which it says so}, by trying some under
+    a submission's limits; nothing for an answer that needs other cells of the learner's.
     """
     changes = list(mutations(result.answer))
     changes = chance.sample(changes, min(MOST, len(changes)))
-    texts = [result.answer, *(change.source for change in changes)]
     inputs = find(result.id).inputs(judge.seed)
-    attempts = [Attempt(result.id, inputs, cells_with(result.id, text)) for text in texts]
-    evidences = gather(attempts, partial(enter, folder), seconds=seconds)
-    said = []
-    for attempt, evidence in zip(attempts, evidences, strict=False):
-        message = judge.compared(attempt, evidence).message
-        said.append(first_line(clean(message)) or RIGHT)
-    told = dict(zip(said[1:], changes, strict=False))  # {what the check says: the change}
-    faults = [message for message in told if message != RIGHT]
-    if said[:1] != [RIGHT] or not faults:
-        return None
-    fault = chance.choice(faults)
-    others = [message for message in {**told, RIGHT: None} if message != fault]
-    choices = [fault, *others[: len(LETTERS) - 1]]
-    chance.shuffle(choices)
-    lines = [f"{result.id}: {told[fault].in_words} What does the check say then?"]
-    lines += [f"  {letter}) {text}" for letter, text in zip(LETTERS, choices, strict=False)]
-    return Question("\n".join(lines), LETTERS[choices.index(fault)])
+    attempts = []
+    for text, _ in [(result.answer, ""), *changes]:
+        attempts.append(Attempt(result.id, inputs, cells_with(result.id, text)))
+    with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
+        evidences = gather(attempts, partial(enter, folder), seconds=seconds)
+    verdicts = map(judge.compared, attempts, evidences)
+    said = [first_line(clean(each.message)) or RIGHT for each in verdicts]
+    words = [words for _, words in changes]
+    return dict(zip(said[1:], words, strict=False)) if said[:1] == [RIGHT] else {}
 
 
-class Change(NamedTuple):
-    """An answer with one line changed, and which."""
-
-    source: str
-    in_words: str
-
-
-def mutations(source: str) -> Iterator[Change]:
-    """Each change of an answer that its author should foresee: a neighbour on the other side, an
-    off-by-one, a division that is missing.
-    """
+def mutations(source: str) -> Iterator[tuple[str, str]]:
+    """(An answer with one line changed, what has become of that line) for each of CHANGES."""
     lines = source.split("\n")
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # There is a magic in it.
-        return
-    nodes: Iterator[Any] = ast.walk(tree)
-    for node in nodes:
-        text = changed(node)
-        if text and node.lineno == node.end_lineno:
-            number = node.lineno
-            old = lines[number - 1].encode()
-            new = old[: node.col_offset].decode() + text + old[node.end_col_offset :].decode()
-            words = f"line {number} of your answer, `{lines[number - 1].strip()}`,"
-            changed_lines = [*lines[: number - 1], new, *lines[number:]]
-            yield Change("\n".join(changed_lines), f"{words} becomes `{new.strip()}`.")
-
-
-def changed(node: Any) -> str:
-    """What stands instead of an expression or statement; "" if nothing does."""
-    match node:
-        case ast.BinOp(left, ast.Div() | ast.FloorDiv(), _):
-            return ast.unparse(left)
-        case ast.AugAssign(_, ast.Div() | ast.FloorDiv(), _):
-            return "pass"
-        case ast.Constant(int(number)) if type(number) is int:
-            return str(number + 1)
-        case ast.Call(ast.Name("len")):
-            return f"{ast.unparse(node)} - 1"
-        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
-            other = OTHER.get(type(op))
-            return f"{ast.unparse(left)} {other} {ast.unparse(right)}" if other else ""
-        case ast.AugAssign(left, op, right) if type(op) in OTHER:
-            return f"{ast.unparse(left)} {OTHER[type(op)]}= {ast.unparse(right)}"
-    return ""
+    for place, line in enumerate(lines):
+        for old, new in CHANGES.items():
+            for found in re.finditer(old, line):
+                changed = line[: found.start()] + found.expand(new) + line[found.end() :]
+                text = "\n".join([*lines[:place], changed, *lines[place + 1 :]])
+                where = f"line {place + 1} of your answer, `{line.strip()}`,"
+                yield text, f"{where} becomes `{changed.strip()}`."
