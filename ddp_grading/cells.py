@@ -85,7 +85,7 @@ def as_text(value: Any) -> str:
     """A text, or a list of lines, as code; half of an emoji becomes what a browser makes of it."""
     lines = value if isinstance(value, list) else [value]
     text = "".join(line for line in lines if isinstance(line, str))
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.replace("\r\n", "\n").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def as_dict(value: Any) -> dict:
