@@ -18,7 +18,6 @@ from ddp_course.running.files import course_folder
 
 from .cells import Cell
 
-CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
 LEAST_SIGNS = 2  # So many names or checks of an exercise tell that a notebook answers it.
 
 
@@ -38,12 +37,13 @@ Exercises = dict[int, Pristine]  # {number: the exercise}
 
 class Answer(NamedTuple):
     """The answer to a task: the `places` of its versions among the cells, of which the last counts,
-    the source of that one, and what a teacher should know of how it was found.
+    the source of that one, the place of the check, and how the answer was found, if not by an id.
     """
 
-    places: tuple[int, ...]
+    places: list[int]
     source: str
-    notes: tuple[str, ...] = ()
+    check: int
+    notes: list[str]
 
 
 def load_exercises() -> Exercises:
@@ -76,29 +76,40 @@ def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | No
     """
     if any(cell.role == "task" for cell in cells):
         return None  # Lessons have such cells.
-    counts: Counter[int] = Counter()
     text = "\n".join(cell.source for cell in cells if not cell.text_type)
-    called = set(CHECKED.findall(text))
+    called = [task for cell in cells for task in cell.checks]
+    counts: Counter[int] = Counter()
     for exercise, pristine in exercises.items():
         for task in pristine.points:
-            counts[exercise] += (task in called) + defines(text, find(task).names)
-    exercise, count = counts.most_common(1)[0]
-    return exercise if count >= LEAST_SIGNS else None
+            if task in called or defines(text, find(task).names):
+                counts[exercise] += 1
+    exercise = max(exercises, key=counts.__getitem__)
+    return exercise if counts[exercise] >= LEAST_SIGNS else None
 
 
 def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]:
-    """{task: its answer} of all tasks that somebody has begun to answer."""
+    """{task: its answer} of all tasks that somebody has begun to answer. A check is where the
+    learner has it, if that is below the answer, or else right behind it.
+    """
     answers = {}
     for task in pristine.answers:
-        places = places_of(task, pristine, cells)
-        if places:
-            last = cells[places[-1]]
-            notes = notes_on(last, task)
-            first_name = find(task).names[:1]
-            versions = sum(defines(cells[place].source, first_name) for place in places)
-            if versions > 1:
-                notes.append(f"{versions} versions, the last counts")
-            answers[task] = Answer(tuple(places), last.source, tuple(notes))
+        if places := places_of(task, pristine, cells):
+            *earlier, last = places
+            cell = cells[last]
+            checks = [last]
+            for place in range(last, len(cells)):
+                if task in cells[place].checks:
+                    checks.append(place)
+            notes = []
+            if (cell.role, cell.task) != ("answer", task):
+                notes.append("found by what it defines, in another cell")
+            elif cell.sign != "id":
+                notes.append(f"found by its {cell.sign}")
+            if cell.text_type:
+                notes.append(f"its cell is {cell.text_type}, read as code")
+            if earlier and defines(cells[earlier[-1]].source, find(task).names[:1]):
+                notes.append("there are several versions, the last counts")
+            answers[task] = Answer(places, cell.source, checks[:2][-1], notes)
     return answers
 
 
@@ -142,102 +153,51 @@ def defines(source: str, names: Sequence[str]) -> bool:
     errors of syntax.
     """
     either = "|".join(names)
-    return bool(
-        re.search(
-            rf"^(?:(?:async +)?def|class) +(?:{either})\b|^(?:\w+ *[,=] *)*(?:{either})\b"
-            r"(?: *, *\w+)* *(?::[^=\n]+)?=(?!=)",
-            source,
-            re.MULTILINE,
-        )
-    )
+    function = rf"(?:(?:async +)?def|class) +(?:{either})\b"
+    names_of_values = rf"(?:\w+ *[,=] *)*(?:{either})\b(?: *, *\w+)* *(?::[^=\n]+)?=(?!=)"
+    return bool(re.search(f"^(?:{function}|{names_of_values})", source, re.MULTILINE))
 
 
-def notes_on(cell: Cell, task: str) -> list[str]:
-    """How an answer was found, where that is not by the id of its cell."""
-    notes = []
-    if cell.role != "answer" or cell.task != task:
-        whose = f"the cell of {cell.task}" if cell.task else "another cell"
-        notes.append(f"found in {whose}, by what it defines")
-    elif cell.sign != "id":
-        notes.append(f"found by its {cell.sign}")
-    if cell.text_type:
-        notes.append(f"its cell is {cell.text_type}, read as code")
-    return notes
-
-
-def troubles_of(
-    pristine: Pristine, cells: Sequence[Cell], answers: Mapping[str, Answer]
-) -> dict[str, str]:
-    """{task: what is wrong before anything runs}, for tasks without an answer."""
-    troubles = {}
-    for task in pristine.answers:
-        if task in answers:
-            continue
-        own = [cell for cell in cells if cell.role == "answer" and cell.task == task]
-        code = [cell for cell in own if not cell.text_type]
-        names = " or ".join(find(task).names)
-        if code or any(pristine.answers[task].strip() in cell.source for cell in cells):
-            troubles[task] = UNSOLVED
-        elif own:
-            troubles[task] = f"its answer cell is {own[-1].text_type}, and defines no {names}"
-        else:
-            troubles[task] = f"its answer cell is missing, and no other cell defines {names}"
-    return troubles
+def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
+    """What is wrong, before anything runs, with a task that has no answer."""
+    given = pristine.answers[task].strip()
+    for cell in cells:
+        is_own = cell.role == "answer" and cell.task == task
+        if given in cell.source or (is_own and not cell.text_type):
+            return UNSOLVED
+    names = " or ".join(find(task).names)
+    return f"its answer cell is missing, or no code, and no other cell defines {names}"
 
 
 def assemble(
     pristine: Pristine, cells: Sequence[Cell], answers: Mapping[str, Answer]
 ) -> dict[str, str]:
     """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
-    pristine ones. Each check runs where the learner has it, if that is below the answer, or else
-    right behind it.
-
-    A learner's cell has its place as id, such as "own-7". Untouched cells of tasks that were
-    answered elsewhere are left out.
+    pristine ones. A learner's cell has its place as id, such as "own-7". Untouched cells of tasks
+    that were answered elsewhere are left out.
     """
     given, placeholders, checks, _ = pristine
     names = {source.strip(): name for name, source in given.items()}
-    placeholder_tasks = {source.strip(): task for task, source in placeholders.items()}
-    check_places = {
-        task: place_of_check(task, cells, answer.places[-1]) for task, answer in answers.items()
-    }
-    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
-    theirs = {cell.id for cell in cells} | {names.get(cell.source.strip()) for cell in cells}
-    theirs -= {"imports"}
-    assembled = {name: source for name, source in given.items() if name not in theirs}
+    left_out = {source.strip() for source in checks.values()}
+    left_out |= {placeholders[task].strip() for task in answers}
     answered = {place for answer in answers.values() for place in answer.places}
+    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
+    theirs = {names.get(cell.source.strip(), cell.id) for cell in cells} - {"imports"}
+    assembled = {name: source for name, source in given.items() if name not in theirs}
     for place, cell in enumerate(cells):
         text = cell.source.strip()
-        name = names.get(text)
+        name = names.get(text, cell.id)
         if name == "imports":  # A `%reset` above may have taken away what was imported.
             assembled[f"imports-{place}"] = given[name]
-        elif name or cell.id in given:
-            assembled.setdefault(name or cell.id, given[name or cell.id])
-        is_code = not cell.text_type or place in answered
-        is_check = cell.role == "check" and text == checks.get(cell.task, "").strip()
-        is_untouched = placeholder_tasks.get(text) in answers
-        if is_code and not name and not is_check and not is_untouched:
+        elif name in given:
+            assembled.setdefault(name, given[name])
+        runs = place in answered or not cell.text_type
+        if runs and text not in left_out and text not in names:
             assembled[f"own-{place}"] = cell.source
-        for task, check_place in check_places.items():
-            if check_place == place:
+        for task, answer in answers.items():
+            if answer.check == place:
                 assembled[check_of(task)] = checks[task]
     return assembled
-
-
-def calls_check(cell: Cell, task: str = "") -> bool:
-    """Whether a cell that runs calls the check of a task, or of any."""
-    called = [] if cell.text_type else CHECKED.findall(cell.source)
-    return task in called if task else bool(called)
-
-
-def place_of_check(task: str, cells: Sequence[Cell], answer: int) -> int:
-    """The place of the learner's own check of a task, if it is the answer's or below it; else the
-    answer's.
-    """
-    for place, cell in enumerate(cells[answer:], answer):
-        if calls_check(cell, task):
-            return place
-    return answer
 
 
 def check_of(task: str) -> str:

@@ -13,6 +13,7 @@ from ddp_course.errors import GradingError
 
 # A learner may have written anything instead of these.
 IDENTITY = re.compile(r"(answer|check|task)[-_](\d{1,4})[-_.](\d{1,4})")
+CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
 MARKER = re.compile(r"^#[ %]*(\S+)", re.MULTILINE)  # "# %% answer-4-2" in an exported cell
 TEXT = ("markdown", "raw")  # Cells of these types do not run.
 
@@ -30,6 +31,11 @@ class Cell(NamedTuple):
     task: str = ""
     sign: str = ""
     text_type: str = ""
+
+    @property
+    def checks(self) -> list[str]:
+        """The tasks whose checks it calls."""
+        return [] if self.text_type else CHECKED.findall(self.source)
 
     @property
     def exercise(self) -> str:

@@ -35,7 +35,7 @@ from .answers import (
     assemble,
     check_of,
     find_answers,
-    troubles_of,
+    trouble,
 )
 from .guard import enter
 from .remarks import published, remarks
@@ -203,7 +203,6 @@ def points_of(
     results: list[TaskResult] = []
     cells = submission.cells
     found = find_answers(pristine, cells)
-    troubles = troubles_of(pristine, cells, found)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
@@ -221,14 +220,15 @@ def points_of(
         judged = {}
         for number, worth in pristine.points.items():
             if number not in answers:
-                error = troubles.get(number) or error_of(number, found[number], errors)
+                unanswered = trouble(number, pristine, cells)
+                error = error_of(number, found[number], errors) if number in found else unanswered
                 judged[number] = nothing(find(number), error)
             while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
             if number in found:
                 source = found[number].source
-                result.notes = list(found[number].notes)
+                result.notes = found[number].notes
                 result.answer = clean(source, MOST_SHOWN)
                 result.published = published(number, source)
                 result.suspicious = remarks(clean(source), given)

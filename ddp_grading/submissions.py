@@ -20,14 +20,14 @@ import yaml
 from ddp_course.checking.tasks import solution
 from ddp_course.errors import GradingError
 
-from .answers import Exercises, calls_check, exercise_by_content, find_answers
+from .answers import Exercises, exercise_by_content, find_answers
 from .cells import Cell, read_cells
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of, owners_of_archives
 from .results import clean
 
 MOST_BYTES = 256 << 20
 NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read; in it is "
-NO_ANSWERS = "holds no answer to any exercise: no cell is called as its answers, or defines them"
+NO_ANSWERS = "holds no answer: no cell has the id or tag of one, or defines what a task asks for"
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
@@ -229,7 +229,7 @@ def is_given_out(work: Submission, answered: Set[str]) -> bool:
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
-    return work.folder in answered and not any(map(calls_check, work.cells))
+    return work.folder in answered and not any(cell.checks for cell in work.cells)
 
 
 def is_solution(cell: Cell) -> bool:

@@ -195,7 +195,7 @@ BROKEN = {
     "list.ipynb": ("[1, 2]", "cannot be read as a notebook"),
     "other.ipynb": (
         '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}',
-        "holds no answer cell",
+        "holds no answer",
     ),
 }
 

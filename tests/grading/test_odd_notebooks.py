@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
-from ddp_grading.answers import assemble, find_answers, load_exercises, troubles_of
+from ddp_grading.answers import assemble, find_answers, load_exercises, trouble
 from ddp_grading.cells import read_cells
 from ddp_grading.grader import Judge, grade_one
 from ddp_grading.submissions import exercise_of, find_submissions, without_exercises_not_begun
@@ -117,8 +117,8 @@ def judge_the_shape(content, folder):
         except GradingError:
             continue
         answers = find_answers(pristine, work.cells)
-        troubles = troubles_of(pristine, work.cells, answers)
-        assert answers.keys() | troubles.keys() == pristine.points.keys()
+        for task in pristine.points:
+            assert task in answers or trouble(task, pristine, work.cells)
         for source in assemble(pristine, work.cells, answers).values():
             source.encode()
     assert list(find_answers(EXERCISES[2], learners["right"].cells)) == TASKS
@@ -210,8 +210,10 @@ def test_an_empty_answer_is_not_solved_yet():
     notebook = solved()
     cell_in(notebook, "answer-2-1")["source"] = None
     cells = cells_of(notebook)
-    answers = find_answers(EXERCISES[2], cells)
-    assert troubles_of(EXERCISES[2], cells, answers) == {"2.1": "not solved yet"}
+    assert list(find_answers(EXERCISES[2], cells)) == ["2.2", "2.3"]
+    assert trouble("2.1", EXERCISES[2], cells) == "not solved yet"
+    missing = [cell for cell in cells if cell.id != "answer-2-1"]
+    assert "no other cell defines scatter" in trouble("2.1", EXERCISES[2], missing)
 
 
 def placed(notebook, place, *cells):
@@ -291,18 +293,18 @@ def twice(notebook):
 
 
 MOVED = {
-    below: "found in another cell, by what it defines",
-    above: "found in another cell, by what it defines",
+    below: "found by what it defines, in another cell",
+    above: "found by what it defines, in another cell",
     untouched_copy: "",
-    merged: "found in the cell of 2.2, by what it defines",
-    in_the_check: "found in the cell of 2.1, by what it defines",
-    in_the_first_cell: "found in another cell, by what it defines",
+    merged: "found by what it defines, in another cell",
+    in_the_check: "found by what it defines, in another cell",
+    in_the_first_cell: "found by what it defines, in another cell",
     markdown: "its cell is markdown, read as code",
     by_grade_id: "found by its nbgrader's grade_id",
     by_colab: "found by its Colab's id",
     by_comment: "found by its comment",
-    anew: "found in another cell, by what it defines",
-    twice: "found by its tag; 2 versions, the last counts",
+    anew: "found by what it defines, in another cell",
+    twice: "found by its tag; there are several versions, the last counts",
 }
 
 
@@ -341,7 +343,7 @@ def test_a_notebook_of_all_kinds_at_once_has_all_points(tmp_path):
     (work,) = find_submissions([tmp_path / "02_x.ipynb"])[0]
     result = grade_one(work, EXERCISES, Judge(3), 120.0)
     assert [task.message for task in result.tasks] == ["", "", ""] and result.points == 7
-    assert result.tasks[0].notes == ["found in another cell, by what it defines"]
+    assert result.tasks[0].notes == ["found by what it defines, in another cell"]
 
 
 def test_what_the_grader_cannot_do_is_said_in_our_words(tmp_path):
@@ -366,12 +368,12 @@ def test_a_fault_of_the_grader_in_one_notebook_is_a_line_in_its_report(
     odd["cells"].append(own("spoils = 1"))
     (right_and_odd / "odd" / "02_x.ipynb").write_text(json.dumps(odd))
 
-    def fail(pristine, cells, answers):
+    def fail(pristine, cells):
         if any("spoils" in cell.source for cell in cells):
             raise KeyError("first line\nTraceback")
-        return {}
+        return find_answers(pristine, cells)
 
-    monkeypatch.setattr("ddp_grading.grader.troubles_of", fail)
+    monkeypatch.setattr("ddp_grading.grader.find_answers", fail)
     report = tmp_path / "r.json"
     assert cli.main(["grade", str(right_and_odd), "--json", str(report)]) == 2
     assert {each["learner"]: each["points"] for each in json.loads(report.read_text())} == {
