@@ -7,6 +7,7 @@ Nothing here trusts the file: any value may be missing, null, or of another type
 import json
 import re
 from collections.abc import Iterator
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 from ddp_course.errors import GradingError
@@ -15,6 +16,8 @@ from ddp_course.errors import GradingError
 IDENTITY = re.compile(r"(answer|check|task)[-_](\d{1,4})[-_.](\d{1,4})")
 CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
 MARKER = re.compile(r"^#[ %]*(\S+)", re.MULTILINE)  # "# %% answer-4-2" in an exported cell
+# Cells begin so in scripts of jupytext, nbconvert and marimo.
+SCRIPT = re.compile(r"^(?=# ?%%|# In ?\[|@app\.)", re.MULTILINE)
 TEXT = ("markdown", "raw")  # Cells of these types do not run.
 
 
@@ -58,6 +61,20 @@ def read_cells(content: bytes) -> list[Cell]:
     if not found and not isinstance(notebook.get("cells"), list):
         raise GradingError("cannot be read as a notebook: it has no list of cells")
     return [as_cell(cell) for cell in found if isinstance(cell, dict)]
+
+
+def read_script(content: bytes) -> list[Cell]:
+    """The cells of a notebook that was exported as a script; none if it is another one."""
+    cells = []
+    for part in SCRIPT.split(content.decode())[1:]:
+        source = part
+        if part.startswith("@app."):
+            _, _, source = part.partition("\n")
+        if part.startswith("@app.cell"):  # To marimo a cell is a function, which returns its names.
+            _, _, body = source.partition("):\n")
+            source, _, _ = dedent(body).partition("\nreturn")
+        cells.append(as_cell({"source": source}))
+    return cells
 
 
 def as_cell(cell: dict) -> Cell:

@@ -21,7 +21,7 @@ from ddp_course.checking.tasks import solution
 from ddp_course.errors import GradingError
 
 from .answers import Exercises, exercise_by_content, find_answers
-from .cells import Cell, read_cells
+from .cells import Cell, read_cells, read_script
 from .people import NUMBERED, Owner, Roster, in_roster, owners_of, owners_of_archives
 from .results import clean
 
@@ -60,6 +60,11 @@ class Submission(Owner):
         return clean(path.removeprefix(f"{self.folder}/").removeprefix(f"{self.holder}/"))
 
     @property
+    def is_script(self) -> bool:
+        """Whether it is a script that was a notebook."""
+        return self.name.endswith(".py")
+
+    @property
     def answers(self) -> list[Cell]:
         """The cells whose sign says that they answer a task."""
         return [cell for cell in self.cells if cell.role == "answer"]
@@ -67,17 +72,18 @@ class Submission(Owner):
 
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
-    named folder on, and where it is.
+    named folder on, and where it is. In such a folder a notebook's `script` may count.
     """
 
     parts: tuple[str, ...]
     place: Place
+    script: bool = False
 
     @property
     def counts(self) -> bool:
         """Whether it stands for a submission: a notebook, or what should be or hold one."""
         name = self.parts[-1].lower()
-        return name.endswith((".ipynb", ".zip")) or not name
+        return name.endswith((".ipynb", ".zip")) or not name or self.script
 
 
 def find_submissions(
@@ -104,17 +110,19 @@ def find_submissions(
         if item.counts:
             works += [read_submission(item, owner) for owner in owners_of(item.parts, known_owners)]
     answered = {work.folder for work in works if work.answers}
-    handed_in = [work for work in works if work.name and not is_given_out(work, answered)]
+    notebooks = [work for work in works if work.name and not work.is_script]
+    handed_in = [work for work in notebooks if not is_given_out(work, answered)]
     if roster:
         for work in works:
             work.learner = in_roster(work, work.parts, roster)
     check_owners(handed_in)
-    # A learner's folder without a notebook counts if it lies beside folders with one.
+    # A learner's folder without a notebook, or with a script, counts if it lies beside folders with
+    # one: a copy of the course has more of both.
     learners = {work.learner for work in handed_in}
     holders = {work.holder for work in handed_in}
     for work in works:
         lies_beside = not holders or work.holder in holders
-        if not work.name and lies_beside and work.learner not in {"", *learners}:
+        if work not in notebooks and lies_beside and work.learner not in {"", *learners}:
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
@@ -135,8 +143,17 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
         if child.name == ".git" or not child.name.startswith((".", "__MACOSX")):
             items += walk(child, (*parts, child.name))
     if not any(item.counts for item in items):
+        items = [item._replace(script=is_script(item.place)) for item in items]
+    if not any(item.counts for item in items):
         items.append(Item((*parts, ""), folder))
     return items
+
+
+def is_script(path: Place) -> bool:
+    """Whether a file is a notebook that was exported as a script."""
+    with suppress(GradingError, OSError, UnicodeDecodeError):
+        return path.name.endswith(".py") and bool(read_script(read_file(path)))
+    return False
 
 
 def as_folder(path: Place) -> Place | None:
@@ -212,7 +229,7 @@ def read_submission(item: Item, owner: Owner) -> Submission:
             raise GradingError("cannot be read as an archive")
         if not content.strip():
             raise GradingError("is empty")
-        work.cells = read_cells(content)
+        work.cells = read_script(content) if item.script else read_cells(content)
     except GradingError as error:
         work.fault = str(error)
     except json.JSONDecodeError:

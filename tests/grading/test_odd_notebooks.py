@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from textwrap import indent
 
 import pytest
 from answers import ROOT
@@ -320,6 +321,39 @@ def test_an_answer_is_found_where_a_person_would_find_it(change, right_and_odd):
     assert runs.count("check-2-1") == 1
     work = judge_the_shape(json.dumps(notebook).encode(), right_and_odd)
     assert exercise_of(work, EXERCISES) == 2
+
+
+def as_marimo(sources):
+    """A notebook of marimo's."""
+    cells = [indent(f"{source}\nreturn (\n    x,\n)", "    ") for source in sources]
+    return "import marimo\napp = marimo.App()\n" + "".join(
+        f"\n@app.cell(hide_code=True)\ndef _(\n    torch,\n):\n{cell}\n" for cell in cells
+    )
+
+
+SCRIPTS = {
+    "jupytext": lambda sources: "# ---\n" + "".join(f"# %%\n{source}\n" for source in sources),
+    "nbconvert": lambda sources: "".join(f"# In[ ]:\n\n{source}\n\n" for source in sources),
+    "marimo": as_marimo,
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_script_that_was_a_notebook_is_one_where_there_is_no_other(kind, tmp_path):
+    sources = ["".join(cell["source"]) for cell in solved()["cells"] if "outputs" in cell]
+    for learner in ("ada", "ben"):
+        (tmp_path / learner).mkdir()
+        (tmp_path / learner / "x.py").write_text(SCRIPTS[kind](sources))
+    (tmp_path / "ben" / "02_x.ipynb").write_text(json.dumps(solved()))
+    (tmp_path / "carl.py").write_text("def scatter(): pass")
+    works = find_submissions([tmp_path])[0]
+    ada, ben = sorted(works, key=lambda work: work.learner)
+    assert (ada.file, ben.file) == ("x.py", "02_x.ipynb") and exercise_of(ada, EXERCISES) == 2
+    answers = find_answers(EXERCISES[2], ada.cells)
+    assert list(answers) == TASKS
+    for answer in answers.values():
+        compile(answer.source, "", "exec")
+        assert "(\n    x," not in answer.source
 
 
 def test_a_check_runs_where_the_learner_has_it():

@@ -127,6 +127,8 @@ def test_github_classroom_repositories_count_no_solutions(tmp_path):
         for kind in ("exercises", "solutions", "notebooks"):
             for path in sorted((ROOT / kind).glob("0[45]_*.ipynb")):
                 files[f"{name}/{kind}/{path.name}"] = path.read_text()
+        for path in (ROOT / "authoring/lessons").glob("04_*.py"):
+            files[f"{name}/authoring/lessons/{path.name}"] = path.read_text()
         files[f"{name}/.git/HEAD"] = files[f"{name}/tests/x.py"] = ""
     files["ring-ada/exercises/04_ring_all_reduce.ipynb"] = SOLVED
     folder = lay_out(tmp_path / "repos", files)
