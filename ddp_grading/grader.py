@@ -230,7 +230,7 @@ def points_of(
                 source = found[number].source
                 result.notes = found[number].notes
                 result.answer = clean(source, MOST_SHOWN)
-                result.published = published(number, source)
+                result.published = published(number, result.answer)
                 result.suspicious = remarks(clean(source), given)
                 if result.message:
                     name_what_comes_first(result, results, source)

@@ -6,6 +6,7 @@ for.
 
 import builtins
 import ctypes
+import getpass
 import mmap
 import os
 import resource
@@ -50,7 +51,7 @@ def enter(folder: str, *other_folders: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
     silence()
-    builtins.input = refuse_input
+    builtins.input = getpass.getpass = refuse_input
     course = course_folder("exercises").parent
     secrets = [os.path.realpath(course / name) for name in SECRETS]
     folders = [os.path.realpath(path) for path in (folder, *other_folders)]
