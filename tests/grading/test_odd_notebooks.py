@@ -95,7 +95,7 @@ def mutants(draw):
         if change == "drop":
             del container[key]
         elif change == "retype" or isinstance(container, dict):
-            container[key] = draw(ODD)
+            container[key] = copy.deepcopy(draw(ODD))
         elif change == "duplicate":
             container.insert(draw(st.integers(0, len(container))), copy.deepcopy(container[key]))
         else:
