@@ -16,8 +16,9 @@ from typing import Any
 import nbformat
 import psutil
 
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.grader import grade
-from ddp_exercises.grading.submissions import find_submissions, load_exercises
+from ddp_exercises.grading.submissions import find_submissions
 from manyranks.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise

@@ -56,6 +56,8 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
         print(f'{number} is not solved yet; hint("{number}") helps.')
         return
     keep("tasks", number, not result.message)
+    if result.misconception:
+        keep("misconceptions", number, result.misconception)
     if result.message:
         right_parts = [part for part, message in result.parts.items() if not message]
         so_far = f"{SO_FAR}{', '.join(right_parts)}; " if right_parts else ""

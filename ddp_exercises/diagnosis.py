@@ -16,7 +16,7 @@ from manyranks.torch_inside import tree_leaves
 
 from .attempt import Evidence
 from .plain import ODD, apart, largest
-from .tasks import Task, known_wrong
+from .tasks import Known, Task, known_wrong
 
 NOTHING = Evidence(None)
 SURE = 8  # So many equal numbers are no coincidence.
@@ -27,11 +27,13 @@ KINDS = {torch.Tensor: "a tensor", list | tuple: "a list", dict: "a dict"}
 class Verdict:
     """What is wrong with each part of an answer, such as "bytes"; "" if the part is right.
 
-    It is not `judged` if the course's own solution could not be tried.
+    It is not `judged` if the course's own solution could not be tried. The `misconception` is the
+    name of the known wrong answer whose fault it has, "" if of none.
     """
 
     parts: dict[str, str]
     judged: bool = True
+    misconception: str = ""
 
     @property
     def message(self) -> str:
@@ -81,12 +83,17 @@ def verdict(
     for answer, other in known:
         if len(wrong_cases(task, other, solution) - wrong) <= 1:
             possible.append((answer, other))
-    for part in {part for part, _ in wrong}:
+    wrong_parts = {part for part, _ in wrong}
+    misconception = ""
+    for part in filter(wrong_parts.__contains__, task.parts):
         values = values_of(part, evidence, solution, still)
         differing = sorted(differing_values(values, task.bound), key=is_unsaid)
-        message = alike[0].message if alike else known_fault(part, values, differing, possible)
+        fault = alike[0] if alike else known_fault(part, values, differing, possible)
+        message = fault.message if fault else ""
         messages[part] = difference(values, differing, message, part in task.secret)
-    return Verdict(messages)
+        if fault and not misconception:
+            misconception = fault.name
+    return Verdict(messages, misconception=misconception)
 
 
 def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple[str, str]]:
@@ -168,12 +175,11 @@ def in_short(value: Value) -> str:
 
 def known_fault(
     part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
-) -> str:
-    """The message of the first `known` (wrong answer, its evidence) that has the same values in
-    this part: all of them, or all that are wrong.
+) -> Known | None:
+    """The first of the `known` (wrong answer, its evidence) that has the same values in this part:
+    all of them, or all that are wrong.
 
-    One number may be equal by chance, so what is wrong must be SURE numbers or of two cases. If
-    there is no such answer, "".
+    One number may be equal by chance, so what is wrong must be SURE numbers or of two cases.
     """
     choices = [values]
     count = len(numbers([value.actual for value in wrong]))
@@ -182,8 +188,8 @@ def known_fault(
     for compared in choices:
         for answer, other in known:
             if all(has(other, part, value) for value in compared):
-                return answer.message
-    return ""
+                return answer
+    return None
 
 
 def has(evidence: Evidence, part: str, value: Value) -> bool:

@@ -29,7 +29,8 @@ def find_copy() -> Path | None:
 def progress_in(copy: Path) -> dict[str, Any]:
     """What is kept in a copy.
 
-    It is {"tasks": {task: solved}, "guesses": {question: right}, "visited": seconds since 1970};
+    It is {"tasks": {task: solved}, "guesses": {question: right}, "misconceptions": {task: a known
+    wrong answer that was given}, "visited": seconds since 1970};
     keys of which nothing is known are missing.
     """
     try:
@@ -38,11 +39,11 @@ def progress_in(copy: Path) -> dict[str, Any]:
         return {}
 
 
-def keep(kind: str, name: str, value: bool) -> None:
-    """Keep the result of a task or of a guess, if this process runs in a copy.
+def keep(kind: str, name: str, value: bool | str) -> None:
+    """Keep what is known of a task or a guess, if this process runs in a copy.
 
-    `kind` is "tasks" or "guesses". A full disk, or a folder that cannot be written, must not cost a
-    check.
+    `kind` is one of the keys of `progress_in`. A full disk, or a folder that cannot be written,
+    must not cost a check.
     """
     copy = find_copy()
     if copy is None:

@@ -18,14 +18,18 @@ from ddp_exercises import SO_FAR
 from ddp_exercises.errors import GradingError
 
 from ..grading import overview
+from ..grading.answers import Exercises, load_exercises
 from ..grading.grader import Judge, grade_one
 from ..grading.people import Owner
+from ..grading.prove import question_about
 from ..grading.report import rendered
-from ..grading.results import TaskResult
-from ..grading.submissions import Exercises, Item, exercise_of, load_exercises, read_submission
+from ..grading.results import Result, TaskResult
+from ..grading.submissions import Item, exercise_of, read_submission
 
 # The learner's notebook is looked for here.
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
+
+QUESTIONS = 0  # This seed draws the inputs of questions: asked again, each is the same.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="without N: write one page to keep"
+    )
+    parser.add_argument(
+        "--prove",
+        metavar="LETTER",
+        nargs="?",
+        const="",
+        help="a question about a right answer of yours; with the letter of a choice: is it right?",
     )
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
@@ -67,11 +78,26 @@ def main(args: argparse.Namespace) -> int:
         result = grade_one(submission, exercises, Judge(seed), seconds=120.0, progress=show)
     if result.message:
         print(result.message)
+    if args.prove is not None:
+        prove(result, args.prove)
     again = ""
     if not result.passed:
         again = f"; the same inputs again in a cell: check(…, seed={seed})"
     print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
+
+
+def prove(result: Result, letter: str) -> None:
+    """Ask the question about a learner's own code, or say whether the letter is the right one."""
+    question = question_about(result, Judge(QUESTIONS), seconds=120.0)
+    if question is None:
+        print("nothing to prove yet: there is no right answer in which a change would tell much")
+    elif not letter:
+        print(f"{question.text}\nAnswer by ddp-course check {result.exercise} --prove LETTER")
+    elif letter.lower() == question.right:
+        print(f"{letter}: right. Whoever can say this has understood the answer.")
+    else:
+        print(f"{letter}: no, it is {question.right}\n{question.text}")
 
 
 def where_am_i(exercises: Exercises, html: Path | None) -> int:
@@ -86,9 +112,14 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
     print(sentence)
+    again = overview.asked_again(copy, results)
+    for line in again:
+        print(line)
     if html:
         figures = list(overview.figures(copy))
-        page = rendered("overview.html", results=results, sentence=sentence, figures=figures)
+        page = rendered(
+            "overview.html", results=results, sentence=sentence, figures=figures, again=again
+        )
         html.write_text(page, encoding="utf-8")
         print(f"wrote {html}")
     return 0
@@ -109,6 +140,8 @@ def show(task: TaskResult) -> None:
     """Print the result of a task, with the properties that are right if only some are."""
     solved = task.points == task.possible
     keep("tasks", task.id, solved)
+    if task.misconception:
+        keep("misconceptions", task.id, task.misconception)
     right_parts = [part["name"] for part in task.parts if part["points"]]
     message = task.message
     if solved:

@@ -12,17 +12,13 @@ from ddp_exercises.errors import GradingError
 from manyranks.linux import usable_cores
 
 from ..grading import gradebooks, landlock, report
+from ..grading.answers import Exercises, load_exercises
 from ..grading.comments import read_comments, with_comments
-from ..grading.grader import grade
+from ..grading.grader import Judge, grade
 from ..grading.people import Roster, read_roster
+from ..grading.prove import question_about
 from ..grading.results import Result, clean, merged, read_results
-from ..grading.submissions import (
-    Exercises,
-    Submission,
-    find_submissions,
-    load_exercises,
-    without_exercises_not_begun,
-)
+from ..grading.submissions import Submission, find_submissions, without_exercises_not_begun
 
 FILES = {  # The options that name a file, with their help.
     "csv": "write one line per task",
@@ -47,6 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
     parser.add_argument(
         "--resume", action="store_true", help="grade only what is new or changed since --json"
+    )
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="ask each learner a question about a right answer of theirs, on the page to hand back",
     )
     parser.add_argument(
         "--jobs",
@@ -136,11 +137,14 @@ def grade_and_write(
     """
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
+    judge = Judge(seed)  # for questions alone
     done: list[Result] = []
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
     with suppress(KeyboardInterrupt):
         for result in grade(submissions, exercises, seed, args.jobs, args.timeout):
             done.append(result)
+            if args.prove and (asked := question_about(result, judge, args.timeout)):
+                result.question = asked._asdict()
             name = f"exercise {result.exercise or '?'}"
             print(f"{result.learner}: {name}, {result.in_words}", file=sys.stderr)
             report.write_files(merged(earlier, done), args)

@@ -18,26 +18,20 @@ from ddp_exercises.attempt import Attempt, Evidence, make_attempts
 from ddp_exercises.diagnosis import Verdict, nothing, verdict
 from ddp_exercises.errors import GradingError
 from ddp_exercises.evidence import ONE_HOST, SLOWER, gather, known_attempts, solution_attempt
-from ddp_exercises.tasks import cell_of, find
+from ddp_exercises.tasks import find
 from manyranks.launching.launch import launch
 from manyranks.orders import every
 
+from .answers import Answer, Exercises, Pristine, assemble, check_of, find_answers, trouble
 from .guard import enter
-from .remarks import remarks
-from .results import Result, TaskResult, clean, result_of
+from .remarks import published, remarks
+from .results import Result, TaskResult, clean, first_line, result_of
 from .run_cells import run_cells
-from .submissions import (
-    Exercises,
-    Pristine,
-    Submission,
-    assemble,
-    copy_neighbours,
-    exercise_of,
-    troubles_of,
-)
+from .submissions import Submission, copy_neighbours, exercise_of
 from .watched import make_watched
 
 LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
+NOT_RUN = "its check did not run"
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 
 
@@ -163,7 +157,8 @@ def grade_one(
     """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
-    result.note = "handed in late" if submission.late else ""
+    late = "handed in late" if submission.late else ""
+    result.note = "; ".join(filter(None, [late, submission.note]))
     try:
         result.exercise = exercise_of(submission, exercises)
         pristine = exercises[result.exercise]
@@ -175,8 +170,8 @@ def grade_one(
     except Exception as error:  # One odd submission must not spoil the others' results.
         result.graded = False
         result.message = clean(
-            f"not graded, by a fault of the grader ({type(error).__name__}: {error}); please"
-            " report it"
+            f"not graded, by a fault of the grader ({type(error).__name__}:"
+            f" {first_line(str(error))}); please report it"
         )
     if result.exercise and not result.tasks:
         for task, worth in exercises[result.exercise].points.items():
@@ -192,34 +187,36 @@ def points_of(
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
-    sources = {cell.task: cell.source for cell in submission.answers}
-    troubles = troubles_of(pristine, sources)
+    cells = submission.cells
+    found = find_answers(pristine, cells)
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         for name in ("work", "answers", "ipython"):
             Path(folder, name).mkdir()
         copy_neighbours(submission.place, Path(folder, "work"))
         errors: dict[str, str] = {}
         left = seconds
-        if troubles.keys() != pristine.points.keys():
-            errors, left = run(assemble(pristine, submission.cells), folder, seconds)
+        if found:
+            errors, left = run(assemble(pristine, cells, found), folder, seconds)
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number not in troubles and file.exists():
+            if number in found and file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
-            trouble = troubles.get(number)
             if number not in answers:
-                error = trouble or error_of(number, errors) or "its check did not run"
+                unanswered = trouble(number, pristine, cells)
+                error = error_of(number, found[number], errors) if number in found else unanswered
                 judged[number] = nothing(find(number), error)
             while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
-            source = sources.get(number, "")
-            if trouble is None:
+            if number in found:
+                source = found[number].source
+                result.notes = found[number].notes
                 result.answer = clean(source, MOST_SHOWN)
+                result.published = published(number, result.answer)
                 result.suspicious = remarks(clean(source), given)
                 if result.message:
                     name_what_comes_first(result, results, source)
@@ -257,12 +254,11 @@ def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, s
     return outcome
 
 
-def error_of(task: str, errors: dict[str, str]) -> str:
-    """The error of a task's last answer cell, or of its check; `errors` are {id of a cell: its
-    error}.
+def error_of(task: str, answer: Answer, errors: dict[str, str]) -> str:
+    """Why an answer was not handed over: the error of the last of its cells that has one, or of its
+    check; `errors` are {id of a cell: its error}.
     """
-    for name, error in reversed(errors.items()):
-        if error and name.startswith(f"{cell_of(task)}-"):
+    for place in reversed(answer.places):
+        if error := errors.get(f"own-{place}"):
             return f"the answer cell fails: {error}"
-    check = errors.get(cell_of(task).replace("answer", "check"))
-    return f"its check fails: {check}" if check else ""
+    return f"its check fails: {errors[check_of(task)]}" if errors[check_of(task)] else NOT_RUN

@@ -4,7 +4,9 @@ The limits do not stop somebody who wants to break out: docs/GRADING.md says wha
 for.
 """
 
+import builtins
 import ctypes
+import getpass
 import mmap
 import os
 import resource
@@ -49,12 +51,18 @@ def enter(folder: str, *other_folders: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
     silence()
+    builtins.input = getpass.getpass = refuse_input
     course = course_folder("exercises").parent
     secrets = [os.path.realpath(course / name) for name in SECRETS]
     folders = [os.path.realpath(path) for path in (folder, *other_folders)]
     fence([*folders, *own_view(secrets), *DEVICES])
     shared_byte = mmap.mmap(-1, 1)
     sys.addaudithook(partial(refuse, folders, secrets, shared_byte))
+
+
+def refuse_input(*_: object) -> str:
+    """Raise EOFError in words of our own: there is nobody who could type."""
+    raise EOFError("your code asks for input(), and nobody types here: write the value itself")
 
 
 def silence() -> None:
@@ -67,7 +75,7 @@ def silence() -> None:
         with suppress(OSError):  # One number was that of the folder while it was listed.
             if any(os.path.samestat(os.fstat(number), output) for output in outputs):
                 os.dup2(null, number)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")  # noqa: SIM115 (until the process ends)
 
 
 def own_view(secrets: Sequence[str]) -> list[str]:

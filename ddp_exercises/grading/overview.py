@@ -1,16 +1,17 @@
 """Where a learner is: points and the next task of each exercise, and guesses, from their copy."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import nbformat
 
 from ddp_course.lab.learners_copy import progress_in
+from ddp_exercises.tasks import find, known_wrong
 
+from .answers import Exercises
 from .results import Result, TaskResult
-from .submissions import Exercises
 
 FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cell that draws it}.
     "00_start_here": "comparison-figure",
@@ -40,6 +41,22 @@ def sentence(copy: Path) -> str:
     guesses = progress.get("guesses", {}).values()
     count = f"right in {sum(guesses)} of {len(guesses)} guesses" if guesses else "no guess yet"
     return f"{count}; last visit: {last_visit}"
+
+
+def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
+    """A line for each known wrong answer that the learner gave once, and that an open task of a
+    later exercise knows as well.
+    """
+    lines = []
+    open_tasks = [
+        task.id for result in results for task in result.tasks if task.points < task.possible
+    ]
+    for task, name in progress_in(copy).get("misconceptions", {}).items():
+        for other in open_tasks:
+            is_later = find(other).exercise > find(task).exercise
+            if is_later and name in [answer.name for answer in known_wrong(other)]:
+                lines.append(f'you fell for "{name}" in {task}; {other} asks it again')
+    return lines
 
 
 def figures(copy: Path) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,8 @@ notebook.
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,13 +37,14 @@ Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the
 @dataclass
 class Owner:
     """Whose a notebook is: in `about` is what a gradebook knows the learner by, {title: cell}, and
-    `folder` is what is the learner's alone.
+    `folder` is what is the learner's alone. A `note` says what may surprise in that.
     """
 
     learner: str
     folder: str
     about: dict[str, str] = field(default_factory=dict)
     late: bool = False
+    note: str = ""
 
     @property
     def holder(self) -> str:
@@ -85,6 +87,30 @@ def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> 
         if owners := known_owners.get(f"{holder}/{part}"):
             return owners
     return [owner_by_folder(parts)]
+
+
+def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]:
+    """{archive: its owner}, for the archives in the named folder: whatever a learner calls what is
+    inside, it belongs to the folder that a service or the teacher has named, or else to the
+    archive's name. An archive that holds several folders, and no notebook beside them, is a class.
+    """
+    inside: dict[tuple, set[str]] = {}
+    for parts in paths:
+        for place, part in enumerate(parts[1:-1], 2):
+            if part.lower().endswith(".zip"):
+                child = parts[place] if place + 1 < len(parts) else ""
+                inside.setdefault(tuple(parts[:place]), set()).add(child)
+    owners = {}
+    for archive, children in inside.items():
+        # In a section's folder lie several archives, one of each learner.
+        beside = Counter(other[:-1] for other in inside if len(other) == len(archive))
+        named = archive if max(beside.values()) > 1 or len(archive) == 2 else archive[:-1]
+        if len(children) == 1 or "" in children:
+            owner = owner_by_folder((*named, ""))
+            if owner.folder != "/".join(archive):
+                owner.note = f"the folder {clean(owner.folder)} says whose it is"
+            owners["/".join(archive)] = [owner]
+    return owners
 
 
 def owner_by_folder(parts: Sequence[str]) -> Owner:

@@ -47,21 +47,30 @@ def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
 
 
 @cache
-def shape(source: str) -> tuple[str, ...]:
-    """An answer's words without comments and without texts between three double quotes; a name is
-    the number of its first use, unless it stands after a point.
+def shape(source: str, renaming: bool = True) -> tuple[str, ...]:
+    """An answer's words without comments and without texts between three double quotes; with
+    `renaming` a name is the number of its first use, unless it stands after a point.
     """
     numbers: dict[str, str] = {}
     words = []
     word_before = ""
     for token in tokens(source):
         word = token.string
-        if token.type == tokenize.NAME and not keyword.iskeyword(word) and word_before != ".":
+        is_name = token.type == tokenize.NAME and not keyword.iskeyword(word)
+        if renaming and is_name and word_before != ".":
             word = numbers.setdefault(word, str(len(numbers)))
         if word.strip() and not word.startswith(("#", '"""')):
             words.append(word)
         word_before = token.string
     return tuple(words)
+
+
+def published(task: str, source: str) -> str:
+    """Whether an answer is the published solution: "verbatim", "renamed", or "" if neither."""
+    for name, renaming in {"verbatim": False, "renamed": True}.items():
+        if shape(source, renaming) == shape(solution(task), renaming):
+            return name
+    return ""
 
 
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
@@ -72,7 +81,7 @@ def alike(words: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """(task, learners whose answers are alike), a line a group. Answers that earned nothing, short
+    """(Task, learners whose answers are alike) of each group. Answers that earned nothing, short
     ones, and those like the lesson's are not compared.
     """
     # {(task, shape of the group's first answer): learners}

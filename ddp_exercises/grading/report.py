@@ -5,6 +5,7 @@
 import json
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from ddp_course.files import replace_file
 
 from .comments import EXCUSED
 from .remarks import likeness
-from .results import Result, grouped
+from .results import Result, first_line, grouped
 from .tables import as_csv
 
 TITLES = (
-    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "comment"
+    "learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious",
+    "comment", "misconception", "published", "notes",
 )  # fmt: skip
 
 
@@ -74,11 +76,6 @@ def feedback(result: Result) -> str:
     return "\n".join(lines)
 
 
-def first_line(message: str) -> str:
-    """The first line of a message, at most 200 characters of it."""
-    return message.strip().split("\n")[0][:200]
-
-
 def as_table(results: Sequence[Result]) -> str:
     """CSV with a line per task, whose points are empty if it could not be graded, and one for what
     is said of a whole exercise, or of a notebook of none.
@@ -93,6 +90,7 @@ def as_table(results: Sequence[Result]) -> str:
             row = vars(task) | whose | {"task": task.id}
             row["parts"] = "; ".join(parts)
             row["suspicious"] = "; ".join(task.suspicious)
+            row["notes"] = "; ".join(task.notes)
             row["points"] = task.earned if result.graded and task.graded else None
             rows.append(row)
         by_hand = EXCUSED if result.excused else result.extra
@@ -122,8 +120,26 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         files=files,
         missing=missing,
         alike=likeness(results),
+        misconceptions=misconceptions(results),
+        rubrics=rubrics(),
     )
     return texts
+
+
+def rubrics() -> dict[str, str]:
+    """{task: what a person should look for in a text that a learner has written}."""
+    text = Path(__file__).with_name("rubrics.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (\d+\.\d+)\n([^#]+)", text, re.MULTILINE))
+
+
+def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]:
+    """{(task, known wrong answer): learners who gave it}, in the order of tasks."""
+    given = defaultdict(set)
+    for result in sorted(results, key=lambda result: result.exercise or 0):
+        for task in result.tasks:
+            if task.misconception:
+                given[task.id, task.misconception].add(result.learner)
+    return given
 
 
 def file_name(learner: str) -> str:

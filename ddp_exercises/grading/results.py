@@ -36,7 +36,9 @@ class TaskResult(ByHand):
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message.
-    `suspicious` are remarks for a person to judge by, and `answer` is the learner's source.
+    `suspicious` are remarks for a person to judge by, and `notes` say how the answer was found.
+    `answer` is the learner's source, `published` how it equals the course's own ("verbatim",
+    "renamed", or not), and `misconception` the name of the known wrong answer that it has given.
     """
 
     id: str
@@ -45,6 +47,9 @@ class TaskResult(ByHand):
     message: str = ""
     parts: list[dict[str, Any]] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    published: str = ""
+    misconception: str = ""
     answer: str = ""
     graded: bool = True
 
@@ -60,6 +65,8 @@ class Result(ByHand):
 
     `files` are {name: hash} of the notebooks that were handed in for it; `about` is what a
     gradebook knows the learner by. It counts as `graded` unless the grader could not do its work.
+    The `question` about the learner's own code, if one was asked for, has its text and what is
+    right.
     """
 
     learner: str
@@ -71,6 +78,7 @@ class Result(ByHand):
     seed: int | None = None
     about: dict[str, str] = field(default_factory=dict)
     graded: bool = True
+    question: dict[str, str] = field(default_factory=dict)
 
     @property
     def points(self) -> float:
@@ -193,7 +201,14 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
         parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
     total = sum(part["points"] for part in parts)
     message = clean(verdict.message)
-    return TaskResult(task, total, possible, message, parts, graded=verdict.judged)
+    result = TaskResult(task, total, possible, message, parts, graded=verdict.judged)
+    result.misconception = verdict.misconception
+    return result
+
+
+def first_line(message: str) -> str:
+    """The first line of a message, at most 200 characters of it."""
+    return message.strip().split("\n")[0][:200]
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:

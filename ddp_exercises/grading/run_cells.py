@@ -34,7 +34,7 @@ MOST_LETTERS = 2000  # An error may have so many letters.
 MOST_BYTES = 1 << 16  # The kernel's answer may have so many bytes.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 NEVER_RUN = "the submission's time was over before this cell could run"
-LEARNERS = ("own-", "answer-")  # The ids of a learner's cells begin so, and no others do.
+LEARNERS = "own-"  # The ids of a learner's cells begin so, and no others do.
 
 
 def run_cells(
@@ -161,14 +161,20 @@ def be_kernel(folder: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
+    left_out: list[str] = []  # the shell commands of a cell, as in "!pip install"
+    shell.system = shell.getoutput = left_out.append
+    shell._showtraceback = lambda *_: None  # It fails where an error has half an emoji.
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     kernel = os.getpid()
     while True:
         source = connection.recv_bytes().decode()
+        left_out.clear()
         error = error_of(shell.run_cell(source, store_history=True), source)
+        if error and left_out:
+            error += f" (the grader runs no other programs: !{left_out[0]} did nothing)"
         if os.getpid() != kernel:
             os._exit(0)  # This is a process that the cell has forked.
-        connection.send_bytes(error.encode())
+        connection.send_bytes(error.encode(errors="replace"))
 
 
 def error_of(result: Any, source: str) -> str:
@@ -180,7 +186,7 @@ def error_of(result: Any, source: str) -> str:
         return f"it was stopped: {running_line(error, source)} was still running"
     words = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
     if isinstance(error, SyntaxError):
-        return f"{words} (line {error.lineno} of the cell)"
+        return f"{words} (line {error.lineno} of the cell)" if error.lineno else words
     return words[:MOST_LETTERS]
 
 

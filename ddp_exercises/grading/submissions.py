@@ -1,12 +1,12 @@
 """What learners handed in: notebooks found in folders and archives, all of them read before the
-first one runs, and put among the cells that were given out.
+first one runs.
 """
 
 import hashlib
+import json
 import os
-import re
 import zipfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -15,59 +15,28 @@ from pathlib import Path
 from statistics import mode
 from typing import Any, NamedTuple
 
-import nbformat
 import yaml
 
-from ddp_course.lab.folders import course_folder
-from ddp_exercises import UNSOLVED
 from ddp_exercises.errors import GradingError
-from ddp_exercises.tasks import cell_of, solution
+from ddp_exercises.tasks import solution
 
-from .people import NUMBERED, Owner, Roster, in_roster, owners_of
+from .answers import Exercises, exercise_by_content, find_answers
+from .cells import Cell, read_cells, read_script
+from .people import NUMBERED, Owner, Roster, in_roster, owners_of, owners_of_archives
 from .results import clean
 
 MOST_BYTES = 256 << 20
-MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
-NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read"
-NO_ANSWERS = "holds no answer cell of any exercise: were the cells copied into a new notebook?"
-TASK = re.compile(r"\d{1,4}\.\d{1,4}")  # A learner may have written anything instead.
+NO_NOTEBOOK = "there is no notebook (.ipynb) in the folder that can be read; in it is "
+NO_ANSWERS = "holds no answer: no cell has the id or tag of one, or defines what a task asks for"
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
-class Pristine(NamedTuple):
-    """One exercise as it was given out: `given` is {id: source} of the cells that are no task's;
-    `answers` and `checks` are {task: source of its cell}, and `points` {task: points}.
-    """
-
-    given: dict[str, str]
-    answers: dict[str, str]
-    checks: dict[str, str]
-    points: dict[str, float]
-
-
-Exercises = dict[int, Pristine]  # {number: the exercise}
 Place = Path | zipfile.Path  # Where a file is: on the disk, or in an archive.
-
-
-class Cell(NamedTuple):
-    """A code cell that was handed in: its id, its source, and the task whose answer it is, "" if of
-    none.
-    """
-
-    id: str
-    source: str
-    task: str = ""
-
-    @property
-    def exercise(self) -> str:
-        """The exercise whose task it answers."""
-        return self.task.split(".")[0]
 
 
 @dataclass
 class Submission(Owner):
-    """One notebook of one learner, read: its `cells` without checks, or the `fault` for which there
-    are none.
+    """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
 
     `parts` are its path, from the named folder on, whose last is "" for a learner's folder without
     a notebook. `digest` is a hash of its content, and `place` where it is.
@@ -91,48 +60,30 @@ class Submission(Owner):
         return clean(path.removeprefix(f"{self.folder}/").removeprefix(f"{self.holder}/"))
 
     @property
+    def is_script(self) -> bool:
+        """Whether it is a script that was a notebook."""
+        return self.name.endswith(".py")
+
+    @property
     def answers(self) -> list[Cell]:
-        """The cells that answer a task."""
-        return [cell for cell in self.cells if cell.task]
+        """The cells whose sign says that they answer a task."""
+        return [cell for cell in self.cells if cell.role == "answer"]
 
 
 class Item(NamedTuple):
     """A file that was found, or (without a name) a folder that has no notebook: its path from the
-    named folder on, and where it is.
+    named folder on, and where it is. In such a folder a notebook's `script` may count.
     """
 
     parts: tuple[str, ...]
     place: Place
+    script: bool = False
 
     @property
     def counts(self) -> bool:
         """Whether it stands for a submission: a notebook, or what should be or hold one."""
         name = self.parts[-1].lower()
-        return name.endswith((".ipynb", ".zip")) or not name
-
-
-def load_exercises() -> Exercises:
-    """All exercises as they were given out: {exercise: Pristine}.
-
-    They are read from the solutions, which nobody solves in: a cell that was given out in another
-    form has that form in its metadata.
-    """
-    exercises = {}
-    for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
-        pristine = Pristine({}, {}, {}, {})
-        exercises[notebook.metadata.ddp_course.exercise] = pristine
-        for cell in notebook.cells:
-            about = cell.metadata.get("ddp_course", {})
-            source = about.get("given", cell.source)
-            if about.get("role") == "answer":
-                pristine.answers[about.task] = source
-            elif about.get("role") == "check":
-                pristine.checks[about.task] = source
-                pristine.points[about.task] = about.points
-            elif cell.cell_type == "code":
-                pristine.given[cell.id] = source
-    return exercises
+        return name.endswith((".ipynb", ".zip")) or not name or self.script
 
 
 def find_submissions(
@@ -152,23 +103,26 @@ def find_submissions(
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
     items.sort(key=attrgetter("parts"))
-    known_owners = owners_told(items)
+    known_owners = owners_of_archives(item.parts for item in items if item.parts[-1])
+    known_owners |= owners_told(items)
     works: list[Submission] = []
     for item in items:
         if item.counts:
             works += [read_submission(item, owner) for owner in owners_of(item.parts, known_owners)]
     answered = {work.folder for work in works if work.answers}
-    handed_in = [work for work in works if work.name and not is_given_out(work, answered)]
+    notebooks = [work for work in works if work.name and not work.is_script]
+    handed_in = [work for work in notebooks if not is_given_out(work, answered)]
     if roster:
         for work in works:
             work.learner = in_roster(work, work.parts, roster)
     check_owners(handed_in)
-    # A learner's folder without a notebook counts if it lies beside folders with one.
+    # A learner's folder without a notebook, or with a script, counts if it lies beside folders with
+    # one: a copy of the course has more of both.
     learners = {work.learner for work in handed_in}
     holders = {work.holder for work in handed_in}
     for work in works:
         lies_beside = not holders or work.holder in holders
-        if not work.name and lies_beside and work.learner not in {"", *learners}:
+        if work not in notebooks and lies_beside and work.learner not in {"", *learners}:
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
@@ -189,8 +143,17 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
         if child.name == ".git" or not child.name.startswith((".", "__MACOSX")):
             items += walk(child, (*parts, child.name))
     if not any(item.counts for item in items):
+        items = [item._replace(script=is_script(item.place)) for item in items]
+    if not any(item.counts for item in items):
         items.append(Item((*parts, ""), folder))
     return items
+
+
+def is_script(path: Place) -> bool:
+    """Whether a file is a notebook that was exported as a script."""
+    with suppress(GradingError, OSError, UnicodeDecodeError):
+        return path.name.endswith(".py") and bool(read_script(read_file(path)))
+    return False
 
 
 def as_folder(path: Place) -> Place | None:
@@ -201,7 +164,11 @@ def as_folder(path: Place) -> Place | None:
         return path
     if path.name.lower().endswith(".zip"):
         with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
-            return zipfile.Path(BytesIO(read_file(path)))
+            archive = zipfile.ZipFile(BytesIO(read_file(path)))
+            for entry in archive.filelist:  # Windows writes "homework\\02.ipynb".
+                entry.filename = entry.filename.replace("\\", "/")
+                archive.NameToInfo[entry.filename] = entry
+            return zipfile.Path(archive)
     return None
 
 
@@ -254,47 +221,32 @@ def read_submission(item: Item, owner: Owner) -> Submission:
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:
         if not work.name:
-            raise GradingError(NO_NOTEBOOK)
+            names = [child.name for child in item.place.iterdir()]
+            raise GradingError(NO_NOTEBOOK + (", ".join(names[:9]) or "nothing"))
         content = read_file(item.place)
         work.digest = hashlib.sha256(content).hexdigest()[:16]
         if work.name.lower().endswith(".zip"):
             raise GradingError("cannot be read as an archive")
-        text = content.decode("utf-8-sig")
-        if not text.strip():
+        if not content.strip():
             raise GradingError("is empty")
-        cells = map(as_cell, nbformat.reads(text, as_version=4).cells)
-        work.cells = [cell for cell in cells if cell]
+        work.cells = read_script(content) if item.script else read_cells(content)
     except GradingError as error:
         work.fault = str(error)
-    except nbformat.reader.NotJSONError:
+    except json.JSONDecodeError:
         work.fault = "is not valid JSON"
     except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work
 
 
-def as_cell(cell: Any) -> Cell | None:
-    """A code cell that was handed in, if it is no check; an answer is recognised by its metadata
-    or, as in "answer-4-2", by its id.
-    """
-    about = cell.metadata.get("ddp_course", {})
-    cell_id = cell.get("id", "")
-    role, _, number = cell_id.partition("-")
-    role = about.get("role", role)
-    if cell.cell_type != "code" or role == "check":
-        return None
-    task = str(about.get("task", number.replace("-", ".")))
-    is_answer = role == "answer" and TASK.fullmatch(task)
-    return Cell(cell_id, cell.source, task if is_answer else "")
-
-
 def is_given_out(work: Submission, answered: Set[str]) -> bool:
-    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson, in a
-    folder that has answers as well; `answered` are the folders that have some.
+    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson,
+    which calls no check, in a folder that has answers as well; `answered` are the folders that have
+    some.
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
-    return work.folder in answered
+    return work.folder in answered and not any(cell.checks for cell in work.cells)
 
 
 def is_solution(cell: Cell) -> bool:
@@ -331,64 +283,32 @@ def without_exercises_not_begun(
     """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
     others: a copy of the course has all exercises.
     """
-    given = {}
-    for pristine in exercises.values():
-        given |= pristine.answers
+    numbers: dict[int, int] = {}  # {place among the works: the exercise}
     begun = set()
-    for work in works:
-        for cell in work.answers:
-            if cell.source.strip() != given.get(cell.task, "").strip():
-                begun.add(cell.exercise)
+    for place, work in enumerate(works):
+        with suppress(Exception):  # Whatever it is, its own grading says so.
+            number = numbers[place] = exercise_of(work, exercises)
+            if find_answers(exercises[number], work.cells):
+                begun.add(number)
     if not begun:
         return list(works)
     asked_for = []
-    for work in works:
-        answered = {cell.exercise for cell in work.answers}
-        if not answered or answered & begun:
+    for place, work in enumerate(works):
+        if not work.answers or place not in numbers or numbers[place] in begun:
             asked_for.append(work)
     return asked_for
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
-    """Which exercise a notebook answers: what most of its answer cells say, or else its name.
-    Raises GradingError if neither says one of this course.
+    """Which exercise a notebook answers: what most of its answer cells say, or else its name, or
+    else its content. Raises GradingError if none says one of this course.
     """
-    numbers = [int(cell.exercise) for cell in work.answers]
     numbered = NUMBERED.match(work.name)
-    if numbered and not numbers:
-        numbers = [int(numbered[1])]
-    if not numbers:
+    number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)
+    if work.answers:
+        number = mode(int(cell.exercise) for cell in work.answers)
+    if number is None:
         raise GradingError(work.fault or NO_ANSWERS)
-    number = mode(numbers)
     if number not in exercises:
         raise GradingError(f"answers exercise {number}, which this course does not have")
     return number
-
-
-def troubles_of(pristine: Pristine, sources: Mapping[str, str]) -> dict[str, str]:
-    """{task: what is wrong before anything runs} of the answers in `sources`, {task: source}."""
-    troubles = {}
-    for task, source in pristine.answers.items():
-        if sources.get(task, source).strip() == source.strip():
-            troubles[task] = UNSOLVED if task in sources else MISSING
-    return troubles
-
-
-def assemble(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, str]:
-    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
-    pristine ones; each check follows its answer.
-    """
-    given, answers, checks, _ = pristine
-    last = {cell.task: place for place, cell in enumerate(cells) if cell.task in answers}
-    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
-    theirs = {cell.id for cell in cells} - {"imports"}
-    assembled = {name: source for name, source in given.items() if name not in theirs}
-    for place, cell in enumerate(cells):
-        if cell.id in given:
-            assembled.setdefault(cell.id, given[cell.id])
-        if cell.source != given.get(cell.id):
-            kind = cell_of(cell.task) if cell.task in answers else "own"
-            assembled[f"{kind}-{place}"] = cell.source
-        if place == last.get(cell.task):
-            assembled[cell_of(cell.task).replace("answer", "check")] = checks[cell.task]
-    return assembled

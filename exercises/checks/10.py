@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from ddp_course import problems, stage1_single
-from ddp_course.errors import Wrong
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_exercises.attempt import COLLECTIVES
+from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
 from .shared import (

@@ -15,8 +15,8 @@ from ddp_exercises.attempt import Attempt
 from ddp_exercises.diagnosis import nothing
 from ddp_exercises.errors import Wrong
 from ddp_exercises.evidence import STILL_RUNNING, TOO_LATE, gather
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.grader import grade
-from ddp_exercises.grading.submissions import load_exercises
 from ddp_exercises.tasks import cells_with, find, of_exercise, solution
 from manyranks.errors import LaunchTimeout
 from manyranks.orders import every

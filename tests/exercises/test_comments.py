@@ -61,7 +61,7 @@ def test_a_comment_stays_through_every_run_and_is_shown_wherever_points_are(
         points = {of["learner"]: of["points"] for of in json.loads(read(tmp_path / "r.json"))}
         assert points == {"anna": 2.5, "ben": 4, "carl": None}
         rows = list(csv.reader(read(tmp_path / "r.csv").splitlines()))
-        assert [row[3:4] + row[8:] for row in rows[1:4]] == [
+        assert [row[3:4] + row[8:9] for row in rows[1:4]] == [
             ["1.5", "half right"],
             ["2", ""],
             ["-1", "a day late"],

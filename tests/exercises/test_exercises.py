@@ -21,7 +21,7 @@ from ddp_exercises.attempt import COLLECTIVES, Attempt, Evidence, refusing
 from ddp_exercises.diagnosis import Value, relation, same, verdict
 from ddp_exercises.errors import Wrong
 from ddp_exercises.evidence import explain, gather, solution_attempt
-from ddp_exercises.grading.submissions import load_exercises
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.tasks import cells_with, find, known_wrong, of_exercise, solution
 from manyranks.errors import Awaited, DeadlockError, Failure, Wait
 

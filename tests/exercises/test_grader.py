@@ -13,8 +13,9 @@ from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course.lab import cli
 from ddp_exercises.grading import grader, run_cells
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.people import Owner
-from ddp_exercises.grading.submissions import load_exercises, read_submission, walk
+from ddp_exercises.grading.submissions import read_submission, walk
 from ddp_exercises.tasks import solution
 
 EXERCISES = load_exercises()
@@ -195,7 +196,7 @@ BROKEN = {
     "list.ipynb": ("[1, 2]", "cannot be read as a notebook"),
     "other.ipynb": (
         '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}',
-        "holds no answer cell",
+        "holds no answer",
     ),
 }
 

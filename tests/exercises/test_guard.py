@@ -19,9 +19,10 @@ from answers import hand_in, submission_of
 from ddp_course.lab.folders import course_folder
 from ddp_exercises.attempt import Evidence
 from ddp_exercises.grading import grader, guard, landlock, run_cells
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.grader import grade
 from ddp_exercises.grading.guard import enter
-from ddp_exercises.grading.submissions import find_submissions, load_exercises
+from ddp_exercises.grading.submissions import find_submissions
 from ddp_exercises.tasks import cells_with, of_exercise, solution
 
 EXERCISES = load_exercises()

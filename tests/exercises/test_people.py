@@ -12,14 +12,11 @@ from answers import ROOT, notebook_of
 
 from ddp_course.lab import cli
 from ddp_exercises.errors import GradingError
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.gradebooks import as_canvas, as_moodle
 from ddp_exercises.grading.people import in_roster, owners_of, read_roster
 from ddp_exercises.grading.results import Result, TaskResult
-from ddp_exercises.grading.submissions import (
-    find_submissions,
-    load_exercises,
-    without_exercises_not_begun,
-)
+from ddp_exercises.grading.submissions import find_submissions, without_exercises_not_begun
 
 SOLVED = (ROOT / "solutions" / "04_ring_all_reduce.ipynb").read_text()
 UNTOUCHED = (ROOT / "exercises" / "04_ring_all_reduce.ipynb").read_text()
@@ -130,6 +127,8 @@ def test_github_classroom_repositories_count_no_solutions(tmp_path):
         for kind in ("exercises", "solutions", "notebooks"):
             for path in sorted((ROOT / kind).glob("0[45]_*.ipynb")):
                 files[f"{name}/{kind}/{path.name}"] = path.read_text()
+        for path in (ROOT / "authoring/lessons").glob("04_*.py"):
+            files[f"{name}/authoring/lessons/{path.name}"] = path.read_text()
         files[f"{name}/.git/HEAD"] = files[f"{name}/tests/x.py"] = ""
     files["ring-ada/exercises/04_ring_all_reduce.ipynb"] = SOLVED
     folder = lay_out(tmp_path / "repos", files)
@@ -241,3 +240,52 @@ def test_a_repository_is_one_learner_s_and_own_work_in_a_folder_solutions_counts
         ("carl", "04_x.ipynb"),
         ("ring-ada", "my/own/04_x.ipynb"),
     ]
+
+
+ZIPS = {
+    "zipped/hw.zip": ["homework/04_x.ipynb"],
+    "windows/hw.zip": ["homework\\04_x.ipynb"],
+    "odd/my stuff.zip": ["all of it/deep/04_x.ipynb"],
+    "hanna.zip": ["homework/04_x.ipynb"],
+}
+SECTIONS = {
+    "A/ada.zip": ["mine/04_x.ipynb"],
+    "B/ben.zip": ["04_x.ipynb"],
+    "B/carl.zip": ["04_x.ipynb"],
+    "all.zip": ["dora/04_x.ipynb", "emil/04_x.ipynb"],
+}
+
+
+@pytest.mark.parametrize(
+    ("archives", "learners"),
+    [
+        (ZIPS, ["hanna", "odd", "windows", "zipped"]),
+        (SECTIONS, ["ada", "ben", "carl", "dora", "emil"]),
+    ],
+)
+def test_what_a_learner_packs_names_nobody(archives, learners, tmp_path):
+    for name, files in archives.items():
+        (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
+        zipped(tmp_path / "c" / name, dict.fromkeys(files, SOLVED))
+    submissions, _ = find_submissions([tmp_path / "c"])
+    assert sorted(work.learner for work in submissions) == learners
+    assert not any(work.fault for work in submissions)
+    notes = {work.note for work in submissions if work.learner == "zipped"}
+    assert notes <= {"the folder c/zipped says whose it is"}
+
+
+def test_what_is_no_notebook_is_named(tmp_path):
+    files = {
+        "ada/04.ipynb.txt": "x",
+        "ben/04.py": "x",
+        "carl/04.tar.gz": "x",
+        "dora/04.ipynb": SOLVED,
+    }
+    faults = {
+        work.learner: work.fault for work in find_submissions([lay_out(tmp_path / "c", files)])[0]
+    }
+    assert (
+        "04.ipynb.txt" in faults["ada"]
+        and "04.py" in faults["ben"]
+        and "04.tar.gz" in faults["carl"]
+    )

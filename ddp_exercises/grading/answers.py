@@ -1,0 +1,205 @@
+"""The exercises as they were given out, and where in a learner's notebook the answers are.
+
+A person would find an answer by what it defines, wherever it stands. So does this: the last cell
+that was changed and defines what the task asks for, among those that carry the task's sign, or else
+among all cells.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import nbformat
+
+from ddp_course.lab.folders import course_folder
+from ddp_exercises import UNSOLVED
+from ddp_exercises.tasks import cell_of, find
+
+from .cells import Cell
+
+LEAST_SIGNS = 2  # So many names or checks of an exercise tell that a notebook answers it.
+
+
+class Pristine(NamedTuple):
+    """One exercise as it was given out: `given` is {id: source} of the cells that are no task's;
+    `answers` and `checks` are {task: source of its cell}, and `points` {task: points}.
+    """
+
+    given: dict[str, str]
+    answers: dict[str, str]
+    checks: dict[str, str]
+    points: dict[str, float]
+
+
+Exercises = dict[int, Pristine]  # {number: the exercise}
+
+
+class Answer(NamedTuple):
+    """The answer to a task: the `places` of its versions among the cells, of which the last counts,
+    the source of that one, the place of the check, and how the answer was found, if not by an id.
+    """
+
+    places: list[int]
+    source: str
+    check: int
+    notes: list[str]
+
+
+def load_exercises() -> Exercises:
+    """All exercises as they were given out: {exercise: Pristine}.
+
+    They are read from the solutions, which nobody solves in: a cell that was given out in another
+    form has that form in its metadata.
+    """
+    exercises = {}
+    for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        pristine = Pristine({}, {}, {}, {})
+        exercises[notebook.metadata.ddp_course.exercise] = pristine
+        for cell in notebook.cells:
+            about = cell.metadata.get("ddp_course", {})
+            source = about.get("given", cell.source)
+            if about.get("role") == "answer":
+                pristine.answers[about.task] = source
+            elif about.get("role") == "check":
+                pristine.checks[about.task] = source
+                pristine.points[about.task] = about.points
+            elif cell.cell_type == "code":
+                pristine.given[cell.id] = source
+    return exercises
+
+
+def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | None:
+    """Which exercise a notebook answers whose cells carry no sign: the one whose checks it calls,
+    and whose functions it defines. None for a lesson, and where too little tells.
+    """
+    if any(cell.role == "task" for cell in cells):
+        return None  # Lessons have such cells.
+    text = "\n".join(cell.source for cell in cells if not cell.text_type)
+    called = [task for cell in cells for task in cell.checks]
+    counts: Counter[int] = Counter()
+    for exercise, pristine in exercises.items():
+        for task in pristine.points:
+            if task in called or defines(text, find(task).names):
+                counts[exercise] += 1
+    exercise = max(exercises, key=counts.__getitem__)
+    return exercise if counts[exercise] >= LEAST_SIGNS else None
+
+
+def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]:
+    """{task: its answer} of all tasks that somebody has begun to answer. A check is where the
+    learner has it, if that is below the answer, or else right behind it.
+    """
+    answers = {}
+    for task in pristine.answers:
+        if places := places_of(task, pristine, cells):
+            *earlier, last = places
+            cell = cells[last]
+            checks = [last]
+            for place in range(last, len(cells)):
+                if task in cells[place].checks:
+                    checks.append(place)
+            notes = []
+            if (cell.role, cell.task) != ("answer", task):
+                notes.append("found by what it defines, in another cell")
+            elif cell.sign != "id":
+                notes.append(f"found by its {cell.sign}")
+            if cell.text_type:
+                notes.append(f"its cell is {cell.text_type}, read as code")
+            if earlier and defines(cells[earlier[-1]].source, find(task).names[:1]):
+                notes.append("there are several versions, the last counts")
+            answers[task] = Answer(places, cell.source, checks[:2][-1], notes)
+    return answers
+
+
+def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]:
+    """The places of the cells that answer a task: those with its sign that define one of its names,
+    and any others that define what these lack. If there are none, those with its sign that were
+    changed.
+    """
+    own_parts = {}
+    signed = []
+    for place, cell in enumerate(cells):
+        part = without_placeholder(cell, task, pristine)
+        is_signed = cell.role == "answer" and cell.task == task
+        if part and (is_signed or not cell.text_type):
+            own_parts[place] = part
+            if is_signed:
+                signed.append(place)
+    names = find(task).names
+    places = [place for place in signed if defines(own_parts[place], names)]
+    defined = "\n".join(own_parts[place] for place in places)
+    lacking = [name for name in names if not defines(defined, [name])]
+    if lacking:
+        others = [place for place, part in own_parts.items() if defines(part, lacking)]
+        found = "\n".join(own_parts[place] for place in others)
+        if all(defines(found, [name]) for name in lacking):
+            places = sorted({*places, *others})
+    return places or [place for place in signed if not cells[place].text_type]
+
+
+def without_placeholder(cell: Cell, task: str, pristine: Pristine) -> str:
+    """What a learner has written into a cell: all but what the task's cell, or one that is no
+    task's, was given out with.
+    """
+    if cell.source.strip() in map(str.strip, pristine.given.values()):
+        return ""
+    return cell.source.replace(pristine.answers[task].strip(), "").strip()
+
+
+def defines(source: str, names: Sequence[str]) -> bool:
+    """Whether a line of the source begins to define one of the names, also beside magics and
+    errors of syntax.
+    """
+    either = "|".join(names)
+    function = rf"(?:(?:async +)?def|class) +(?:{either})\b"
+    names_of_values = rf"(?:\w+ *[,=] *)*(?:{either})\b(?: *, *\w+)* *(?::[^=\n]+)?=(?!=)"
+    return bool(re.search(f"^(?:{function}|{names_of_values})", source, re.MULTILINE))
+
+
+def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
+    """What is wrong, before anything runs, with a task that has no answer."""
+    given = pristine.answers[task].strip()
+    for cell in cells:
+        is_own = cell.role == "answer" and cell.task == task
+        if given in cell.source or (is_own and not cell.text_type):
+            return UNSOLVED
+    names = " or ".join(find(task).names)
+    return f"its answer cell is missing, or no code, and no other cell defines {names}"
+
+
+def assemble(
+    pristine: Pristine, cells: Sequence[Cell], answers: Mapping[str, Answer]
+) -> dict[str, str]:
+    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
+    pristine ones. A learner's cell has its place as id, such as "own-7". Untouched cells of tasks
+    that were answered elsewhere are left out.
+    """
+    given, placeholders, checks, _ = pristine
+    names = {source.strip(): name for name, source in given.items()}
+    left_out = {source.strip() for source in checks.values()}
+    left_out |= {placeholders[task].strip() for task in answers}
+    answered = {place for answer in answers.values() for place in answer.places}
+    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
+    theirs = {names.get(cell.source.strip(), cell.id) for cell in cells} - {"imports"}
+    assembled = {name: source for name, source in given.items() if name not in theirs}
+    for place, cell in enumerate(cells):
+        text = cell.source.strip()
+        name = names.get(text, cell.id)
+        if name == "imports":  # A `%reset` above may have taken away what was imported.
+            assembled[f"imports-{place}"] = given[name]
+        elif name in given:
+            assembled.setdefault(name, given[name])
+        runs = place in answered or not cell.text_type
+        if runs and text not in left_out and text not in names:
+            assembled[f"own-{place}"] = cell.source
+        for task, answer in answers.items():
+            if answer.check == place:
+                assembled[check_of(task)] = checks[task]
+    return assembled
+
+
+def check_of(task: str) -> str:
+    """The id of the check cell of a task, such as "check-4-2"."""
+    return cell_of(task).replace("answer", "check")

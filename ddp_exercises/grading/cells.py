@@ -1,0 +1,121 @@
+"""The cells of a notebook that somebody handed in: read one by one, so that an odd cell costs
+nothing but itself.
+
+Nothing here trusts the file: any value may be missing, null, or of another type.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+from ddp_exercises.errors import GradingError
+
+# A learner may have written anything instead of these.
+IDENTITY = re.compile(r"(answer|check|task)[-_](\d{1,4})[-_.](\d{1,4})")
+CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
+MARKER = re.compile(r"^#[ %]*(\S+)", re.MULTILINE)  # "# %% answer-4-2" in an exported cell
+# Cells begin so in scripts of jupytext, nbconvert and marimo.
+SCRIPT = re.compile(r"^(?=# ?%%|# In ?\[|@app\.)", re.MULTILINE)
+TEXT = ("markdown", "raw")  # Cells of these types do not run.
+
+
+class Cell(NamedTuple):
+    """A cell that was handed in: its id and its source, "" where there is none.
+
+    If a `sign` tells that it is the answer to a task, or its check, that is its `role`. A cell that
+    is no code has its type as `text_type`.
+    """
+
+    id: str
+    source: str
+    role: str = ""
+    task: str = ""
+    sign: str = ""
+    text_type: str = ""
+
+    @property
+    def checks(self) -> list[str]:
+        """The tasks whose checks it calls."""
+        return [] if self.text_type else CHECKED.findall(self.source)
+
+    @property
+    def exercise(self) -> str:
+        """The exercise whose task it answers."""
+        return self.task.split(".")[0]
+
+
+def read_cells(content: bytes) -> list[Cell]:
+    """All cells of a notebook of any version. Raises GradingError if it has none, JSONDecodeError
+    or UnicodeDecodeError if it cannot be read.
+    """
+    # No number in a notebook matters here, and one of 5,000 digits is no int for Python.
+    text = content.decode(json.detect_encoding(content), "surrogatepass")
+    notebook = as_dict(json.loads(text, parse_int=float))
+    found = notebook.get("cells")
+    if not isinstance(found, list):  # Before version 4 cells lay in worksheets.
+        found = []
+        for sheet in as_list(notebook.get("worksheets")):
+            found += as_list(as_dict(sheet).get("cells"))
+    if not found and not isinstance(notebook.get("cells"), list):
+        raise GradingError("cannot be read as a notebook: it has no list of cells")
+    return [as_cell(cell) for cell in found if isinstance(cell, dict)]
+
+
+def read_script(content: bytes) -> list[Cell]:
+    """The cells of a notebook that was exported as a script; none if it is another one."""
+    cells = []
+    for part in SCRIPT.split(content.decode())[1:]:
+        source = part
+        if part.startswith("@app."):
+            _, _, source = part.partition("\n")
+        if part.startswith("@app.cell"):  # To marimo a cell is a function, which returns its names.
+            _, _, body = source.partition("):\n")
+            source, _, _ = dedent(body).partition("\nreturn")
+        cells.append(as_cell({"source": source}))
+    return cells
+
+
+def as_cell(cell: dict) -> Cell:
+    """A cell, whatever is in it. What has no type is taken for code, as which it costs nothing."""
+    source = as_text(cell.get("source", cell.get("input")))
+    text_type = cell.get("cell_type")
+    known = Cell(as_text(cell.get("id")), source, text_type=text_type if text_type in TEXT else "")
+    for sign, identity in signs_of(cell, source):
+        found = IDENTITY.fullmatch(as_text(identity))
+        if found:
+            role, exercise, number = found.groups()
+            return known._replace(role=role, task=f"{exercise}.{number}", sign=sign)
+    return known
+
+
+def signs_of(cell: dict, source: str) -> Iterator[tuple[str, Any]]:
+    """(What may tell which task a cell belongs to, what it says), the surest first."""
+    metadata = as_dict(cell.get("metadata"))
+    about = as_dict(metadata.get("ddp_course"))
+    yield "id", cell.get("id")
+    yield "tag", f"{about.get('role')}-{about.get('task')}"
+    for tag in as_list(metadata.get("tags")):
+        yield "tag", tag
+    yield "nbgrader's grade_id", as_dict(metadata.get("nbgrader")).get("grade_id")
+    yield "Colab's id", metadata.get("id")
+    for comment in MARKER.findall(source):
+        yield "comment", comment
+
+
+def as_text(value: Any) -> str:
+    """A text, or a list of lines, as code; half of an emoji becomes what a browser makes of it."""
+    lines = value if isinstance(value, list) else [value]
+    text = "".join(line for line in lines if isinstance(line, str))
+    return text.replace("\r\n", "\n").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def as_dict(value: Any) -> dict:
+    """The value, if it is a dict; else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list:
+    """The value, if it is a list; else an empty one."""
+    return value if isinstance(value, list) else []

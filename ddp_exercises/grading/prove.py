@@ -1,0 +1,97 @@
+"""A question about a learner's own code, which only who understands it can answer: one line is
+changed; what will the check say?
+
+All that may be chosen from is what the check said of such changes when they ran.
+"""
+
+import random
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from ddp_exercises.attempt import Attempt
+from ddp_exercises.evidence import gather
+from ddp_exercises.tasks import cells_with, find
+
+from .grader import Judge
+from .guard import enter
+from .results import Result, TaskResult, clean, first_line
+
+MOST = 6  # So many changes are tried.
+LETTERS = "abcd"
+RIGHT = "correct"
+# What an author should foresee: a neighbour on the other side, an off-by-one, a missing division.
+CHANGES = {
+    r" \+ ": " - ",
+    r" - ": " + ",
+    r" \+= ": " -= ",
+    r"\S+ //?= .*": "pass",
+    r" //? \w[\w.]*(\([^()]*\))?": "",
+    r" < ": " <= ",
+    r" > ": " >= ",
+    r" == ": " != ",
+    r"\blen\([^()]*\)": r"\g<0> - 1",
+    r"(?<![\w.])0(?![\w.])": "1",
+    r"(?<![\w.])1(?![\w.])": "2",
+}
+
+
+class Question(NamedTuple):
+    """A question in words, and the letter of the right choice."""
+
+    text: str
+    right: str
+
+
+def question_about(result: Result, judge: Judge, seconds: float) -> Question | None:
+    """A question about one of the right answers of a submission, the same for the same answers and
+    seed. None if nothing can be asked about any.
+    """
+    right_tasks = [task for task in result.tasks if task.answer and not task.message]
+    chance = random.Random(f"{judge.seed} {[task.answer for task in right_tasks]}")
+    for task in chance.sample(right_tasks, len(right_tasks)):
+        said = what_is_said(task, judge, chance, seconds)
+        faults = [message for message in said if message != RIGHT]
+        if faults:
+            fault = chance.choice(faults)
+            others = [message for message in {**said, RIGHT: ""} if message != fault]
+            choices = [fault, *others[: len(LETTERS) - 1]]
+            chance.shuffle(choices)
+            lines = [f"{task.id}: {said[fault]} What does the check say then?"]
+            lines += map("  {}) {}".format, LETTERS, choices)
+            return Question("\n".join(lines), LETTERS[choices.index(fault)])
+    return None
+
+
+def what_is_said(
+    result: TaskResult, judge: Judge, chance: random.Random, seconds: float
+) -> dict[str, str]:
+    """{what the check says: the change of a right answer of which it says so}, by trying some under
+    a submission's limits; nothing for an answer that needs other cells of the learner's.
+    """
+    changes = list(mutations(result.answer))
+    changes = chance.sample(changes, min(MOST, len(changes)))
+    inputs = find(result.id).inputs(judge.seed)
+    attempts = []
+    for text, _ in [(result.answer, ""), *changes]:
+        attempts.append(Attempt(result.id, inputs, cells_with(result.id, text)))
+    with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
+        evidences = gather(attempts, partial(enter, folder), seconds=seconds)
+    verdicts = map(judge.compared, attempts, evidences)
+    said = [first_line(clean(each.message)) or RIGHT for each in verdicts]
+    words = [words for _, words in changes]
+    return dict(zip(said[1:], words, strict=False)) if said[:1] == [RIGHT] else {}
+
+
+def mutations(source: str) -> Iterator[tuple[str, str]]:
+    """(An answer with one line changed, what has become of that line) for each of CHANGES."""
+    lines = source.split("\n")
+    for place, line in enumerate(lines):
+        for old, new in CHANGES.items():
+            for found in re.finditer(old, line):
+                changed = line[: found.start()] + found.expand(new) + line[found.end() :]
+                text = "\n".join([*lines[:place], changed, *lines[place + 1 :]])
+                where = f"line {place + 1} of your answer, `{line.strip()}`,"
+                yield text, f"{where} becomes `{changed.strip()}`."

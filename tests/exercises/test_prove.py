@@ -1,0 +1,121 @@
+"""What a teacher sees beyond points: questions about a learner's own code, misconceptions, and what
+is the published solution.
+"""
+
+import json
+
+import pytest
+from answers import of_kind, verdict_on
+
+from ddp_course.lab.learners_copy import PROGRESS
+from ddp_exercises.commands import check
+from ddp_exercises.grading import overview, report
+from ddp_exercises.grading.grader import Judge
+from ddp_exercises.grading.prove import Question, mutations, question_about
+from ddp_exercises.grading.remarks import published
+from ddp_exercises.grading.results import Result, TaskResult, first_line
+from ddp_exercises.tasks import find, solution
+
+MINE = "def chunk_to_send(me, turn, n):\n    return (me - turn + n) % n\n"
+
+
+def right(task, answer):
+    """The result of a right answer."""
+    return Result("anna", find(task).exercise, [TaskResult(task, 1, 1, answer=answer)])
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("x = rank + 1", {"x = rank - 1", "x = rank + 2"}),
+        ("x = é / size", {"x = é"}),
+        ("tensor /= size", {"pass"}),
+        ("x += incoming", {"x -= incoming"}),
+        ("if step < most: x", {"if step <= most: x"}),
+        ("x = range(len(chunks))", {"x = range(len(chunks) - 1)"}),
+        ("x = True", set()),
+    ],
+)
+def test_changes_are_those_that_an_author_should_foresee(line, changed):
+    assert {text.splitlines()[0] for text, _ in mutations(f"{line}\n")} == changed
+
+
+def test_a_question_is_about_the_learner_s_own_code_and_its_answer_is_what_the_check_says():
+    question = question_about(right("4.1", MINE), Judge(3), 100.0)
+    assert "(me - turn + n) % n" in question.text and "me" in question.text.split("becomes")[1]
+    assert question == question_about(right("4.1", MINE), Judge(3), 100.0)
+    (new,) = [text for text, words in mutations(MINE) if words in question.text]
+    said = first_line(verdict_on("4.1", new, seed=3).message)
+    assert f"  {question.right}) {said}" in question.text and said
+    assert "correct" in question.text
+
+
+def test_nothing_is_asked_about_answers_that_are_wrong_or_need_other_cells():
+    wrong = right("4.1", MINE)
+    wrong.tasks[0].message = "wrong"
+    assert question_about(wrong, Judge(3), 100.0) is None
+    needs = MINE.replace("- turn", "- helper(turn)")
+    assert question_about(right("4.1", needs), Judge(3), 100.0) is None
+
+
+def test_a_letter_is_told_whether_it_is_right(monkeypatch, capsys):
+    monkeypatch.setattr(check, "question_about", lambda *_, **__: Question("4.1: which?", "b"))
+    for letter, words in {"": "--prove LETTER", "B": "B: right", "a": "a: no, it is b"}.items():
+        check.prove(right("4.1", MINE), letter)
+        assert words in capsys.readouterr().out
+
+
+def test_the_question_is_on_the_learner_s_page_and_what_is_right_on_the_teacher_s():
+    result = right("4.1", MINE)
+    result.question = Question("4.1: which?", "b")._asdict()
+    pages = report.pages([result])
+    assert "4.1: which?" in pages["hand_back/anna.html"]
+    assert "choice is" not in pages["hand_back/anna.html"]
+    assert "the right choice is b" in pages["index.html"]
+
+
+def test_what_is_the_published_solution_is_told_verbatim_or_renamed():
+    text = solution("4.2")
+    assert published("4.2", "# my own\n" + text) == "verbatim"
+    assert published("4.2", text.replace("incoming", "inbox").replace("step", "i")) == "renamed"
+    assert published("4.2", text.replace("- 1)", "- 2)")) == ""
+
+
+def test_a_known_wrong_answer_is_a_misconception_in_the_teacher_s_table():
+    (known,) = [each for each in of_kind(find("3.3"), "wrong") if each.name == "no division"]
+    verdict = verdict_on("3.3", known.source)
+    assert verdict.misconception == "no division"
+    assert verdict_on("3.3", solution("3.3")).misconception == ""
+    results = [Result("anna", 3, [TaskResult("3.3", 0, 2, "x", misconception="no division")])]
+    results.append(Result("ben", 3, [TaskResult("3.3", 2, 2)]))
+    assert report.misconceptions(results) == {("3.3", "no division"): {"anna"}}
+    page = report.pages(results)["index.html"]
+    assert page.count('class="has"') == 1 and "no division" in page
+    assert "no division" not in report.pages(results)["hand_back/anna.html"]
+
+
+def test_where_you_are_says_what_asks_a_misconception_again(tmp_path):
+    progress = {"misconceptions": {"3.3": "no division", "4.1": "nobody else knows this"}}
+    (tmp_path / PROGRESS).write_text(json.dumps(progress))
+    results = [Result("you", 5, [TaskResult("5.3", 0, 1), TaskResult("5.1", 0, 1)])]
+    assert overview.asked_again(tmp_path, results) == [
+        'you fell for "no division" in 3.3; 5.3 asks it again'
+    ]
+    results[0].tasks[0].points = 1
+    assert overview.asked_again(tmp_path, results) == []
+
+
+def test_texts_stand_beside_their_rubric():
+    rubrics = report.rubrics()
+    assert rubrics.keys() == {"10.5", "15.2"} and "Full:" in rubrics["10.5"]
+    page = report.pages([right("10.5", 'def largest_rate():\n    return 0.3, "it <jumps>"')])
+    assert "it &lt;jumps&gt;" in page["index.html"] and "Full:" in page["index.html"]
+    assert "Full:" not in page["hand_back/anna.html"]
+
+
+def test_groups_that_are_alike_stand_with_each_learner():
+    answer = "".join(f"    x{n} = tensor[{n}] * {n} + 1\n" for n in range(9))
+    results = [right("4.2", f"def reduce_scatter():\n{answer}") for _ in range(2)]
+    results[1].learner = "ben"
+    page = report.pages(results)["index.html"]
+    assert page.count("4.2: alike: anna, ben") == 2
