@@ -24,7 +24,7 @@ from torch.optim import SGD
 from .mesh import refuse_slices
 from .running import wire
 from .running.communication import communication_thread, keep_for_backward
-from .running.torch_inside import uncompiled
+from .running.torch_inside import after_backward, uncompiled
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
 
@@ -137,8 +137,8 @@ class BucketedDDP(torch.nn.Module):
         """
         if not self.in_backward:
             self.in_backward = True
-            # This will be called when the pass ends.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            # torch will call this when the pass ends: `torch.autograd.graph.queue_callback`.
+            after_backward(self.finish)
         self.bucket_of[parameter].put_gradient(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             flat = self.buckets[len(self.waits)].flat
