@@ -246,6 +246,17 @@ def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -
     return group_of_own
 
 
+class WorkOfGloo(dist.Work):
+    """An operation that gloo carries out as `work`, for a class that adds to it."""
+
+    def __init__(self, work: Any):
+        super().__init__()
+        self.work = work
+
+    def _source_rank(self) -> int:
+        return self.work._source_rank()
+
+
 def methods_of(collective: str) -> dict[str, str]:
     """Return by which names this torch calls a process group for a collective, each with gloo's own
     name for it; torch has renamed some, the group's method before gloo's.

@@ -12,19 +12,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .. import torch_inside
 from . import events
 from .clock import ask, own, process
 
 
-class Work(dist.Work):
+class Work(torch_inside.WorkOfGloo):
     """gloo's work, and a ticket for the moment of its end."""
 
     def __init__(self, work: Any, ticket: events.Ticket):
-        super().__init__()
-        self.work = work
+        super().__init__(work)
         self.ticket = ticket
         self.ended: int | None = None
         self.finished = False
@@ -71,9 +69,6 @@ class Work(dist.Work):
         """Return gloo's result."""
         self.wait()
         return self.work.get_future().value()
-
-    def _source_rank(self) -> int:
-        return self.work._source_rank()
 
     def __del__(self):
         if self.ended is None and process.table is not None:
