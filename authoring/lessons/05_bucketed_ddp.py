@@ -100,7 +100,8 @@ In the iteration of lesson 04 the ring began after backward. Now it runs below i
 **Possible because** backward finishes one layer after the other, and the sum of a bucket needs no other bucket.
 
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
-communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
+communication thread. The end of backward: wait for that thread (`torch.autograd.graph.queue_callback`, public since torch
+2.15, has a function called then). Tasks 5.1 to 5.3 of
 [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look. Here is the first.
 Buckets are filled from the last parameter to the first. One is closed as soon as it holds `cap_bytes` or more; parameters of
 different dtypes never share one. Return them in the order in which they were closed, and then those that were never filled.

@@ -161,7 +161,7 @@ def recorded(folder):
     time.sleep(1)  # here a run would hang
     dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False))
     group = {"name": "0", "desc": "default_pg", "ranks": str([*range(K)])}
-    # gloo of torch 2.13 gives no name, and the analyzer stops at a KeyError.
+    # gloo gives no name (up to torch 2.15), and the analyzer stops at a KeyError.
     dump["pg_config"] = {"0": group}
     Path(folder, f"trace_{dist.get_rank()}").write_bytes(pickle.dumps(dump))
     (work or dist.all_reduce(tensor, async_op=True)).wait()
@@ -181,7 +181,7 @@ r"""
 |---|---|---|
 | py-spy | `py-spy dump --pid PID` | where a process stands; where ptrace is forbidden, put `faulthandler.dump_traceback_later(60)` into the script |
 | monitored barrier | `dist.monitored_barrier(timeout=…)`, gloo only | the ranks that did not come, by number |
-| mismatch checks | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | two ranks in different collectives, with both shapes (with torch 2.13 and gloo the constructor of torch's DDP crashes under it; plain collectives work) |
+| mismatch checks | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | two ranks in different collectives, with both shapes (with gloo, up to torch 2.15, the constructor of torch's DDP crashes under it; plain collectives work) |
 | debug server | `torch.distributed.debug.start_debug_server()` in the script, then port 25999 of rank 0 | stacks and flight recorders of all ranks, as a web page |
 | flight recorder, NCCL | `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`, then the analyzer as above | the first collective that not all ranks joined; each rank writes its file when the watchdog finds a timeout |
 | NCCL's watchdog | on by itself; `init_process_group(timeout=…)` says how long a collective may take | ends the job after ten minutes; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` switches that off, then it hangs for ever |
@@ -518,7 +518,7 @@ show.curves(series, "time (s)", "steps saved", title)
 r"""
 All ranks pay for each change: torchrun must notice it, the ranks start anew and import torch, meet, and load the
 checkpoint. On a cluster, add the time for a spare host and for a large checkpoint. A script of your own that calls
-`init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this with torch 2.13: torchrun keeps one store over
+`init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this, up to torch 2.15: torchrun keeps one store over
 all restarts, and ranks that are started again may find the addresses of dead ones there, and hang. (`ddp_course.train`
 and the capstone open a new store each time.)
 

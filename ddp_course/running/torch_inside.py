@@ -55,6 +55,7 @@ default_store = part(
 )
 # In this block functions treat subclasses as plain tensors.
 as_plain_tensors = part("torch._C:DisableTorchFunctionSubclass", "a message between ranks")
+SHARDED = "a sharded parameter"
 # Backward passes have numbers from 0; -1 means no pass.
 backward_pass = part("torch._C:_current_graph_task_id", "noticing a backward pass")
 
@@ -104,15 +105,14 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         setattr(owner, name, run)
 
 
-@needing("a sharded parameter")
 def allow_foreach(kind: type) -> None:
     """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
     ordinary ones; torch itself does this for its DTensor.
     """
-    clipping: list[Any] = torch.utils._foreach_utils._foreach_supported_types
-    updates: list[Any] = torch.optim.optimizer._foreach_supported_types
-    clipping.append(kind)
-    updates.append(kind)
+    for_clipping = part("torch.utils._foreach_utils:_foreach_supported_types", SHARDED)
+    for_updates = part("torch.optim.optimizer:_foreach_supported_types", SHARDED)
+    for_clipping.append(kind)
+    for_updates.append(kind)
 
 
 @needing("work at the end of a backward pass")
