@@ -8,7 +8,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $$([ -t 2 ] || ec
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
+.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab versions gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -71,6 +71,9 @@ test-quick: tools  ## in a minute and a half what a contributor needs
 
 lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and open them in JupyterLab
 	@$(BIN)/ddp-course lab work $(ARGS)
+
+versions: tools  ## try torch in fresh environments, for docs/VERSIONS.md: make versions ARGS="2.14.1 2.15.0"
+	$(BIN)/python authoring/versions.py $(ARGS)
 
 gpu: tools  ## what can only be seen on GPUs: right, safe, fast?
 	$(BIN)/python -m benchmarks gpu $(ARGS)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
+from ..running import this_torch
 from ..running.waiting import say_while
 from . import as_typed
 
@@ -74,7 +75,12 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
         from ..running.devices.placement import usable_gpus
         from ..running.launching.launch import launch
 
-    yield "torch", torch.__version__
+    trial = this_torch.trial()
+    if trial is None:
+        yield "torch", torch.__version__, this_torch.untried()
+    else:
+        yield "torch", torch.__version__
+        yield "tried", f"{trial['torch']} on {trial['date']}, {trial['system']}: docs/VERSIONS.md"
     with warnings.catch_warnings(record=True) as gpu_warnings:
         warnings.simplefilter("always")
         has_nccl = usable_gpus() > 0 and dist.is_nccl_available()

@@ -32,18 +32,22 @@ def minor(release: str) -> str:
     return public
 
 
-@cache
+def trial() -> dict[str, str] | None:
+    """Return the last row of `tried` about a release of this torch's minor version, if any."""
+    rows = [row for row in tried() if minor(row["torch"]) == minor(version("torch"))]
+    return rows[-1] if rows else None
+
+
 def untried() -> str:
     """Return a sentence about a torch of which no release of the same minor version was tried, ""
     for any other.
     """
-    here = version("torch")
-    releases = dict.fromkeys(row["torch"] for row in tried())
-    if minor(here) in map(minor, releases):
+    if trial():
         return ""
+    releases = dict.fromkeys(row["torch"] for row in tried())
     return (
-        f"torch {here} has not been tried here; {', '.join(releases)} have (docs/VERSIONS.md)."
-        " Results are checked all the same."
+        f"torch {version('torch')} has not been tried; {', '.join(releases)} have been"
+        " (docs/VERSIONS.md). Results are checked all the same."
     )
 
 
