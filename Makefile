@@ -19,12 +19,14 @@ tools: $(VENV)/tools  ## and the tools of those who change the course
 # On a terminal a growing line of dots, until the shell of this line has ended, be it by Ctrl-C.
 dots = { [ ! -t 2 ] || while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } &
 
-# From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
+# From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml, and so with
+# another torch, as in make test TORCH=torch==2.10.0 (TORCH=torch is the newest of everything).
+TORCH ?=
 define install
 	@echo "Installing $$(grep -c == $(1)) packages into $(VENV): $(2), some minutes (once)."
-	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	@if [ -z "$(TORCH)" ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then $(PIP) -r $(1) && $(PIP) --no-deps --editable .; \
-	else $(PIP) --editable ".[$(3)]"; fi
+	else $(PIP) $(if $(TORCH),"$(TORCH)") --editable ".[$(3)]"; fi
 	@touch $@
 endef
 
@@ -95,9 +97,11 @@ notebooks: tools  ## build and run the notebooks from authoring/lessons
 site: tools  ## the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
 
-lint: tools  ## style, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again, errors that docstrings name
+lint: tools  ## style, Python 3.10 to 3.14, types, imports, notebooks in step with their sources, weights of rooms, cells that can run again, errors that docstrings name
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@# Two names that only Python 2 had are fields and variables here.
+	$(BIN)/vermin -q --violations -t=3.10- --no-tips --exclude file.encoding --exclude long ddp_* authoring benchmarks exercises tests setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
