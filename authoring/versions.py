@@ -82,9 +82,11 @@ def tried(python: Path, whole: bool) -> dict[str, str]:
     """The table's row about an environment: what fails is written down, and ends nothing."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if whole:
+        target = "make test"
         chosen = ["-m", "not slow and not weekly", "tests"]
         of_lessons: list[str] = []
     else:
+        target = "make test-quick"
         chosen = quick_tests()
         of_lessons = ["-k", LESSONS]
     tests = counts(output_of(python, *pytest, "-n", "2", "--dist", "loadfile", *chosen))
@@ -96,7 +98,7 @@ def tried(python: Path, whole: bool) -> dict[str, str]:
         "python": output_of(python, "-c", "import platform; print(platform.python_version())"),
         "system": f"{platform.system()} {platform.machine()}",
         "date": date.today().isoformat(),
-        "tests": f"{tests} of {'make test' if whole else 'make test-quick'}",
+        "tests": f"{tests} of {target}",
         "lessons": lessons,
         "virtual times": output_of(python, "-c", digest).splitlines()[-1],
         "remarks": "",
@@ -135,23 +137,31 @@ def read() -> list[dict[str, str]]:
 
 def add(row: dict[str, str]) -> None:
     """Write a row into the table, in the place of an earlier one about the same versions."""
-    same = ("torch", "python", "system")
-    rows = [other for other in read() if any(other[key] != row[key] for key in same)]
+    rows = [other for other in read() if about(other) != about(row)]
     rows.append(row)
-    rows.sort(key=lambda each: [int(number) for number in each["torch"].split(".")[:3]])
+    rows.sort(key=about)
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
+def about(row: dict[str, str]) -> tuple:
+    """What a row is about: the versions of torch and Python, as numbers, and the system."""
+    return *map(numbers, (row["torch"], row["python"])), row["system"]
+
+
+def numbers(release: str) -> list[int]:
+    """The numbers of a version."""
+    return [int(number) for number in re.findall(r"\d+", release)]
+
+
 def page(rows: list[dict[str, str]]) -> str:
     """The page about these rows."""
-    empty = {"remarks": " "}
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
-    lines += [
-        " | ".join(row[column] or empty.get(column, NOT_RUN) for column in COLUMNS) for row in rows
-    ]
+    for row in rows:
+        cells = [row[column] or NOT_RUN for column in COLUMNS[:-1]]
+        lines.append(" | ".join([*cells, row["remarks"]]))
     return ABOUT + "".join(f"| {line} |\n" for line in lines)
 
 

@@ -30,6 +30,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_course import Device, checkpoint, claims, errors, facts, finite, launch, problems
 from ddp_course import ring_all_reduce, show, stage4_ring, stage5_bucketed, timeline, traces, train
@@ -203,6 +204,43 @@ r"""
 Most timeouts that the watchdog reports are caused by Python code on one rank: a branch, a loader, an exception that was
 caught. So begin with the stacks. Eleven faulty scripts, and a table from symptoms to usual causes, are in
 [exercises/clinic](../exercises/clinic/README.md); exercise 11 takes your diagnoses.
+
+## Debug without ranks
+
+torch has a process group that sends nothing, `fake`. With it one process can be any rank of any number of ranks, and an
+ordinary debugger works. Here are two bugs: the last rank has fewer rows than it must have, and rank 1 leaves out the sum.
+"""
+
+
+# %% without-ranks folded=true
+def added(rows, absent=None):
+    rank = dist.get_rank()
+    mine = torch.zeros(3)
+    mine.copy_(torch.arange(float(rows)).chunk(dist.get_world_size())[rank])
+    if rank != absent:
+        dist.all_reduce(mine)
+    return mine.sum().item()
+
+
+for bug in ((3 * K - 1,), (3 * K, 1)):
+    for rank in range(K):
+        dist.init_process_group("fake", rank=rank, world_size=K, store=FakeStore())
+        try:
+            said = added(*bug)
+        except RuntimeError as error:
+            said = error
+        dist.destroy_process_group()
+        print(f"as rank {rank}, alone: {said}")
+    told = failing(lambda bug=bug: added(*bug), device=Device("1GFLOP/s"))
+    print(f"with all ranks, rank {told.rank}: {told.message}")
+
+# %% [markdown]
+r"""
+Alone, the process finds the first bug when it is the last rank, at once and where the debugger stands. It cannot see what
+needs another rank: a "sum" is what this rank had, and nobody misses rank 1. With all ranks as processes and real messages both
+bugs are named. In between is torch's `LocalTensor` (`torch.distributed._local_tensor`, private): a tensor with the values of all
+ranks in one process. Its sums are right; but all ranks run the same lines there, and a rank that stays away cannot even be
+written.
 
 ## Ranks that disagree
 

@@ -23,6 +23,7 @@ ELSEWHERE = {
     ("06_complete_ddp.py", "torch._dynamo.reset"),
     ("06_complete_ddp.py", "torch.nn.parallel.distributed._MixedPrecision"),
     ("11_when_things_fail.py", "torch._C._distributed_c10d._dump_fr_trace"),
+    ("11_when_things_fail.py", "torch.testing._internal.distributed.fake_pg.FakeStore"),
     # These are loaded before they are needed; where there is none, ranks go without.
     ("agent.py", "torch._dynamo"),
     ("server.py", "torch._dynamo"),
