@@ -8,7 +8,7 @@ PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-c
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab gpu gpu-rehearsal bench notebooks site lint clean
+.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab versions gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  # this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -19,12 +19,14 @@ tools: $(VENV)/tools  # and the tools of those who change the course
 # On a terminal a growing line of dots, until the shell of this line has ended, be it by Ctrl-C.
 dots = { [ ! -t 2 ] || while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } &
 
-# From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
+# From the locks; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml, and so with
+# another torch, as in make test TORCH=torch==2.10.0 (TORCH=torch is the newest of everything).
+TORCH ?=
 define install
 	@echo "Installing $$(grep -c == $(1)) packages into $(VENV): $(2), some minutes (once)."
-	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	@if [ -z "$(TORCH)" ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then $(PIP) -r $(1) && $(PIP) --no-deps --editable .; \
-	else $(PIP) --editable ".[$(3)]"; fi
+	else $(PIP) $(if $(TORCH),"$(TORCH)") --editable ".[$(3)]"; fi
 	@touch $@
 endef
 
@@ -62,11 +64,13 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Style, types, imports, notebooks in step with their sources, weights of rooms, plain code, cells that can run again, errors
-# that docstrings name.
+# Style, Python 3.10 to 3.14, types, imports, notebooks in step with their sources, weights of rooms, plain code, cells that can
+# run again, errors that docstrings name.
 lint: tools  ## what a machine can say of code and lessons
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@# Two names that only Python 2 had are fields and variables here.
+	$(BIN)/vermin -q --violations -t=3.10- --no-tips --exclude file.encoding --exclude long manyranks ddp_* authoring benchmarks exercises tests setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
@@ -91,6 +95,9 @@ notebooks: tools  ## build and run the notebooks from authoring/lessons
 
 site: tools  # the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
+
+versions: tools  ## try torch in fresh environments, for docs/VERSIONS.md: make versions ARGS="2.14.1 2.15.0"
+	$(BIN)/python authoring/versions.py $(ARGS)
 
 gpu: tools  ## what can only be seen on GPUs: right, safe, fast?
 	$(BIN)/python -m benchmarks gpu $(ARGS)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from manyranks.torch_inside import after_backward
+
 from . import wire
 from .before_bucketing import check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
@@ -146,8 +148,8 @@ class BucketedDDP(torch.nn.Module):
         """
         if not self.in_backward:
             self.in_backward = True
-            # This will be called when the pass ends.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            # torch will call this when the pass ends: `torch.autograd.graph.queue_callback`.
+            after_backward(self.finish)
         self.bucket_of[parameter].put_gradient(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             flat = self.buckets[len(self.waits)].flat

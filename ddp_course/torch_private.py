@@ -1,10 +1,11 @@
 """What stages and exercises need of torch that it does not promise.
 
-It may differ between versions, and was seen on 2.10 and 2.13.
+It may differ between versions, so each part is asked for by what this torch has, never by its
+number. docs/VERSIONS.md has the versions that were tried.
 
 What launching needs as well is in `manyranks/torch_inside.py`; no other module names a private part
-of torch, and a test sees to it. (Stage 5 queues its callback as torch's own tutorials do, because a
-lesson shows that line.)
+of torch, and a test sees to it. Where a part is gone, only what needs it fails, with an error that
+says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,27 +17,35 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
-from torch._C import Future as Future
 from torch.distributed import distributed_c10d
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import _disable_current_modes
 
-uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
-BatchNorm = _BatchNorm
-Operator = torch._ops.OpOverload  # A dispatch mode is given these.
-busy_gpu = torch.cuda._sleep
-with_weights = _reparametrize_module  # In this block a module has other tensors as its weights.
+from manyranks.this_torch import needing, part
+
+Future = part("torch._C:Future", "stage 6's hooks that communicate")
+BatchNorm = part("torch.nn.modules.batchnorm:_BatchNorm", "stage 6's SyncBatchNorm")
+# torch.compile leaves functions with this decorator as they are. The public one loads the compiler.
+uncompiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+Operator = part("torch._ops:OpOverload", "an emulated device")  # A dispatch mode is given these.
+busy_gpu = part("torch.cuda:_sleep", "make gpu")
+# In this block a module has other tensors as its weights.
+with_weights = part(
+    "torch.nn.utils.stateless:_reparametrize_module", "training with weights in half precision"
+)
 # The function raises ValueError where no group has been made.
-default_group = distributed_c10d._get_default_group
-default_store = distributed_c10d._get_default_store
-outside_dispatch_modes = _disable_current_modes  # In this block no mode sees the operations.
+default_group = part("torch.distributed.distributed_c10d:_get_default_group", "stage 6")
+default_store = part(
+    "torch.distributed.distributed_c10d:_get_default_store", "a group of some ranks"
+)
+# In this block no mode sees the operations.
+outside_dispatch_modes = part(
+    "torch.utils._python_dispatch:_disable_current_modes", "a look at a loss outside of its time"
+)
 # In this block functions treat subclasses as plain tensors.
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+as_plain_tensors = part("torch._C:DisableTorchFunctionSubclass", "a message between ranks")
+SHARDED = "a sharded parameter"
 
 
+@needing("stage 9's layer")
 def wrapper_around() -> torch.nn.Module | None:
     """Return torch's own DistributedDataParallel whose forward pass is running, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
@@ -47,17 +56,19 @@ def allow_foreach(kind: type) -> None:
 
     They do so on a GPU with ordinary ones; torch itself does this for its DTensor.
     """
-    clipping: list[Any] = _foreach_utils._foreach_supported_types
-    updates: list[Any] = optimizer._foreach_supported_types
-    clipping.append(kind)
-    updates.append(kind)
+    for_clipping = part("torch.utils._foreach_utils:_foreach_supported_types", SHARDED)
+    for_updates = part("torch.optim.optimizer:_foreach_supported_types", SHARDED)
+    for_clipping.append(kind)
+    for_updates.append(kind)
 
 
+@needing("stage 6's broadcast of buffers")
 def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Within this block autograd does not notice that `tensors` are overwritten."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
+@needing("a process group like another")
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long a collective of `group` waits before it gives up."""
     return group._get_backend(group._device_types[0]).options._timeout
@@ -70,7 +81,7 @@ def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
     It is so in all threads and by whatever name one calls them; sends, receives and barriers stay
     as they are.
     """
-    backend = torch._C._distributed_c10d.Backend
+    backend = part("torch._C._distributed_c10d:Backend", "the check of an answer")
     methods = {name: method for name, method in vars(backend).items() if is_collective(name)}
     library = torch.library.Library("c10d", "IMPL")
     try:
@@ -88,6 +99,7 @@ def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
 
 
 @cache
+@needing("the check of an answer")
 def collective_operators() -> list[str]:
     """The names of torch's collectives among its thousands of operators."""
     operators = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
@@ -99,6 +111,7 @@ def is_collective(name: str) -> bool:
     return name.lstrip("_").startswith(("all", "broadcast", "gather", "reduce", "scatter"))
 
 
+@needing("a process group like another")
 def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make a process group with the backend and timeout of `group`.
 

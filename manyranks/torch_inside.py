@@ -1,9 +1,11 @@
 """What launching and virtual time need of torch that it does not promise.
 
-It may differ between versions, and was seen on 2.10 and 2.13.
+It may differ between versions, so each part is asked for by what this torch has, never by its
+number. docs/VERSIONS.md has the versions that were tried.
 
-No other module of the library names a private part of torch; a test sees to it. A move to another
-torch starts here, and with the tests.
+No other module of the library names a private part of torch, or defines a method that torch calls
+by a private name; a test sees to it. Where a part is gone, only what needs it fails, with an error
+that says so (`this_torch.part`). A move to another torch starts here, and with the tests.
 """
 
 import socket
@@ -11,25 +13,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass_type,
-)
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
 
+from .this_torch import gone, needing, part
+
+# This is torch's own class, also after `make_groups_with`.
+Gloo: Any = part("torch.distributed:ProcessGroupGloo", "virtual time")
+ProcessGroup: Any = dist.ProcessGroup  # The stubs overload its methods as no class can follow.
+
+TorchDispatchMode: Any = part(
+    "torch.utils._python_dispatch:TorchDispatchMode", "an emulated device"
+)
 # Tensors of such classes, as DTensor, have others inside.
-is_wrapper = is_traceable_wrapper_subclass_type
+is_wrapper = part(
+    "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type", "a model of DTensors"
+)
 # The function returns this thread's modes, the innermost last.
-dispatch_modes = _get_current_dispatch_mode_stack
+dispatch_modes = part(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "an emulated device"
+)
+tree_leaves = part("torch.utils._pytree:tree_leaves", "finding the tensors of a model's output")
+tree_map_only = part("torch.utils._pytree:tree_map_only", "moving the tensors of a model's input")
 # Backward passes have numbers from 0; -1 means no pass.
-backward_pass = torch._C._current_graph_task_id
+backward_pass = part("torch._C:_current_graph_task_id", "noticing a backward pass")
 
 
 def tensors_in(*operands: Any) -> list[torch.Tensor]:
@@ -72,9 +83,17 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         setattr(owner, name, run)
 
 
+@needing("work at the end of a backward pass")
 def after_backward(function: Callable[[], None]) -> None:
-    """Have `function()` called when the running backward pass is over, before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    """Have `function()` called when the running backward pass is over, before it returns.
+
+    That is by `torch.autograd.graph.queue_callback`, public since torch 2.15, or by its older
+    private name.
+    """
+    if hasattr(torch.autograd.graph, "queue_callback"):
+        torch.autograd.graph.queue_callback(function)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def serve_store_on(
@@ -93,6 +112,7 @@ def serve_store_on(
     return dist.TCPStore(host, port, timeout=patience, **own)
 
 
+@needing("a launch that refuses other users of the machine")
 def after_each_group(action: Callable[[], None]) -> None:
     """Have `action` called whenever this process has made a process group, from now on."""
     make = distributed_c10d._new_process_group_helper
@@ -106,6 +126,7 @@ def after_each_group(action: Callable[[], None]) -> None:
     distributed_c10d._new_process_group_helper = make_and_act
 
 
+@needing("counting messages")
 def messages() -> int:
     """Return how many of torch's own messages and collectives this process has begun.
 
@@ -120,6 +141,92 @@ def messages() -> int:
     return count
 
 
-def make_groups_with(group_class: type) -> None:
+class WorkOfGloo(dist.Work):
+    """An operation that gloo carries out as `work`, for a class that adds to it."""
+
+    def __init__(self, work: Any):
+        super().__init__()
+        self.work = work
+
+    def _source_rank(self) -> int:
+        return self.work._source_rank()
+
+
+def methods_of(collective: str) -> dict[str, str]:
+    """Return by which names this torch calls a process group for a collective.
+
+    Each has gloo's own name for it. torch has renamed some, the group's method before gloo's.
+    """
+    renamed = {
+        "all_gather_single": "_allgather_base",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "all_to_all_single": "alltoall_base",
+    }
+    older = renamed.get(collective, collective)
+    of_gloo = collective if hasattr(Gloo, collective) else older
+    return {name: of_gloo for name in (collective, older) if hasattr(ProcessGroup, name)}
+
+
+class InPlaceOfGloo(ProcessGroup):
+    """A process group that torch makes where a program asks for gloo (`make_groups_with`).
+
+    It has the methods that torch calls by private names, which `ProcessGroup` promises to nobody.
+
+    When torch has told who the `members` are (global ranks), it calls `begin`, which is a
+    subclass's, and makes the group of gloo that moves the data, `gloo`.
+
+    torch's `Backend.register_backend` promises more, but up to 2.13 it leaves the name "gloo" to
+    torch's own class.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: Any):
+        super().__init__(rank, size)
+        for name, value in more.items():  # since 2.14 there is `enable_reconfigure`
+            if value:
+                raise NotImplementedError(f"a process group with clocks has no {name}={value!r}")
+        self.store = store
+        self.patience = timeout
+        # torch writes down here what it tells a new group of gloo after it was made.
+        self.options = SimpleNamespace(_timeout=timeout, global_ranks_in_group=[], group_name="")
+        self.supports_coalescing = False
+        self.members: list[int] = []
+
+    def _set_group_name(self, name: str) -> None:
+        """Make the group: torch calls this once it has told who is in it."""
+        super()._set_group_name(name)
+        ranks = self.options.global_ranks_in_group
+        self.members = list(ranks) or list(range(self.size()))
+        self.begin(of_some_ranks=bool(ranks))
+        self.gloo = Gloo(self.store, self.rank(), self.size(), timeout=self.patience)
+        self.gloo._set_sequence_number_for_group()
+
+    def begin(self, of_some_ranks: bool) -> None:
+        """Meet the other members: a group `of_some_ranks` is made while the whole job has one."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing yet: up to torch 2.13 this call comes before the group's name."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.gloo._get_sequence_number_for_group()
+
+    def _get_backend(self, device: Any) -> "InPlaceOfGloo":
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+
+def make_groups_with(group_class: type[InPlaceOfGloo]) -> None:
     """Have torch make a process group with `group_class` wherever this process asks for gloo."""
     setattr(distributed_c10d, "ProcessGroupGloo", group_class)  # noqa: B010 (the stubs forbid it)
+
+
+def refuse_others(group_class: type[InPlaceOfGloo]) -> None:
+    """Raise a ManyranksError if torch has made the whole job's group with another class.
+
+    So it is if torch did not tell the group who is in it: virtual time would then be wrong.
+    """
+    group = dist.group.WORLD
+    if not isinstance(group, group_class) or not group.members:
+        raise gone("torch.distributed.distributed_c10d.ProcessGroupGloo", "virtual time")

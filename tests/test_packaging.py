@@ -14,6 +14,7 @@ from pathlib import Path
 
 import modules
 import pytest
+import versions
 import yaml
 from packaging.requirements import Requirement
 
@@ -74,11 +75,31 @@ def test_environment_installs_this_package_against_the_lock():
     assert environment()["name"] == project()["Name"]
 
 
-def test_environment_and_pyproject_want_the_same_python():
+def test_environment_takes_each_python_for_which_all_of_the_lock_is_made():
     [python] = [entry for entry in environment()["dependencies"] if str(entry).startswith("python")]
     declared = Requirement("python" + project()["Requires-Python"]).specifier
-    for version in ("3.9", "3.10", "3.13"):
-        assert Requirement(python).specifier.contains(version) == declared.contains(version)
+    assert declared.contains("3.10"), "whose users install from the ranges, as the Makefile says"
+    for version in ("3.9", "3.10", "3.11", "3.13", "3.14"):
+        in_lock = declared.contains(version) and version != "3.10"
+        assert Requirement(python).specifier.contains(version) == in_lock
+
+
+def test_an_upper_bound_has_its_reason_above_it():
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    bounded = [n for n, line in enumerate(lines) if re.match(r'\s+"[\w-]+[^"]*<[^"]*",', line)]
+    assert len(bounded) == 2, "torch and jsonschema"
+    for number in bounded:
+        assert lines[number - 1].strip().startswith("# "), lines[number]
+
+
+def test_the_page_of_versions_is_the_table_and_its_last_torch_is_the_newest_allowed():
+    rows = versions.read()
+    assert versions.page(rows) == (ROOT / "docs" / "VERSIONS.md").read_text(encoding="utf-8")
+    tried = {row["torch"] for row in rows}
+    assert LEARNERS["torch"] in tried
+    [allowed] = [each.specifier for each in requirements() if each.name == "torch"]
+    assert all(allowed.contains(release) for release in tried)
+    assert not allowed.contains("2.16.0")
 
 
 def test_the_trips_of_the_map_name_modules_that_exist():

@@ -30,6 +30,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_course import Device, checkpoint, launch, problems, ring_all_reduce
 from ddp_course import stage4_ring, stage5_bucketed, train
@@ -164,7 +165,7 @@ def recorded(folder):
     time.sleep(1)  # here a run would hang
     dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False))
     group = {"name": "0", "desc": "default_pg", "ranks": str([*range(K)])}
-    # gloo of torch 2.13 gives no name, and the analyzer stops at a KeyError.
+    # gloo gives no name (up to torch 2.15), and the analyzer stops at a KeyError.
     dump["pg_config"] = {"0": group}
     Path(folder, f"trace_{dist.get_rank()}").write_bytes(pickle.dumps(dump))
     (work or dist.all_reduce(tensor, async_op=True)).wait()
@@ -184,7 +185,7 @@ r"""
 |---|---|---|
 | py-spy | `py-spy dump --pid PID` | where a process stands; where ptrace is forbidden, put `faulthandler.dump_traceback_later(60)` into the script |
 | monitored barrier | `dist.monitored_barrier(timeout=…)`, gloo only | the ranks that did not come, by number |
-| mismatch checks | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | two ranks in different collectives, with both shapes (with torch 2.13 and gloo the constructor of torch's DDP crashes under it; plain collectives work) |
+| mismatch checks | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | two ranks in different collectives, with both shapes (with gloo, up to torch 2.15, the constructor of torch's DDP crashes under it; plain collectives work) |
 | debug server | `torch.distributed.debug.start_debug_server()` in the script, then port 25999 of rank 0 | stacks and flight recorders of all ranks, as a web page |
 | flight recorder, NCCL | `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`, then the analyzer as above | the first collective that not all ranks joined; each rank writes its file when the watchdog finds a timeout |
 | NCCL's watchdog | on by itself; `init_process_group(timeout=…)` says how long a collective may take | ends the job after ten minutes; `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` switches that off, then it hangs for ever |
@@ -206,6 +207,43 @@ r"""
 Most timeouts that the watchdog reports are caused by Python code on one rank: a branch, a loader, an exception that was
 caught. So begin with the stacks. Eleven faulty scripts, and a table from symptoms to usual causes, are in
 [exercises/clinic](../exercises/clinic/README.md); exercise 11 takes your diagnoses.
+
+## Debug without ranks
+
+torch has a process group that sends nothing, `fake`. With it one process can be any rank of any number of ranks, and an
+ordinary debugger works. Here are two bugs: the last rank has fewer rows than it must have, and rank 1 leaves out the sum.
+"""
+
+
+# %% without-ranks folded=true
+def added(rows, absent=None):
+    rank = dist.get_rank()
+    mine = torch.zeros(3)
+    mine.copy_(torch.arange(float(rows)).chunk(dist.get_world_size())[rank])
+    if rank != absent:
+        dist.all_reduce(mine)
+    return mine.sum().item()
+
+
+for bug in ((3 * K - 1,), (3 * K, 1)):
+    for rank in range(K):
+        dist.init_process_group("fake", rank=rank, world_size=K, store=FakeStore())
+        try:
+            said = added(*bug)
+        except RuntimeError as error:
+            said = error
+        dist.destroy_process_group()
+        print(f"as rank {rank}, alone: {said}")
+    told = failing(lambda bug=bug: added(*bug), device=Device("1GFLOP/s"))
+    print(f"with all ranks, rank {told.rank}: {told.message}")
+
+# %% [markdown]
+r"""
+Alone, the process finds the first bug when it is the last rank, at once and where the debugger stands. It cannot see what
+needs another rank: a "sum" is what this rank had, and nobody misses rank 1. With all ranks as processes and real messages both
+bugs are named. In between is torch's `LocalTensor` (`torch.distributed._local_tensor`, private): a tensor with the values of all
+ranks in one process. Its sums are right; but all ranks run the same lines there, and a rank that stays away cannot even be
+written.
 
 ## Ranks that disagree
 
@@ -521,7 +559,7 @@ show.curves(series, "time (s)", "steps saved", title)
 r"""
 All ranks pay for each change: torchrun must notice it, the ranks start anew and import torch, meet, and load the
 checkpoint. On a cluster, add the time for a spare host and for a large checkpoint. A script of your own that calls
-`init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this with torch 2.13: torchrun keeps one store over
+`init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this, up to torch 2.15: torchrun keeps one store over
 all restarts, and ranks that are started again may find the addresses of dead ones there, and hang. (`ddp_course.train`
 and the capstone open a new store each time.)
 

@@ -52,11 +52,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None
       is the backend's own.
 
-    Without effect: dim, check_reduction, batched_grad_copy, skip_all_reduce_unused_params.
-    NotImplementedError refuses delay_all_reduce_named_params and param_to_hook_all_reduce. Raises
-    RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError
-    for impossible settings and for models whose parameters are sharded. Source: Li et al., PyTorch
-    Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
+    Without effect: dim, check_reduction, batched_grad_copy, skip_all_reduce_unused_params,
+    lazy_bucket_allocation. NotImplementedError refuses delay_all_reduce_named_params,
+    param_to_hook_all_reduce and require_manual_backward_finalization. Raises RuntimeError if
+    nothing is trainable or (MismatchError) models differ between ranks, ValueError for impossible
+    settings and for models whose parameters are sharded. Source: Li et al., PyTorch Distributed,
+    VLDB 2020, and the documented behaviour of torch 2.15.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         bucket_cap_mb_list=None,
         batched_grad_copy=False,
         forward_sync_buffers=None,
+        lazy_bucket_allocation=False,
         all_reduce=None,
     ):
         if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
@@ -104,6 +106,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if mixed_precision:
             self.low_precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.make_reducer()
+
+    @property
+    def require_manual_backward_finalization(self):
+        """False: gradients are averaged when `backward()` returns. NotImplementedError for True."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required):
+        if required:
+            raise NotImplementedError(
+                "require_manual_backward_finalization is not supported: gradients are averaged when"
+                " backward() returns"
+            )
 
     def check_module(self, device_ids, output_device):
         """Refuse modules that cannot be trained here, and note the devices."""

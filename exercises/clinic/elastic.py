@@ -29,7 +29,7 @@ def main(folder, options):
     torchrun += ["--max-restarts=5", "--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-conf={TIMING}"]
     torchrun += ["--rdzv-endpoint=host0:29400", str(PROGRAM), *(options or OPTIONS)]
     torchrun += ["--checkpoint", f"{folder}/run", "--every", "2", "--keep", "10000"]
-    # In torch 2.13 a node that joins later would wait for an address that is published in the first round only.
+    # Up to torch 2.15 a node that joins later would wait for an address that is published in the first round only.
     environment = {"HURRY": f"{folder}/hurry", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def agent(number):

@@ -48,6 +48,15 @@ def enter(table: Table, rank: int) -> None:
     torch_inside.make_groups_with(group.Group)
 
 
+def refuse_plain_gloo() -> None:
+    """Raise a ManyranksError if the whole job's process group has no clocks, though ranks have."""
+    if process.table is not None:
+        from .. import torch_inside
+        from .group import Group
+
+        torch_inside.refuse_others(Group)
+
+
 @contextmanager
 def calling() -> Iterator[None]:
     """Within this block the caller's function runs; after it the main thread has no clock.

@@ -10,26 +10,20 @@ that has not come.
 # The stubs of torch overload these methods in ways that no class can follow.
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-
-# Imported here, before torch's own name for the class is replaced in ranks.
-from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
 from . import events
 from .clock import TURN, ask, own, process
 
 
-class Work(dist.Work):
+class Work(torch_inside.WorkOfGloo):
     """gloo's work, and a ticket for the moment of its end."""
 
     def __init__(self, work: Any, ticket: events.Ticket):
-        super().__init__()
-        self.work = work
+        super().__init__(work)
         self.ticket = ticket
         self.ended: int | None = None
         self.finished = False
@@ -76,9 +70,6 @@ class Work(dist.Work):
         """Return gloo's result."""
         self.wait()
         return self.work.get_future().value()
-
-    def _source_rank(self) -> int:
-        return self.work._source_rank()
 
     def __del__(self):
         if self.ended is None and process.table is not None:
@@ -161,36 +152,31 @@ def tree_steps(size: int) -> int:
 class Form(NamedTuple):
     """How long a collective takes.
 
-    It is called `name`, and gloo's `method` moves the data. Each of its `steps`, which follow from
+    It is called `name`, and each of its `steps`, which follow from
     the number of members, carries as many bytes as the argument number `sized_by` has, or a K-th of
     them if that is `shared`.
     """
 
     name: str
-    method: str
     steps: Callable[[int], int]
     sized_by: int = 0
     shared: bool = False
 
 
-FORMS = {  # These are by torch's name of the method that begins it.
-    "allreduce": Form("all_reduce", "allreduce", ring_steps, shared=True),
-    "allreduce_coalesced": Form("all_reduce", "allreduce_coalesced", ring_steps, shared=True),
-    "broadcast": Form("broadcast", "broadcast", tree_steps),
-    "reduce": Form("reduce", "reduce", tree_steps),
-    "allgather": Form("all_gather", "allgather", direct_steps, sized_by=1),
-    "reduce_scatter": Form("reduce_scatter", "reduce_scatter", direct_steps),
-    "gather": Form("gather", "gather", direct_steps, sized_by=1),
-    "scatter": Form("scatter", "scatter", direct_steps),
-    "alltoall": Form("all_to_all", "alltoall", direct_steps, sized_by=1, shared=True),
-    "_allgather_base": Form("all_gather", "_allgather_base", direct_steps, sized_by=1),
-    "_reduce_scatter_base": Form("reduce_scatter", "_reduce_scatter_base", direct_steps),
-    "alltoall_base": Form("all_to_all", "alltoall_base", direct_steps, sized_by=1, shared=True),
+FORMS = {  # These are by torch's newest name of the method that begins it.
+    "allreduce": Form("all_reduce", ring_steps, shared=True),
+    "allreduce_coalesced": Form("all_reduce", ring_steps, shared=True),
+    "broadcast": Form("broadcast", tree_steps),
+    "reduce": Form("reduce", tree_steps),
+    "allgather": Form("all_gather", direct_steps, sized_by=1),
+    "reduce_scatter": Form("reduce_scatter", direct_steps),
+    "gather": Form("gather", direct_steps, sized_by=1),
+    "scatter": Form("scatter", direct_steps),
+    "alltoall": Form("all_to_all", direct_steps, sized_by=1, shared=True),
+    "all_gather_single": Form("all_gather", direct_steps, sized_by=1),
+    "reduce_scatter_single": Form("reduce_scatter", direct_steps),
+    "all_to_all_single": Form("all_to_all", direct_steps, sized_by=1, shared=True),
 }
-# Newer versions of torch call three of them so.
-FORMS["all_gather_single"] = FORMS["_allgather_base"]
-FORMS["reduce_scatter_single"] = FORMS["_reduce_scatter_base"]
-FORMS["all_to_all_single"] = FORMS["alltoall_base"]
 
 
 def nbytes_of(tensors: Any) -> int:
@@ -200,35 +186,15 @@ def nbytes_of(tensors: Any) -> int:
     return sum(map(nbytes_of, tensors))
 
 
-class Group(dist.ProcessGroup):
+class Group(torch_inside.InPlaceOfGloo):
     """A process group with clocks; torch makes it where a program asks for gloo."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any):
-        super().__init__(rank, size)
-        self.store = store
-        self.patience = timeout
-        # torch writes down here what it tells a new group of gloo after it was made.
-        self.options = SimpleNamespace(_timeout=timeout, global_ranks_in_group=[], group_name="")
-        self.supports_coalescing = False
-        self.number = 0
+    number = 0  # of the group of all ranks
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Make the group: torch calls this once it has told who is in it."""
-        self.members = list(self.options.global_ranks_in_group) or list(range(self.size()))
-        if self.options.global_ranks_in_group:
+    def begin(self, of_some_ranks: bool) -> None:
+        """Meet the other members in virtual time."""
+        if of_some_ranks:
             self.number = events.join_new_group(self.options.group_name, self.members)
-        self.inner = ProcessGroupGloo(self.store, self.rank(), self.size(), timeout=self.patience)
-        self.inner._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.inner._get_sequence_number_for_group()
-
-    def _get_backend(self, device: Any) -> "Group":
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
     def getBackendName(self) -> str:
         """Return a name that C++ does not take for gloo itself; programs see "gloo"."""
@@ -256,14 +222,14 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
-        work = self.inner.send(tensors, peer, tag)
+        work = self.gloo.send(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a receive."""
-        work = self.inner.recv(tensors, peer, tag)
+        work = self.gloo.recv(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
@@ -278,13 +244,13 @@ class Group(dist.ProcessGroup):
         parts = [output.chunk(self.size()) for output in outputs]
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
-        work = self.inner.allgather_coalesced(by_member, inputs, *opts)
+        work = self.gloo.allgather_coalesced(by_member, inputs, *opts)
         steps = direct_steps(self.size())
         return self.timed("all_gather", work, nbytes_of(inputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
-        work = self.inner.barrier(**opts)
+        work = self.gloo.barrier(**opts)
         return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -292,11 +258,11 @@ class Group(dist.ProcessGroup):
         self.barrier().wait()
 
 
-def add_collective(torch_name: str, form: Form) -> None:
+def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
-        work = getattr(self.inner, form.method)(*arguments)
+        work = getattr(self.gloo, gloo_name)(*arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()
@@ -306,5 +272,6 @@ def add_collective(torch_name: str, form: Form) -> None:
     setattr(Group, torch_name, collective)
 
 
-for torch_name, form in FORMS.items():
-    add_collective(torch_name, form)
+for collective, form in FORMS.items():
+    for torch_name, gloo_name in torch_inside.methods_of(collective).items():
+        add_collective(torch_name, gloo_name, form)

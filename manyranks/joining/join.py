@@ -98,9 +98,10 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
 def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store:
     """Return a key-value store that no earlier ranks of this job have used.
 
-    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are
-    gone: restarted ranks would sometimes connect to those. So rank 0 opens a new store and leaves
-    its port in the old store; a rank that reads an outdated port there is refused, and reads again.
+    torchrun, up to torch 2.15, keeps one store over all restarts, with the addresses of ranks that
+    are gone: restarted ranks would sometimes connect to those. So rank 0 opens a new store and
+    leaves its port in the old store; a rank that reads an outdated port there is refused, and reads
+    again.
 
     Any process that reaches a store can write into it: on one machine, the store listens on the
     loopback.

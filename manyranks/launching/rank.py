@@ -158,6 +158,7 @@ class Rank:
             world_size=world_size,
             timeout=patience,
         )
+        clocks.refuse_plain_gloo()
         if self.meeting.store_file is not None:
             refuse_strangers()
             after_each_group(refuse_strangers)

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
+from manyranks import this_torch
+
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
 from ..linux import free_memory, usable_cores
@@ -63,6 +65,7 @@ def describe_launch(
     Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
     packed `call`.
     """
+    this_torch.say_once()
     argument_bytes = os.fstat(call.fileno()).st_size if call else 0
     gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
     # This comes first, as a list of a billion ranks takes long.

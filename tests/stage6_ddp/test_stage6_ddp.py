@@ -313,6 +313,14 @@ def static_graph_after_no_sync(DDP):
         stage6_cases.assert_mean(model, both, slack=2)
 
 
+def no_finalizing_by_hand(DDP):
+    """torch 2.15 has a mode in which backward leaves the rest to the caller; ours refuses it."""
+    parallel = DDP(stage6_cases.seeded(stage6_cases.Net), lazy_bucket_allocation=True)
+    parallel.require_manual_backward_finalization = False
+    with pytest.raises(NotImplementedError, match="when backward"):
+        parallel.require_manual_backward_finalization = True
+
+
 SPECIALS = {
     function.__name__: function
     for function in (
@@ -324,6 +332,7 @@ SPECIALS = {
         seen_on_the_timeline,
         the_loop,
         channels_last_after_wrapping,
+        no_finalizing_by_hand,
         static_graph_after_no_sync,
     )
 }

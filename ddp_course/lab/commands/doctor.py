@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
+from manyranks import this_torch
+
 from ..waiting import say_while
 from . import as_typed
 
@@ -74,7 +76,12 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
         from manyranks.devices.placement import usable_gpus
         from manyranks.launching.launch import launch
 
-    yield "torch", torch.__version__
+    trial = this_torch.trial()
+    if trial is None:
+        yield "torch", torch.__version__, this_torch.untried()
+    else:
+        yield "torch", torch.__version__
+        yield "tried", f"{trial['torch']} on {trial['date']}, {trial['system']}: docs/VERSIONS.md"
     with warnings.catch_warnings(record=True) as gpu_warnings:
         warnings.simplefilter("always")
         has_nccl = usable_gpus() > 0 and dist.is_nccl_available()

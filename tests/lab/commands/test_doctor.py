@@ -5,6 +5,7 @@ import warnings
 from importlib.metadata import PackageNotFoundError
 
 from ddp_course.lab.commands import doctor
+from ddp_course.running import this_torch
 from manyranks import linux
 from manyranks.errors import LaunchError
 from manyranks.launching import launch
@@ -26,9 +27,19 @@ def test_the_report_names_what_is_here(capsys):
         "virtual",
         "01 to 11, 14",
         torch.__version__,
+        "docs/VERSIONS.md",
     ):
         assert part in printed, part
     assert printed.rstrip().endswith("The course runs on this machine.")
+
+
+def test_a_torch_that_nobody_tried_is_a_hint(monkeypatch, capsys):
+    monkeypatch.setattr(this_torch, "tried", lambda: [{"torch": "1.0.0"}])
+    monkeypatch.setattr(doctor, "lessons", lambda: [])
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert "has not been tried; 1.0.0 have been (docs/VERSIONS.md)" in printed
+    assert "\n  tried" not in printed
 
 
 def test_a_missing_package_is_fatal_and_says_what_to_do(capsys, monkeypatch):
