@@ -5,8 +5,7 @@ import warnings
 from importlib.metadata import PackageNotFoundError
 
 from ddp_course.lab.commands import doctor
-from ddp_course.running import this_torch
-from manyranks import linux
+from manyranks import linux, this_torch
 from manyranks.errors import LaunchError
 from manyranks.launching import launch
 
