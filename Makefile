@@ -8,7 +8,7 @@ PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-c
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick lab versions gpu gpu-rehearsal bench notebooks site lint clean
+.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick test-library lab versions gpu gpu-rehearsal bench notebooks site lint clean
 
 help:  # this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -64,6 +64,23 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
+# The library as somebody has it who has nothing of the course. The environment is no checkout, so tests and ranks that begin
+# in it import what was installed; tests/support/alone hides the course.
+ALONE := .venv-library
+test-library: $(ALONE)/tools  # the library's own tests, in an environment of its own
+	rm -rf .build
+	$(ALONE)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall ./manyranks
+	cd $(ALONE) && export PYTHONPATH=$(CURDIR)/tests/support/alone && \
+	bin/python -c "import manyranks; print('tested:', *manyranks.__path__)" && \
+	bin/python -m pytest -c ../pyproject.toml -o "pythonpath=tests tests/support" -p no:cacheprovider -q \
+		-m "not slow and not weekly" $(BESIDE) $(ARGS) ../tests/manyranks
+
+$(ALONE)/tools: requirements.lock requirements-dev.lock manyranks/pyproject.toml
+	$(PYTHON) -m venv $(ALONE)
+	$(ALONE)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.lock ./manyranks \
+		"setuptools>=77" PyYAML $$(grep -E '^(pytest|pytest-xdist|simpy)==' requirements-dev.lock)
+	@touch $@
+
 # Style, Python 3.10 to 3.14, types, imports, notebooks in step with their sources, weights of rooms, plain code, cells that can
 # run again, errors that docstrings name.
 lint: tools  ## what a machine can say of code and lessons
@@ -114,4 +131,4 @@ $(BENCHMARK):;@:  # the word after bench is a benchmark and no target
 endif
 
 clean:  ## remove what was installed and built
-	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(ALONE) .build build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

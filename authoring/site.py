@@ -3,7 +3,7 @@
     notebooks/*.ipynb, exercises/*.ipynb  ->  pages of Markdown (web/pages.py), explorers drawn
                                               (web/explorers.py)
     docs/*.md                             ->  pages too
-    the package's docstrings              ->  reference/, by mkdocstrings
+    the packages' docstrings              ->  reference/, by mkdocstrings
     all of it                             ->  HTML by Material for MkDocs (web/mkdocs.yml says why)
 
 Nothing is fetched, neither when the site is built nor when its pages are opened, from a server or
@@ -13,6 +13,7 @@ from a file.
 import argparse
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,10 +24,14 @@ import elsewhere
 from tqdm import tqdm
 from web import explorers, pages
 
+import manyranks
+
 ROOT = Path(__file__).resolve().parents[1]
 WEB = Path(__file__).resolve().parent / "web"
 PICTURES = 180  # An explorer has at most about this many, so that a page stays below 6 MB.
-ROOMS = {"The whole": ["cli", "train", "problems", "ladder", "variants", "errors"]}
+LAB = "ddp_course/lab"
+PACKAGES = ("manyranks", "ddp_course", LAB, "ddp_exercises", "ddp_predictions")
+SHORT = "show_root_heading: false"
 
 
 def main(arguments=None):
@@ -127,36 +132,62 @@ def rung(number, module, ideas, times):
 
 
 def reference(folder):
-    """Write the pages of the reference, a page for the stages and one for each room; return their
-    part of the nav.
+    """Write the pages of the reference: the stages, the names of the library's front, and each room
+    of each package; return their part of the nav.
     """
     folder.mkdir(parents=True)
-    package = ROOT / "ddp_course"
-    stages = sorted(path for path in package.glob("stage*") if path.name != "__pycache__")
-    stage_modules = [name for path in stages for name in modules(path)]
-    rooms = {"Stages": stage_modules, **ROOMS}
-    for path in sorted(package.iterdir()):
-        if path.is_dir() and not path.name.startswith(("stage", "_")):
-            rooms[path.name.capitalize()] = modules(path)
-    nav = []
-    for title, names in rooms.items():
-        page = f"{title.lower().replace(' ', '_')}.md"
-        blocks = [
-            f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}"
-            for name in names
-        ]
-        search_shows_lessons_first = "---\nsearch:\n  boost: 0.2\n---"
-        parts = [search_shows_lessons_first, f"# {title}: reference", *blocks, ""]
-        (folder / page).write_text("\n\n".join(parts), encoding="utf-8")
-        nav.append({title: f"reference/{page}"})
+    stages = []
+    for path in sorted((ROOT / "ddp_course").glob("stage*")):
+        stages += modules(path)
+    nav = [write_reference(folder, "Stages", stages)]
+    for package in PACKAGES:
+        entries = [write_reference(folder, *room) for room in rooms(package).items()]
+        nav.append({package.replace("/", "."): entries})
+    # These names stand on the pages of their modules too, to which the site's links lead.
+    again = f"{SHORT}, skip_local_inventory: true"
+    nav.insert(1, write_reference(folder, "Names of manyranks", front(), again))
     return nav
 
 
+def rooms(package):
+    """{room: names of its modules} of a package: the files in it, and each folder in it."""
+    whole = package.replace("/", ".")
+    found = {f"{whole}: modules": []}
+    for path in sorted((ROOT / package).iterdir()):
+        is_stage = path.name.startswith("stage")
+        if path.suffix == ".py" and not is_stage:
+            found[f"{whole}: modules"] += modules(path)
+        elif (path / "__init__.py").exists() and not is_stage and path != ROOT / LAB:
+            found[f"{whole}.{path.name}"] = modules(path)
+    return found
+
+
+def front():
+    """Where each name that `manyranks` has itself is defined."""
+    homes = [getattr(manyranks, name) for name in manyranks.__all__]
+    return [f"{each.__module__}.{each.__qualname__}" for each in homes]
+
+
 def modules(path):
-    """The names of all modules in a file or folder of the package, below `ddp_course`."""
+    """The names of all modules in a file or folder."""
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    names = [file.relative_to(ROOT / "ddp_course").with_suffix("") for file in files]
+    names = [file.relative_to(ROOT).with_suffix("") for file in files]
     return [".".join(name.parts).removesuffix(".__init__") for name in names]
+
+
+def write_reference(folder, title, names, options=SHORT):
+    """Write a page with the docstrings of these modules, classes and functions; return its part of
+    the nav.
+    """
+    page = re.sub(r"\W+", "_", title.lower()) + ".md"
+    blocks = []
+    for name in names:
+        heading = name.rsplit(".", 1)[-1]
+        blocks.append(f"## {heading}\n\n`{name}`\n\n::: {name}\n    options: {{{options}}}")
+    search_shows_lessons_first = "---\nsearch:\n  boost: 0.2\n---"
+    parts = [search_shows_lessons_first, f"# {title}: reference", *blocks, ""]
+    (folder / page).write_text("\n\n".join(parts), encoding="utf-8")
+    return {title: f"reference/{page}"}
 
 
 def generate(sources, out, nav):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from modules import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 RECIPES = (ROOT / "docs" / "CONTRIBUTING.md").read_text().split("<!-- recipes -->")[1]
@@ -124,7 +125,7 @@ def files_of(recipe):
 @pytest.fixture
 def house(tmp_path):
     """A copy of the project, as far as a recipe needs it."""
-    for folder in ("ddp_course", "authoring", "notebooks", "exercises", "solutions"):
+    for folder in (*PACKAGES, "authoring", "notebooks", "exercises", "solutions"):
         # What was compiled is copied too, and is as old as its source.
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs" / "figures").mkdir(parents=True)

@@ -121,25 +121,54 @@ def wait_for_text(path, seconds=60):
     return path.read_text()
 
 
+def wheel_of(project, folder):
+    """Build the wheel of a folder with a pyproject, outside the checkout; its path."""
+    source = folder / "source" / project.name
+    ignored = shutil.ignore_patterns(".*", "work", "build", "site", "*.egg-info", "results")
+    shutil.copytree(project, source, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
+    subprocess.run(
+        [*pip, "wheel", *options, str(source)], check=True, timeout=300, env=without_checkout()
+    )
+    shutil.rmtree(folder / "source")
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+DATA = ("*.py", "py.typed", "*.csv", "*.json", "*.json.gz", "*.mplstyle", "hints.md")
+
+
+def files_of(*packages):
+    """All modules and data of these packages, which a wheel must have."""
+    paths = [path for name in packages for kind in DATA for path in (ROOT / name).rglob(kind)]
+    return {path.relative_to(ROOT).as_posix() for path in paths}
+
+
+def test_the_library_is_a_wheel_of_its_own(tmp_path):
+    with zipfile.ZipFile(wheel_of(ROOT / "manyranks", tmp_path)) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        [about] = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = archive.read(about).decode()
+    assert {"manyranks/accelerators.csv", "manyranks/py.typed"} <= names
+    assert names == files_of("manyranks")
+    assert "Name: manyranks\n" in metadata
+    assert "\n# manyranks\n" in metadata, "the README is what an index shows"
+
+
+def test_both_projects_have_one_version():
+    text = (ROOT / "manyranks" / "pyproject.toml").read_text(encoding="utf-8")
+    [version] = re.findall(r'^version = "(.*)"', text, re.MULTILINE)
+    assert version == project()["Version"]
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The Python of an environment outside the checkout that has the course from its wheel, and the
     libraries.
     """
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(".*", "work", "build", "site", "*.egg-info", "results"),
-    )
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
-    subprocess.run(
-        [*pip, "wheel", *options, str(source)], check=True, timeout=300, env=without_checkout()
-    )
-    shutil.rmtree(source)
-    [wheel] = folder.glob("*.whl")
+    wheel = wheel_of(ROOT, folder)
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
         check=True,
@@ -148,6 +177,8 @@ def installed(tmp_path_factory):
     [packages] = (folder / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
+        missing = files_of(*modules.PACKAGES) - set(archive.namelist())
+    assert missing == set()
     outside = [path for path in sys.path if path.endswith("site-packages")]
     # torch and the rest can be imported, but their .pth files are not read.
     (packages / "libraries.pth").write_text("\n".join(outside) + "\n")

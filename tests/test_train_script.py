@@ -270,6 +270,33 @@ def ranks_of(agent):
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere"
+)
+@pytest.mark.parametrize(
+    "program, seconds",
+    [("ddp_course.script runs", 0), ("ddp_course.train --steps 100000", 6)],
+    ids=["while they import", "in training"],
+)
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed torchrun cannot tidy up
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [*torchrun, "-m", *program.split()]
+    job = subprocess.Popen(command, env=environ, cwd=tmp_path, **quiet)
+    ranks = []
+    while len(ranks) < 2:
+        assert job.poll() is None, "torchrun ended"
+        ranks = psutil.Process(job.pid).children()
+    time.sleep(seconds)
+    job.kill()
+    job.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
 def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
     command = [

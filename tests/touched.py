@@ -17,9 +17,12 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "manyranks/launching": "tests/manyranks/launching tests/test_faults.py",
     "ddp_exercises": "tests/exercises",
     "ddp_predictions": "tests/predictions",
-    "ddp_course/lab/measuring": (
-        "tests/lab/measuring tests/lab/commands tests/manyranks/clocks/test_clocks.py"
-    ),
+    "manyranks/clocks": "tests/lab/measuring/test_comparison.py",
+    "manyranks/links": "tests/test_stages_over_links.py",
+    "manyranks/devices": "tests/test_stages_on_devices.py",
+    "manyranks/auditing": "tests/test_script.py",
+    "manyranks/joining": "tests/test_train_script.py",
+    "ddp_course/lab/measuring": "tests/lab/measuring tests/lab/commands",
     "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
     "ddp_course/collectives": "tests/lab/measuring/test_theory.py tests/test_contributing.py",

@@ -24,6 +24,7 @@ from manyranks import linux
 from manyranks.joining.join import ALONE
 
 from .guard import enter, silence
+from .old_imports import WithoutOldImports
 
 FORK: Any = multiprocessing.get_context("fork")
 CELL_SECONDS = 20.0  # A learner's cell is interrupted after this time.
@@ -161,6 +162,7 @@ def be_kernel(folder: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     silence()  # The kernel has warnings of its own.
     shell = InProcessKernel().shell
+    shell.ast_transformers.append(WithoutOldImports())
     left_out: list[str] = []  # the shell commands of a cell, as in "!pip install"
     shell.system = shell.getoutput = left_out.append
     shell._showtraceback = lambda *_: None  # It fails where an error has half an emoji.

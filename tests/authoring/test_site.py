@@ -12,6 +12,7 @@ from pathlib import Path
 
 import build
 import elsewhere
+import modules
 import nbformat
 import pytest
 from chromium import PALE, fresh_page, running_browser
@@ -64,7 +65,22 @@ def test_all_lessons_exercises_and_the_reference_are_there(site):
         path.stem for path in (site / "docs").glob("*.html")
     }
     assert "ring_all_reduce" in (site / "reference" / "stages.html").read_text()
+    assert "every_order" in (site / "reference" / "names_of_manyranks.html").read_text()
     assert not (site / "solutions").exists()
+
+
+def test_the_reference_has_every_module_and_the_names_of_the_library(tmp_path):
+    builder().reference(tmp_path / "reference")
+    pages_of = [page.read_text() for page in (tmp_path / "reference").glob("*.md")]
+    listed = re.findall(r"^::: (\S+)$", "\n".join(pages_of), re.MULTILINE)
+    wanted = set()
+    for package in modules.PACKAGES:
+        for row in modules.rows_of(package):
+            path = Path(row.split()[0]).with_suffix("")
+            wanted.add(".".join(path.parts).removesuffix(".__init__"))
+    assert len(wanted) > 150
+    assert wanted - set(listed) == set()
+    assert {"manyranks.launching.launch.launch", "manyranks.links.link.Link"} <= set(listed)
 
 
 def test_local_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):

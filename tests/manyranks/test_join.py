@@ -24,6 +24,18 @@ join("cpu")
 open("joined", "w").close()
 time.sleep(300)
 """
+TRAINS = """
+from manyranks.joining.parent import end_with_torchrun
+end_with_torchrun()
+open("begun", "a").close()
+import torch, torch.distributed as dist
+from manyranks import join
+join("cpu")
+gradient = torch.ones(1000)
+while True:
+    dist.all_reduce(gradient)
+    open("trained", "a").close()
+"""
 LISTENS = """
 import psutil
 from manyranks.joining.join import join
@@ -53,22 +65,18 @@ def torchrun(folder, *program):
     sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere"
 )
 @pytest.mark.parametrize(
-    "program, seconds",
-    [
-        pytest.param("-m ddp_course.script runs", 0, marks=pytest.mark.slow),
-        ("-m ddp_course.train --steps 100000", 6),
-        ("late.py", 0),
-    ],
+    "program, seen",
+    [(TRAINS, "begun"), (TRAINS, "trained"), (JOINS_LATE, "")],
     ids=["while they import", "in training", "before they ask for it"],
 )
-def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
-    (tmp_path / "late.py").write_text(JOINS_LATE)
-    job = torchrun(tmp_path, *program.split())
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seen):
+    (tmp_path / "program.py").write_text(program)
+    job = torchrun(tmp_path, "program.py")
     ranks = []
-    while len(ranks) < 2:
+    while len(ranks) < 2 or not (tmp_path / seen).exists():
         assert job.poll() is None, "torchrun ended"
         ranks = psutil.Process(job.pid).children()
-    time.sleep(seconds)
+        time.sleep(0.02)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
     _, alive = psutil.wait_procs(ranks, timeout=20)
@@ -76,7 +84,7 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
     for rank in alive:
         rank.kill()
     assert not alive
-    assert seconds or not (tmp_path / "joined").exists(), "it joined a job that had ended"
+    assert not (tmp_path / "joined").exists(), "it joined a job that had ended"
 
 
 def test_the_store_of_a_single_machine_is_not_reached_from_others(tmp_path):

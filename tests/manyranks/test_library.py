@@ -10,7 +10,8 @@ import pytest
 
 import manyranks
 
-HOME = Path(manyranks.__file__).parent
+INSTALLED = Path(manyranks.__file__).parent  # as it is imported here
+HOME = Path(__file__).parents[2] / "manyranks"  # its sources
 ALONE = Path(__file__).parents[1] / "support" / "alone"
 README = (HOME / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -27,7 +28,7 @@ def run_alone(program, folder):
     """Run a program without the course, in its ranks too; return its output."""
     path = folder / "program.py"
     path.write_text(program, encoding="utf-8")
-    paths = os.pathsep.join([str(ALONE), str(HOME.parent)])
+    paths = os.pathsep.join([str(ALONE), str(INSTALLED.parent)])
     done = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,
@@ -71,6 +72,7 @@ CHECKED = {  # What a type checker says of each line.
 
 
 def test_a_type_checker_knows_the_front(tmp_path):
+    pytest.importorskip("mypy")
     program = tmp_path / "program.py"
     imports = ["import manyranks", "from manyranks import launch"]
     program.write_text("\n".join([*imports, *CHECKED]), encoding="utf-8")

@@ -16,11 +16,13 @@ HEADER = """
 import contextlib, ctypes, os, resource, signal, sys, threading, time
 import numpy, psutil, torch
 import torch.distributed as dist
-from ddp_course import launch, ring_all_reduce
+from manyranks import launch
 
 def later(seconds, action):
     threading.Timer(seconds, action).start()
 """
+# The ring is part of the cell: a script has nothing of the tests to import.
+HEADER += Path(__file__).with_name("rings.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ NOBODY = 65534
 LAUNCHES = """
 import sys
 import torch, torch.distributed as dist
-from ddp_course import launch
+from manyranks import launch
 
 def total():
     number = torch.tensor([dist.get_rank() + 1.0])

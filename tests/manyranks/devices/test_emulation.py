@@ -1,39 +1,52 @@
-"""The emulation at work: bookings against closed forms, equal results, hooks in time, and stage 2's
-K devices.
+"""The emulation at work: bookings against closed forms, equal results, hooks in time, and several
+devices in one process.
 """
 
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import tiny_batches, tiny_model, weights
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_course import (
-    problems,
-    stage1_single,
-    stage2_dataparallel,
-    stage3_paramserver,
-    stage4_ring,
-    stage5_bucketed,
-    stage6_ddp,
-    stage7_sharded,
-    stage8_pipeline,
-    stage9_tensor,
-)
 from manyranks import Device, Link, clocks, launch
 from manyranks.devices import emulation, full_speed
 from manyranks.errors import EmulationError
 
-PARAMETERS = weights(tiny_model()).numel()
+
+def small_net():
+    """A convolution and a linear layer, for pictures of 8 x 8."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16 * 8 * 8, 10))
 
 
-def digits_step(samples=12):
-    digits = problems.make("digits")
-    return partial(stage1_single.train, digits.model(), list(digits.batches(samples, 1)), 0.1)
+def batches(steps=1, rank=0, world_size=1):
+    """A rank's share of batches of 24."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        inputs = torch.randn(24, 1, 8, 8, generator=generator)
+        targets = torch.randint(10, (24,), generator=generator)
+        yield inputs[rank::world_size], targets[rank::world_size]
+
+
+def train(model, batches):
+    """Train in place; return the loss of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    """All parameters as one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 # What operations cost
@@ -42,10 +55,10 @@ def digits_step(samples=12):
 def test_a_step_costs_its_flops_over_the_rate():
     counter = FlopCounterMode(display=False)
     with counter:
-        digits_step()()
+        train(small_net(), batches())
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
-        digits_step()()
-    assert emulated.flops == counter.get_total_flops() > 1e7
+        train(small_net(), batches())
+    assert emulated.flops == counter.get_total_flops() > 1e6
     assert emulated.busy_s == pytest.approx(emulated.flops / 2e9, rel=1e-12)
 
 
@@ -87,20 +100,18 @@ def test_memory_bounds_what_has_few_flops():
 
 
 def test_the_thread_sleeps_until_the_device_is_done():
-    digits = problems.make("digits")
     early = []
-    model = digits.model()
-    batches = digits.batches(12, 1)
+    model = small_net()
     start = time.perf_counter()
-    with Device("200MFLOP/s").emulate(record=True) as emulated:
+    with Device("10MFLOP/s").emulate(record=True) as emulated:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(
                 lambda _: early.append(time.perf_counter() < emulated.operations[-1].end)
             )
-        stage1_single.train(model, batches, 0.1)
+        train(model, batches())
     assert time.perf_counter() - start >= emulated.busy_s > 0.2
     assert emulated.operations[-1].end - emulated.operations[0].start >= emulated.busy_s * 0.999
-    assert early == [False] * 10, (
+    assert early == [False] * 4, (
         "a gradient's hook fires when the device has finished it, and no earlier"
     )
 
@@ -121,12 +132,12 @@ def test_full_speed_ends_the_time_and_not_the_results():
         yield from batches
 
     with Device("2GFLOP/s").emulate(sleep=False) as two:
-        stage1_single.train(tiny_model(), tiny_batches(steps=2), 0.1)
-    model = tiny_model()
-    plain = tiny_model()
+        train(small_net(), batches(steps=2))
+    model = small_net()
+    plain = small_net()
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
-        stage1_single.train(model, some_at_full_speed(tiny_batches(steps=6)), 0.1)
-    stage1_single.train(plain, tiny_batches(steps=6), 0.1)
+        train(model, some_at_full_speed(batches(steps=6)))
+    train(plain, batches(steps=6))
     assert emulated.busy_s == pytest.approx(two.busy_s) and torch.equal(
         weights(model), weights(plain)
     )
@@ -142,33 +153,11 @@ def test_nothing_is_left_behind_even_after_an_exception():
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
         with pytest.raises(EmulationError, match="already"), Device("1GFLOP/s").emulate():
             pass
-        digits_step()()
+        train(small_net(), batches())
     assert emulated.busy_s > 0
 
 
-# Stage 2: K devices in one process
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_the_gradients_in(
-    world_size,
-):
-    names = [f"cpu:{number}" for number in range(world_size)]
-    model = tiny_model()
-    plain = tiny_model()
-    device = Device("2GFLOP/s")
-    with device.emulate(sleep=False) as emulated:
-        stage2_dataparallel.train(model, tiny_batches(steps=2), 0.1, names)
-    stage2_dataparallel.train(plain, tiny_batches(steps=2), 0.1, names)
-    assert torch.equal(weights(model), weights(plain))
-    with device.emulate(sleep=False) as single:
-        stage1_single.train(tiny_model(), tiny_batches(steps=2), 0.1)
-    shares = [emulated.busy[number] for number in range(world_size)]
-    assert sum(shares) == pytest.approx(single.busy_s)
-    assert shares == pytest.approx([single.busy_s / world_size] * world_size)
-    samples = 24 * (world_size - 1) // world_size
-    data = samples * 8 * (13 + 9 + 9)  # inputs and the outputs' gradients out, outputs in
-    assert emulated.copied == 2 * (2 * (world_size - 1) * 8 * PARAMETERS + data)
+# Several devices in one process
 
 
 def copies():
@@ -187,52 +176,43 @@ def test_copies_take_the_time_of_the_bus():
 
 
 def span_of(names):
-    """Seconds of a step of stage 2 on these devices, and seconds that they have worked."""
-    model = problems.make("digits").model()
-    stage2_dataparallel.train(model, problems.make("digits").batches(12, 1), 0.1, names)
+    """Seconds of two threads that each compute on one of these devices, and seconds that the
+    devices have worked.
+    """
+    ((inputs, _),) = batches()
+    threads = [
+        threading.Thread(target=small_net().to(name), args=(inputs.to(name),)) for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return clocks.now(), emulation.Emulation.current.busy_s
 
 
 def test_threads_of_two_devices_work_at_the_same_time_and_those_of_one_take_turns():
     device = Device("100MFLOP/s")
     ((taken, busy),) = launch(span_of, ["cpu:0", "cpu:1"], world_size=1, device=device)
-    assert taken == pytest.approx(busy / 2, rel=1e-3)  # the pool asks for idle workers, 10 us each
+    assert taken == pytest.approx(busy / 2, rel=1e-9)
     ((taken, busy),) = launch(span_of, ["cpu", "cpu"], world_size=1, device=device)
-    assert taken == pytest.approx(busy, rel=1e-3)
+    assert taken == pytest.approx(busy, rel=1e-9)
 
 
 # Launches
 
-TRAINERS = {
-    "3": stage3_paramserver.train,
-    "4": stage4_ring.train,
-    "5": partial(stage5_bucketed.train, bucket_cap_mb=0.002),
-    "6": partial(stage6_ddp.train, bucket_cap_mb=0.002),
-    "7": stage7_sharded.train,
-    "8": stage8_pipeline.train,
-    "9": stage9_tensor.train,
-}
 
-
-def train_on_rank(stage):
-    model = tiny_model()
-    rank, world_size = (0, 1) if stage in "89" else (dist.get_rank(), dist.get_world_size())
-    batches = tiny_batches(rank, world_size, steps=3)
-    if stage == "torch":
-        parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
-        losses = stage1_single.train(parallel, batches, 0.1)
-    else:
-        losses = TRAINERS[stage](model, batches, 0.1)
+def train_on_rank():
+    model = torch.nn.parallel.DistributedDataParallel(small_net())
+    shares = batches(2, dist.get_rank(), dist.get_world_size())
+    losses = train(model, shares)
     current = emulation.Emulation.current
     return losses, weights(model), current and current.flops
 
 
-@pytest.mark.parametrize("stage", [*TRAINERS, "torch"])
-def test_every_stage_computes_the_same_bits_on_emulated_devices(stage):
-    plain = launch(train_on_rank, stage, world_size=2, device="cpu")
-    emulated = launch(
-        train_on_rank, stage, world_size=2, device=Device("50MFLOP/s", memory="100MB/s")
-    )
+def test_torchs_own_class_computes_the_same_bits_on_emulated_devices():
+    plain = launch(train_on_rank, world_size=2, device="cpu")
+    device = Device("50MFLOP/s", memory="100MB/s")
+    emulated = launch(train_on_rank, world_size=2, device=device)
     for (losses, trained, nothing), (same_losses, same_weights, flops) in zip(
         plain, emulated, strict=True
     ):
@@ -242,7 +222,7 @@ def test_every_stage_computes_the_same_bits_on_emulated_devices(stage):
 
 def busy_on_rank():
     current = emulation.Emulation.current
-    train_on_rank("3")
+    train_on_rank()
     return current.device.rate, current.busy_s * current.device.rate, current.flops
 
 

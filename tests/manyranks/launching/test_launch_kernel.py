@@ -9,8 +9,9 @@ import time
 
 import psutil
 import pytest
-from kernels import running_kernel
 from launch_faults import FAULTS, HEADER
+
+running_kernel = pytest.importorskip("kernels").running_kernel
 
 ENDLESS = """
 def endless():

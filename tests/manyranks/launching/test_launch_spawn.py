@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 import torch
+from rings import ring_all_reduce
 
-from ddp_course import ring_all_reduce
 from manyranks import Link, launch
 from manyranks.errors import EmulationError, LaunchError
 from manyranks.launching import server_handle, setting
@@ -74,7 +74,7 @@ def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypat
 def test_ranks_end_with_a_caller_that_was_killed():
     """Server, agent and ranks; what a rank has started goes with them."""
     source = (
-        "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom ddp_course"
+        "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom manyranks"
         " import launch\ndef rank(caller):\n    print(os.getpid(), subprocess.Popen(['sleep',"
         " '300'], start_new_session=True).pid, flush=True)\n    dist.barrier()\n    time.sleep(1)\n"
         "    os.kill(caller, signal.SIGKILL)\n    time.sleep(300)\nlaunch(rank, os.getpid(),"

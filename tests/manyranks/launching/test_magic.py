@@ -4,10 +4,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-import nbformat
 import pytest
-from kernels import running_kernel
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+running_kernel = pytest.importorskip("kernels").running_kernel
 
 CELL = """%%ranks 3 --pull total,note
 print("rank", rank, "of", world_size, "on", device)
@@ -17,7 +18,7 @@ note = {"seen by": rank, "doubled": double(base)}
 total, twice(rank)
 """
 SETUP = """
-%load_ext ddp_course
+%load_ext manyranks
 base = 10
 def twice(x): return 2 * x
 def double(x): return twice(x)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-import ddp_course
+import manyranks
 from manyranks import launch, links
 from manyranks.errors import LaunchError
 from manyranks.links import Link
@@ -175,7 +175,7 @@ NOBODY = 65534
 
 def python_of_nobody(options):
     """A Python that an ordinary user may run and that finds our packages, or None."""
-    probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, ddp_course"
+    probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, manyranks"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         with contextlib.suppress(OSError):
             if (
@@ -192,7 +192,7 @@ def python_of_nobody(options):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become someone else")
 def test_an_ordinary_user_can_have_virtual_hosts():
-    paths = [*site.getsitepackages(), str(Path(ddp_course.__file__).parents[1])]
+    paths = [*site.getsitepackages(), str(Path(manyranks.__file__).parents[1])]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         environ = {

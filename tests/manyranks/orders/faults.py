@@ -9,8 +9,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from ddp_course import wire
-
 
 def neighbours():
     """This rank, and its neighbours in the ring of all ranks."""
@@ -193,8 +191,8 @@ def reads_the_neighbouring_chunk():
     """A ring's step that adds to the chunk which is just being received."""
     rank, right, left = neighbours()
     chunks = torch.arange(6.0).tensor_split(dist.get_world_size())
-    arriving = wire.irecv(chunks[rank - 1], left)
-    leaving = wire.isend(chunks[rank], right)
+    arriving = dist.irecv(chunks[rank - 1], left)
+    leaving = dist.isend(chunks[rank], right)
     chunks[rank - 1].add_(1)
     arriving.wait()
     leaving.wait()

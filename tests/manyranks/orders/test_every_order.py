@@ -16,8 +16,8 @@ from interleavings import (
     with_fault,
     with_race,
 )
+from rings import ring_all_reduce
 
-from ddp_course import ring_all_reduce
 from manyranks import Link, every_order, launch
 from manyranks.errors import RankError
 

@@ -11,13 +11,14 @@ class Hiding:
     def __init__(self, finder):
         self.finder = finder
 
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in HIDDEN:
             return None
         return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        """What else a finder does, such as to find what is installed in which version."""
+        return getattr(self.finder, name)
 
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course import torch_private
-from manyranks import this_torch
-from manyranks.errors import ManyranksError
+import manyranks
+from manyranks import ManyranksError, this_torch, torch_inside
 from manyranks.torch_inside import part
 
-ROOT = Path(__file__).parents[1]
+PRIVATE_PARTS_GONE = Path(__file__).parents[1] / "support" / "without_private_parts"
 
 
 @pytest.fixture
@@ -66,55 +65,40 @@ def test_what_is_gone_can_be_imported_and_each_use_names_it_and_what_needs_it():
 
 def test_a_function_whose_part_is_gone_names_it(monkeypatch):
     monkeypatch.delattr("torch.autograd._unsafe_preserve_version_counter")
-    with pytest.raises(
-        ManyranksError, match=r"broadcast of buffers.*_unsafe_preserve_version_counter"
-    ):
-        torch_private.unnoticed_by_autograd([])
+    words = r"broadcast of buffers.*_unsafe_preserve_version_counter"
+    with pytest.raises(ManyranksError, match=words):
+        torch_inside.unnoticed_by_autograd([])
 
 
-# Every process of this program, the server and the ranks too, finds no private part of torch but
-# those that a message of stages 3 to 5 needs.
-WITHOUT = """
-import pkgutil
-found = pkgutil.resolve_name
-needed = ("DisableTorchFunctionSubclass", "_get_default_store", "tree_leaves")
-def resolve_name(path):
-    if path.startswith("torch") and not path.endswith(needed):
-        raise AttributeError(path)
-    return found(path)
-pkgutil.resolve_name = resolve_name
-"""
 PROGRAM = """
-from importlib import import_module
-from ddp_course import ladder, problems
+import torch
+import torch.distributed as dist
 from manyranks import Link, launch
 
-def trained(name):
-    import torch.distributed as dist
-    problem = problems.make("synthetic", parameters=2000, width=8)
-    batches = problem.batches(8, 2, rank=dist.get_rank(), world_size=2)
-    return len(import_module("ddp_course." + name).train(problem.model(), batches, 0.1))
+def total():
+    number = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(number)
+    return number.item()
 
-stages = [name for name in ladder.MODULES if name[5] in "1345"]
-print([launch(trained, name, world_size=2) for name in stages])
+print(launch(total, world_size=2))
 try:
-    launch(trained, stages[0], world_size=2, link=Link("1Gbit"))
+    launch(total, world_size=2, link=Link("1Gbit"))
 except Exception as error:
     print(error)
 """
 
 
-def test_without_private_parts_plain_launches_and_stages_go_on(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+def test_without_private_parts_plain_launches_go_on(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
+    paths = [str(PRIVATE_PARTS_GONE), str(Path(manyranks.__file__).parents[1])]
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert "[[2, 2], [2, 2], [2, 2], [2, 2]]" in done.stdout, done.stdout + done.stderr
+    assert "[3.0, 3.0]" in done.stdout, done.stdout + done.stderr
     assert "virtual time needs a private part of torch" in done.stdout, done.stdout + done.stderr
     assert "torch.distributed.ProcessGroupGloo" in done.stdout

@@ -1,0 +1,18 @@
+"""Each process with this on its path lacks every private part of torch but what messages need."""
+torch but those that a message of stages 3 to 5 needs.
+"""
+
+import pkgutil
+
+found = pkgutil.resolve_name
+NEEDED = ("DisableTorchFunctionSubclass", "_get_default_store", "tree_leaves")
+
+
+def resolve_name(path):
+    """What has a path, unless it is of torch and not needed."""
+    if path.startswith("torch") and not path.endswith(NEEDED):
+        raise AttributeError(path)
+    return found(path)
+
+
+pkgutil.resolve_name = resolve_name
