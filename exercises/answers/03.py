@@ -317,7 +317,7 @@ def send_back(tensor, server=0, group=None):
         wire.send(tensor, right, group)
 
 
-# %% 3.4 told: lazy, the course's own formula | your code calls measuring.theory.parameter_server
+# %% 3.4 told: lazy, the course's own formula | your code calls lab.measuring.theory.parameter_server
 def ranks_that_pay(computing, parameters, bits_per_second, most):
     from ddp_course.lab.measuring import theory
 

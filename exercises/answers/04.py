@@ -622,7 +622,7 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
 
-# %% 4.5 told: lazy, the course's own formula | your code calls measuring.theory.ring
+# %% 4.5 told: lazy, the course's own formula | your code calls lab.measuring.theory.ring
 def step_seconds(cables, parameters, latency, computing):
     from ddp_course.lab.measuring import theory
 

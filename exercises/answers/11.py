@@ -426,7 +426,7 @@ def reshard(saved, rank, world_size):
 #-             part[name] = whole.tensor_split(world_size)[rank].clone()
 #+             each = len(saved) // world_size
 #+             part[name] = torch.cat([other[name] for other in saved[rank * each : (rank + 1) * each]])
-# %% 11.1 told: lazy, the course's own | your code calls running.checkpoint.writing_to
+# %% 11.1 told: lazy, the course's own | your code calls checkpoint.writing_to
 def save_checkpoint(state, path):
     from ddp_course.checkpoint import writing_to
 

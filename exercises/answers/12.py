@@ -249,7 +249,7 @@ def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, inside)
 
 
-# %% 12.2 told: lazy, the course's own formula | your code calls measuring.theory.ring
+# %% 12.2 told: lazy, the course's own formula | your code calls lab.measuring.theory.ring
 def foresee(measure, size, nbytes):
     from ddp_course.lab.measuring import theory
 

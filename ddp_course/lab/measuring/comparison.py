@@ -46,19 +46,17 @@ def run(
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
 
-    `yours` are training functions of your own by name, as {"my ring": my_train}: each is called as
-    `my_train(model, batches, lr)` on every rank, with the rank's share of each batch, trains
-    `model` in place, and returns the loss of every step. They are compared as the stages are.
+    `yours` are training functions of your own by name, as {"my ring": my_train}: every rank calls
+    `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every step.
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
     `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
     None on GPUs, which have links of their own. `options`: `global_batch` (samples), `lr`, `seed`,
-    `dtype` (a name), `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small
-    enough that the default model fills several), `parameters` (of bytes and synthetic), `timeout`
-    (seconds per launch). `progress` shows a bar for each stage, which counts its steps. Ranks of
-    torchrun all call this, without emulation and without a bar, and train each stage. Raises
-    ValueError for a setting that cannot work.
+    `dtype` (a name), `bucket_cap_mb` (of stages 5, 6 and torch's DDP, default 0.25, so that the
+    default model fills several), `parameters` (of bytes and synthetic), `timeout` (seconds per
+    launch). `progress` shows a bar of each stage's steps. Ranks of torchrun all call this and train
+    each stage, without emulation or bar. Raises ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     own = [stage_of_yours(name, train) for name, train in (yours or {}).items()]
