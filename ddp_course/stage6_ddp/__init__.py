@@ -14,6 +14,7 @@ in reading order:
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
     mixed_precision  compute and communicate in half precision
+    after_wrapping   is it still the model that was wrapped?
     ddp              the class that puts everything together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB
