@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -54,12 +55,15 @@ class Clock:
             with self.table.lock:
                 arbiter.settle(self.table)
 
-    def take_turn(self) -> None:
+    def take_turn(self, to_post: bool = False) -> None:
         """Wait for this thread's turn at this moment, if the rank has other threads: all touch what
-        they share in the order of virtual time.
+        they share in the order of virtual time. Turns `to_post` come before the bookings of this
+        moment, so that all that is posted now is booked together.
         """
         if process.threads > 1:
+            self.place.posts = to_post
             self.sleep_until(self.moment, TURN)
+            self.place.posts = 0
 
     def sleep_until(self, moment: int, what: Awaited) -> None:
         """Wait until the arbiter comes to `moment`: then all that is due before has been done."""
@@ -121,6 +125,21 @@ def own() -> Clock | None:
     return local.clock
 
 
+def in_real_time(run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return `run(…)`, during which this thread has no clock: virtual time stands still."""
+    clock = local.clock
+    local.clock = None
+    try:
+        return run(*args, **kwargs)
+    finally:
+        local.clock = clock
+
+
+def virtual() -> bool:
+    """Return whether this process's time is virtual."""
+    return process.table is not None
+
+
 def moment() -> int:
     """Return this thread's time in picoseconds; that of the real clock for a thread that has no
     clock.
@@ -144,11 +163,11 @@ def advance(seconds: float) -> None:
         clock.advance(clock.moment + round(seconds * 1e12))
 
 
-def take_turn() -> None:
+def take_turn(to_post: bool = False) -> None:
     """Have this thread wait for its turn, if it has a clock."""
     clock = own()
     if clock is not None:
-        clock.take_turn()
+        clock.take_turn(to_post)
 
 
 def ask(answer: bool) -> bool:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ..errors import Awaited
 from . import arbiter
-from .clock import TURN, own, process
-from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry, where
+from .clock import own, process
+from .table import ANY, BOOKED, COLLECTIVE, FROM_ANY, MESSAGE, NEW_GROUP, OPEN, Entry
 
 
 class Ticket(NamedTuple):
@@ -28,7 +28,9 @@ class Ticket(NamedTuple):
 
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
-    """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
+    """Announce a message to or from global rank `peer`, or from ANY, in a group; return a ticket
+    for `wait`.
+    """
     table = process.table
     if sending:
         sender = table.rank
@@ -45,7 +47,7 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
         entry = come(
             key,
             sides=2,
-            kind=MESSAGE,
+            kind=FROM_ANY if peer == ANY else MESSAGE,
             first=sender,
             second=receiver,
             group=group,
@@ -54,11 +56,20 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
         )
         if sending:
             entry.nbytes = nbytes
+            entry.sent = 1
+        table.head.from_any += peer == ANY
         if entry.present == 2:
             arbiter.make_ready(table, entry)
-        elif sending:
-            arbiter.tell_receivers_of_any(table, receiver, own().moment)
-    return Ticket(entry, sending, Awaited("send" if sending else "receive", (peer,)))
+        elif table.head.from_any:
+            arbiter.settle(table)
+    return Ticket(entry, sending, awaited_message(sending, peer))
+
+
+def awaited_message(sending: bool, peer: int) -> Awaited:
+    """Return what one side of a message waits for."""
+    if peer == ANY:
+        return Awaited("receive from any")
+    return Awaited("send" if sending else "receive", (peer,))
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
@@ -144,30 +155,13 @@ def drop(ticket: Ticket) -> None:
     process.table.dropped.append(ticket.entry)
 
 
-def oldest_sender(group: int, tag: int) -> int:
-    """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
-    table = process.table
-    clock = own()
-    clock.sleep_until(clock.moment, TURN)
-    while True:
-        with table.lock:
-            rows = table.rows
-            to_this_rank = (rows["second"] == table.rank) & (rows["group"] == group)
-            posted = (rows["stage"] == OPEN) & (rows["kind"] == MESSAGE)
-            entries = where(table.entries, to_this_rank & (rows["tag"] == tag) & posted)
-            sends = [(entry.moment, entry.first) for entry in entries if is_next_send(entry)]
-            moment, sender = min(sends, default=(FOREVER, 0))
-            if moment <= clock.moment:
-                return sender
-            clock.place.from_any = 1
-            clock.stop(moment)
-        clock.stand(Awaited("receive from any"))
-        clock.place.from_any = 0
+def sender_of(ticket: Ticket) -> int:
+    """Return whose message a receive from any rank gets; ANY as long as that is open."""
+    return ticket.entry.first
 
 
-def is_next_send(entry: Entry) -> bool:
-    """Return whether an open message was posted by its sender, and is the next from there that this
-    rank has not begun to receive.
+def count_received(sender: int, group: int, tag: int) -> None:
+    """A receive from any rank has got a message: the next one from there is for the next
+    receive.
     """
-    channel = (entry.first, entry.second, entry.group, entry.tag)
-    return entry.count == process.calls[channel, False] + 1
+    process.calls[(sender, process.table.rank, group, tag), False] += 1

@@ -8,9 +8,10 @@ that has not come.
 # mypy: disable-error-code="override, attr-defined, misc, call-arg"
 # The stubs of torch overload these methods in ways that no class can follow.
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
 from . import events
-from .clock import TURN, ask, own, process
+from .clock import TURN, ask, in_real_time, own, process, take_turn
+from .table import ANY, POLL_S, plain_lock, real_sleep
 
 
 class Work(dist.Work):
@@ -144,6 +146,73 @@ class Following(Future):
         self.before.complete()
 
 
+class FromAny:
+    """Stands for gloo's receive from any rank, which would choose by real time: gloo receives from
+    the rank whose message has been matched in virtual time, from then on. Where the program does
+    not wait yet, a thread looks after that, as the sender waits for it in gloo.
+    """
+
+    unmatched: ClassVar[list["FromAny"]] = []  # of this process, in the order of their posts
+    lock = plain_lock()
+
+    def __init__(self, group: "Group", tensors: list, tag: int, ticket: events.Ticket):
+        self.group = group
+        self.tensors = tensors
+        self.tag = tag
+        self.ticket = ticket
+        self.work: Any = None
+        with self.lock:
+            self.unmatched.append(self)
+            if len(self.unmatched) == 1:
+                in_real_time(threading.Thread(target=self.look_after_all, daemon=True).start)
+
+    @classmethod
+    def look_after_all(cls) -> None:
+        """Begin receives as they are matched, until there are none."""
+        while cls.begin_matched():
+            real_sleep(POLL_S)
+
+    @classmethod
+    def begin_matched(cls) -> int:
+        """Begin all receives that are matched, in order; return how many are not."""
+        with cls.lock:
+            for receive in list(cls.unmatched):
+                sender = events.sender_of(receive.ticket)
+                if sender != ANY:
+                    receive.begin(sender)
+                    cls.unmatched.remove(receive)
+            return len(cls.unmatched)
+
+    def begin(self, sender: int) -> None:
+        """Have gloo receive from the sender."""
+        group = self.group
+        events.count_received(sender, group.number, self.tag)
+        self.work = group.inner.recv(self.tensors, group.members.index(sender), self.tag)
+        events.drop(self.ticket)
+
+    def wait(self) -> None:
+        """Wait for gloo: the message is matched."""
+        self.begin_matched()
+        self.work.wait()
+
+    def _source_rank(self) -> int:
+        return self.work._source_rank()
+
+    @classmethod
+    def make_room(cls, group: int, tag: int) -> None:
+        """A receive from a named rank will be posted: begin those from any rank that come first."""
+        if not cls.unmatched:
+            return
+        clock: Any = own()
+        clock.sleep_until(clock.moment, TURN)
+        cls.begin_matched()
+        if any((each.group.number, each.tag) == (group, tag) for each in cls.unmatched):
+            raise RuntimeError(
+                "a receive from any rank waits for a message with this tag, so it is open which"
+                " message a receive from one rank gets: wait for it first, or use another tag"
+            )
+
+
 def direct_steps(size: int) -> int:
     """Return the steps in which a member sends something to each other one."""
     return size - 1
@@ -254,26 +323,33 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
+        take_turn(to_post=True)
         work = self.inner.send(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
-        """Post a receive."""
+        """Post a receive. Raises RuntimeError if one from any rank has the same tag, and no message
+        yet: it would be open which of the two gets the next message.
+        """
+        take_turn(to_post=True)
+        FromAny.make_room(self.number, tag)
         work = self.inner.recv(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
 
-    def recv_anysource(self, tensors: list, tag: int) -> Any:
-        """Wait for the oldest message from any rank, and post its receive."""
-        sender = events.oldest_sender(self.number, tag)
-        return self.recv(tensors, self.members.index(sender), tag)
+    def recv_anysource(self, tensors: list, tag: int) -> Work:
+        """Post a receive of the oldest message from any rank."""
+        take_turn(to_post=True)
+        ticket = events.post(False, 0, ANY, self.number, tag)
+        return Work(FromAny(self, tensors, tag, ticket), ticket)
 
     def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Gather each of the `inputs` from all members into one of the `outputs`."""
         parts = [output.chunk(self.size()) for output in outputs]
+        take_turn(to_post=True)
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
         work = self.inner.allgather_coalesced(by_member, inputs, *opts)
@@ -282,6 +358,7 @@ class Group(dist.ProcessGroup):
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
+        take_turn(to_post=True)
         work = self.inner.barrier(**opts)
         return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
 
@@ -294,6 +371,7 @@ def add_collective(torch_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
+        take_turn(to_post=True)
         work = getattr(self.inner, form.method)(*arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:

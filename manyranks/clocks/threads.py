@@ -163,11 +163,7 @@ def start(thread: threading.Thread) -> None:
         give_clock(thread, parent)
     # `Thread.start` waits for the new thread's first sign of life. That is a wait in real time: by
     # the clocks nobody could end it while the new thread has none yet, or never gets one.
-    clock.local.clock = None
-    try:
-        plain_start(thread)
-    finally:
-        clock.local.clock = parent
+    clock.in_real_time(plain_start, thread)
 
 
 def give_clock(thread: threading.Thread, parent: Clock) -> None:
