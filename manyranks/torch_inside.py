@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Tensors of such classes, as DTensor, have others inside.
 is_wrapper = is_traceable_wrapper_subclass_type
+# Within this context no mode of this thread sees operations.
+without_modes = _disable_current_modes
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = _get_current_dispatch_mode_stack
 # Backward passes have numbers from 0; -1 means no pass.
