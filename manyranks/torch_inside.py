@@ -124,3 +124,12 @@ def messages() -> int:
 def make_groups_with(group_class: type) -> None:
     """Have torch make a process group with `group_class` wherever this process asks for gloo."""
     setattr(distributed_c10d, "ProcessGroupGloo", group_class)  # noqa: B010 (the stubs forbid it)
+
+
+def wait_for_futures_with(wait: Callable, collect_all: Callable) -> None:
+    """Have torch wait for a future of a thread by `wait(run, future)`, and make the future of many
+    by `collect_all(futures)`.
+    """
+    run = torch.futures.Future.wait
+    torch.futures.Future.wait = lambda future: wait(run, future)  # type: ignore[method-assign]
+    torch._C._collect_all = collect_all

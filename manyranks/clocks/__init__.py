@@ -45,6 +45,7 @@ def enter(table: Table, rank: int) -> None:
     local.clock = begin(table, slot, 0, needed=True)
     threads.patch()
     torch_inside.make_groups_with(group.Group)
+    torch_inside.wait_for_futures_with(group.wait_by_lock, group.All)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..errors import Awaited
 from . import arbiter
 from .clock import own, process
-from .table import ANY, BOOKED, COLLECTIVE, FROM_ANY, MESSAGE, NEW_GROUP, OPEN, Entry
+from .table import ANY, BOOKED, COLLECTIVE, FOREVER, FROM_ANY, MESSAGE, NEW_GROUP, OPEN, Entry
 
 
 class Ticket(NamedTuple):
@@ -132,17 +132,25 @@ def wait(ticket: Ticket) -> int:
     return moment
 
 
-def stand_until_booked(ticket: Ticket) -> None:
-    """Stop this thread's clock until a ticket's moment is known."""
+def stand_until_booked(ticket: Ticket, until: int = FOREVER) -> None:
+    """Stop this thread's clock until a ticket's moment is known, or the moment `until` has come."""
     clock = own()
     if ticket.end is not None:
         return
     with process.table.lock:
         booked = ticket.end is not None
         if not booked:
-            clock.stop(ticket=ticket)
+            clock.stop(until, ticket)
     if not booked:
         clock.stand(ticket.what)
+
+
+def ends_by(ticket: Ticket, until: int) -> bool:
+    """Wait until a ticket's moment is known, or `until` has come; return whether the former is not
+    later.
+    """
+    stand_until_booked(ticket, until)
+    return ticket.end is not None and ticket.end <= until
 
 
 def has_ended(ticket: Ticket) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
-from . import events
+from . import events, stalls, threads
 from .clock import TURN, ask, in_real_time, own, process, take_turn
 from .table import ANY, POLL_S, plain_lock, real_sleep
 
@@ -34,13 +34,29 @@ class Work(dist.Work):
         self.ticket = ticket
         self.ended: int | None = None
         self.finished = False
+        self.future: Future | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait in virtual time, then for gloo."""
+        """Wait in virtual time, then for gloo. Raises RuntimeError after the `timeout`, if any."""
         if own() is not None:
+            if timeout:
+                self.wait_at_most(timeout.total_seconds())
             self.wait_by_clock()
         self.finish()
+        if self.future is not None:
+            self.future.complete()
         return True
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait for the end to be known; raises RuntimeError if it does not come in time."""
+        clock: Any = own()
+        until = clock.moment + round(seconds * 1e12)
+        if self.ended is None and not events.ends_by(self.ticket, until):
+            clock.advance(until)
+            raise RuntimeError(
+                f"timed out after {seconds:g} s of virtual time, waiting"
+                f" {stalls.in_words(self.ticket.what)}"
+            )
 
     def finish(self) -> None:
         """Wait for gloo, once: a second wait for one message would be for the next."""
@@ -50,6 +66,8 @@ class Work(dist.Work):
 
     def wait_by_clock(self) -> int:
         """Wait in virtual time; return the moment of the end."""
+        if self.future is not None:
+            take_turn()  # The callbacks' thread may have waited, and given up the ticket.
         if self.ended is None:
             self.ended = events.wait(self.ticket)
         own().advance(self.ended)
@@ -67,7 +85,7 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future; its callbacks run at the moment of the operation's end."""
-        future = Future(self)
+        future = self.future = self.future or Future(self)
         # DDP's reducer will wait for it in C++, where no clock can see it.
         if torch_inside.backward_pass() != -1:
             torch_inside.after_backward(future.complete)
@@ -94,13 +112,17 @@ class Future(torch.futures.Future):
     def __init__(self, work: Work):
         super().__init__()
         self.work = work
+        self.has_thread = False  # One looks after the callbacks.
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
-        if super().done():
-            return
         clock = own()
+        if super().done() or clock is None:
+            return
         ended = self.work.wait_by_clock()
+        clock.take_turn()
+        if super().done():  # Another thread was first.
+            return
         self.work.finish()
         present = clock.moment
         clock.moment = ended  # This may be earlier.
@@ -121,7 +143,12 @@ class Future(torch.futures.Future):
         return super().done()
 
     def then(self, callback: Any) -> torch.futures.Future:
-        """Return the future of `callback(self)`."""
+        """Return the future of `callback(self)`, which runs in a thread of its own if nobody waits
+        for it here.
+        """
+        if not super().done() and torch_inside.backward_pass() == -1 and not self.has_thread:
+            self.has_thread = True
+            threading.Thread(target=self.complete, daemon=True).start()
         following = Following(self)
 
         def run(future):
@@ -140,10 +167,41 @@ class Following(Future):
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
+        self.has_thread = True  # that of the future before
 
     def complete(self) -> None:
         """Wait for what the callback waits for; then it runs."""
         self.before.complete()
+
+
+class All(Future):
+    """The future that is complete once all of some futures are."""
+
+    def __init__(self, futures: list):
+        super().__init__(None)
+        self.futures = futures
+
+    def complete(self) -> None:
+        """Wait for all."""
+        for future in self.futures:
+            future.wait()
+        take_turn()
+        if not torch.futures.Future.done(self):
+            self.set_result(self.futures)
+
+    def done(self) -> bool:
+        """Return whether all are complete by now."""
+        return all([future.done() for future in self.futures])
+
+
+def wait_by_lock(run: Callable, future: torch.futures.Future) -> Any:
+    """Around the wait for a future that another thread of this rank sets, wait by the clock."""
+    if own() is not None and not future.done():
+        is_set = threads.Waiter()
+        is_set.acquire()
+        torch.futures.Future.then(future, lambda _: is_set.release())
+        is_set.acquire()
+    return run(future)
 
 
 class FromAny:

@@ -7,6 +7,7 @@ after the other in one launch.
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -347,3 +348,142 @@ def every_collective_with_copies():
 
 def test_what_the_transport_copies_takes_no_time_of_the_device():
     all_right([every_collective_with_copies], device=Device("1GFLOP/s", "1GB/s"))
+
+
+# Futures and limits of waits.
+
+
+def summed(value=1.0, **how):
+    """A sum that has begun, and its tensor."""
+    tensor = torch.full((1000,), value)
+    return dist.all_reduce(tensor, async_op=True, **how), tensor
+
+
+def a_callback_runs_if_only_the_work_is_waited_for():
+    got = []
+    work, _ = summed()
+    work.get_future().then(lambda future: got.append(future.value()[0][0].item()))
+    work.wait()
+    return expect(got, [2])
+
+
+def a_callback_runs_if_nobody_waits():
+    """It runs at the moment of the end: 2 steps of 2 ms and 1 ms each."""
+    began = clocks.moment()
+    moments = []
+    work, _ = summed()
+    work.get_future().then(lambda _: moments.append(clocks.moment() - began))
+    time.sleep(1)
+    dist.barrier()
+    return expect(moments, [6 * 10**9])
+
+
+def a_callback_sets_what_is_waited_for():
+    began = clocks.moment()
+    done = threading.Event()
+    work, _ = summed()
+    work.get_future().then(lambda _: done.set())
+    done.wait()
+    return expect(clocks.moment() - began, 6 * 10**9)
+
+
+def callbacks_of_two_groups_run_by_their_ends():
+    group = dist.new_group([0, 1])
+    order = []
+    dist.barrier()
+    first = dist.all_reduce(torch.zeros(10_000), async_op=True)
+    second = dist.broadcast(torch.zeros(1), 0, group=group, async_op=True)
+    for name, work in (("long", first), ("short", second)):
+        work.get_future().then(lambda _, name=name: order.append((clocks.now(), name)))
+    time.sleep(1)
+    dist.barrier()
+    return expect([name for _, name in sorted(order)], [name for _, name in order])
+
+
+def a_chain_of_callbacks():
+    work, _ = summed()
+    future = work.get_future().then(lambda future: future.value()[0] * 2)
+    return expect(future.then(lambda future: future.value()[0].item() + 1).wait(), 5)
+
+
+def all_futures_are_collected():
+    begun = [summed(float(value)) for value in range(3)]
+    futures = [work.get_future() for work, _ in begun]
+    torch.futures.collect_all(futures).wait()
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def all_futures_are_waited_for():
+    begun = [summed(float(value)) for value in range(3)]
+    torch.futures.wait_all([work.get_future() for work, _ in begun])
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def all_futures_have_a_callback():
+    done = threading.Event()
+    begun = [summed(float(value)) for value in range(3)]
+    whole = torch.futures.collect_all([work.get_future() for work, _ in begun])
+    whole.then(lambda _: done.set())
+    done.wait()
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def a_future_that_a_thread_sets():
+    began = clocks.moment()
+    future = torch.futures.Future()
+
+    def work():
+        time.sleep(1)
+        dist.barrier()
+        future.set_result(7)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    value = future.wait()
+    took = clocks.moment() - began
+    thread.join()
+    return expect((value, took), (7, 1001 * 10**9))
+
+
+def a_wait_with_a_limit():
+    """It ends at the limit; a second one, with more time, ends with the message."""
+    if dist.get_rank() == 0:
+        time.sleep(5)
+        dist.send(number(3), 1)
+        return None
+    began = clocks.moment()
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor, 0)
+    with pytest.raises(RuntimeError, match="timed out after 1 s of virtual time"):
+        work.wait(timedelta(seconds=1))
+    waited = clocks.moment() - began
+    work.wait(timedelta(seconds=100))
+    return expect((waited, tensor.item()), (10**12, 3))
+
+
+def a_limit_while_it_is_on_its_way():
+    """Its end is known, and later than the limit."""
+    work, tensor = summed()
+    with pytest.raises(RuntimeError, match=r"timed out after 0.002 s"):
+        work.wait(timedelta(milliseconds=2))
+    work.wait()
+    return expect(tensor[0].item(), 2)
+
+
+FUTURES = (
+    a_callback_runs_if_only_the_work_is_waited_for,
+    a_callback_runs_if_nobody_waits,
+    a_callback_sets_what_is_waited_for,
+    callbacks_of_two_groups_run_by_their_ends,
+    a_chain_of_callbacks,
+    all_futures_are_collected,
+    all_futures_are_waited_for,
+    all_futures_have_a_callback,
+    a_future_that_a_thread_sets,
+    a_wait_with_a_limit,
+    a_limit_while_it_is_on_its_way,
+)
+
+
+def test_futures_and_limits():
+    all_right(FUTURES)
