@@ -30,6 +30,8 @@ from .table import (
 
 # Entries that are ready at one moment are booked in this order.
 ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
+# Others wait in vain once daemons alone have lived for so long, six hours.
+PATIENCE = 6 * 3600 * 10**12
 CHANNEL = attrgetter("second", "group", "tag")  # Receives from any rank are told apart by these.
 AGE = attrgetter("moment", "first", "count")  # of sends
 
@@ -44,7 +46,7 @@ def settle(table: Table) -> None:
         turn = least(table.threads["timer"])
         matching, receive, send = first_match(table)
         moment = min(booking, turn, matching)
-        if moment == FOREVER:
+        if moment == FOREVER or only_daemons_live(table, moment):
             break
         if least(table.threads["floor"]) <= moment:
             head.threshold = moment
@@ -60,11 +62,31 @@ def settle(table: Table) -> None:
         else:
             release(table, (posting or due)[0], moment)
     head.threshold = FOREVER
-    states = table.threads["state"]
-    if len(table.waiting()) and not (states == RUNNING).any() and not head.failed:
-        head.deadlock = 1
-        for place in where(table.places, states == BLOCKED):
-            table.wake(place)
+    threads = table.threads
+    alive = (threads["state"] == RUNNING) | (threads["outside"] > 0)
+    if len(table.waiting()) and not head.failed and not head.deadlock:
+        if not alive.any() or only_daemons_live(table, least(threads["floor"])):
+            head.deadlock = 1
+            for place in where(table.places, threads["state"] == BLOCKED):
+                table.wake(place)
+        else:
+            head.threshold = head.needed + PATIENCE
+
+
+def only_daemons_live(table: Table, moment: int) -> bool:
+    """Return whether nothing but daemons has gone on for so long that the others wait in vain: a
+    daemon that ticks hides no deadlock.
+    """
+    if moment <= table.head.needed + PATIENCE:
+        return False
+    threads = table.threads
+    needed = threads["needed"] > 0
+    goes_on = (
+        (threads["state"] == RUNNING) | (threads["timer"] < FOREVER) | (threads["outside"] > 0)
+    )
+    # torch itself gives up on a message that does not come; threads may wait for a daemon for ever.
+    waits_for_rank = threads["awaits"] != 0
+    return bool((needed & waits_for_rank).any() and not (needed & goes_on).any())
 
 
 def first_ready(table: Table) -> int:
@@ -183,6 +205,8 @@ def release(table: Table, place: Place, moment: int) -> None:
     place.floor = place.clock
     place.timer = FOREVER
     place.awaits = 0
+    if place.needed:
+        table.head.needed = max(table.head.needed, place.clock)
     place.state = RUNNING  # it counts as running before it wakes, so that nobody passes it
     table.wake(place)
 

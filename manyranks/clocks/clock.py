@@ -13,6 +13,7 @@ from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
 QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
 TURN = Awaited("turn")
+FILES = Awaited("files")
 
 process: Any = SimpleNamespace(
     table=None,  # a process without one has real time
@@ -20,6 +21,7 @@ process: Any = SimpleNamespace(
     threads=0,  # so many of them run
     needed=0,  # so many of these are no daemons
     daemons=set(),  # the slots of the daemons that have computed
+    asking=[],  # the clocks that wait for files, and what says whether one is ready
     calls=Counter(),  # the messages posted by channel and side, and the collectives by group
 )
 
@@ -49,6 +51,9 @@ class Clock:
         """Set the clock to `moment`, unless it is later already."""
         if moment <= self.moment:
             return
+        if process.asking:
+            with self.table.lock:
+                self.tell_who_asks()
         self.moment = moment
         self.place.floor = moment
         if self.table.head.threshold < moment:
@@ -76,6 +81,7 @@ class Clock:
         has come, or what the `ticket` is for is booked.
         """
         place = self.place
+        self.tell_who_asks()
         place.clock = self.moment
         place.timer = timer
         place.awaits = 0
@@ -83,13 +89,39 @@ class Clock:
             place.awaits = ticket.entry.key
             place.sends = ticket.sends
         place.woken = 0
+        if place.needed:
+            self.table.head.needed = max(self.table.head.needed, self.moment)
         place.state = BLOCKED
         place.floor = FOREVER
         arbiter.settle(self.table)
 
-    def stand(self, what: Awaited) -> None:
-        """Sleep, without the lock, until this clock has been released; raises DeadlockError, which
-        says `what` the thread waits for, if it never can be.
+    def tell_who_asks(self) -> None:
+        """This thread has done, under the lock, all that it does at this moment: let those of its
+        rank go on whose files have become ready by that.
+        """
+        for clock, is_ready in process.asking:
+            if is_ready():
+                arbiter.release(self.table, clock.place, self.moment)
+
+    def ask_for_files(self, is_ready: Callable, until: int) -> Any:
+        """Wait until another thread of this rank, or the world outside, has made files ready, or
+        `until` has come; return what is ready.
+        """
+        asks = (self, is_ready)
+        while not (ready := is_ready()) and self.moment < until:
+            with self.table.lock:
+                process.asking.append(asks)
+                self.place.outside = 1
+                self.stop(until)
+            self.stand(FILES, is_ready)
+            self.place.outside = 0
+            process.asking.remove(asks)
+        return ready
+
+    def stand(self, what: Awaited, is_ready: Callable = bool) -> None:
+        """Sleep, without the lock, until this clock has been released, or something outside
+        `is_ready`; raises DeadlockError, which says `what` the thread waits for, if it never can
+        be.
         """
         table = self.table
         place = self.place
@@ -103,6 +135,8 @@ class Clock:
             if place.state == BLOCKED and not place.woken:
                 # Floors are written without the lock: the last call may have read an old one.
                 with table.lock:
+                    if is_ready():
+                        arbiter.release(table, place, self.moment)
                     arbiter.settle(table)
         self.moment = place.clock
 
@@ -110,6 +144,7 @@ class Clock:
         """The thread has ended, or goes on without a clock."""
         local.clock = None
         with self.table.lock:
+            self.tell_who_asks()
             place = self.place
             process.threads -= 1
             process.needed -= place.needed

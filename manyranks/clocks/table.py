@@ -61,6 +61,7 @@ class Head(Structure):
         "groups",  # so many process groups have been made
         "pending",  # so many entries are ready
         "from_any",  # so many receives from any rank have no message yet
+        "needed",  # the last moment at which a thread that is no daemon went on, or stopped
         "latest",  # the moment at which something was last booked, or somebody had a turn
     )
 
@@ -77,6 +78,7 @@ class Place(Structure):
         "awaits",  # the key of the entry whose booking lets it go on; 0 for none
         "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
         "posts",  # 1 if its turn is one to post
+        "outside",  # 1 if something outside the launch may let it go on
         "clock",  # the thread's own time when it was blocked, or when it is to go on
         "number",  # the threads of a rank are numbered in the order of their starts
     )
