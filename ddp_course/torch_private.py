@@ -36,10 +36,6 @@ default_group = part("torch.distributed.distributed_c10d:_get_default_group", "s
 default_store = part(
     "torch.distributed.distributed_c10d:_get_default_store", "a group of some ranks"
 )
-# In this block no mode sees the operations.
-outside_dispatch_modes = part(
-    "torch.utils._python_dispatch:_disable_current_modes", "a look at a loss outside of its time"
-)
 # In this block functions treat subclasses as plain tensors.
 as_plain_tensors = part("torch._C:DisableTorchFunctionSubclass", "a message between ranks")
 SHARDED = "a sharded parameter"

@@ -33,6 +33,8 @@ TorchDispatchMode: Any = part(
 is_wrapper = part(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type", "a model of DTensors"
 )
+# Within this context no mode of this thread sees operations.
+without_modes = part("torch.utils._python_dispatch:_disable_current_modes", "an emulated device")
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = part(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "an emulated device"
@@ -230,3 +232,14 @@ def refuse_others(group_class: type[InPlaceOfGloo]) -> None:
     group = dist.group.WORLD
     if not isinstance(group, group_class) or not group.members:
         raise gone("torch.distributed.distributed_c10d.ProcessGroupGloo", "virtual time")
+
+
+def wait_for_futures_with(wait: Callable, collect_all: Callable) -> None:
+    """Have torch wait for a future of a thread by `wait(run, future)`.
+
+    It makes the future of many by `collect_all(futures)`.
+    """
+    future_class: Any = torch.futures.Future  # The stubs do not know that it can be patched.
+    run = future_class.wait
+    future_class.wait = lambda future: wait(run, future)
+    torch._C._collect_all = collect_all

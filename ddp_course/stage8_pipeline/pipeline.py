@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 
 from manyranks import flight_recorder
+from manyranks.torch_inside import without_modes
 
 from ..communication import failing_together
 from ..stage3_paramserver import gradients
@@ -16,7 +17,6 @@ from ..stage6_ddp.unused import graph_behind
 from ..stage7_sharded.clipping import clip_grad_norm_
 from ..stage7_sharded.flat import whole_on_cpu
 from ..stage7_sharded.parts import Part
-from ..torch_private import outside_dispatch_modes
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward
 from .schedules import one_forward_one_backward
 from .timetable import home_ranks, timetable
@@ -176,7 +176,7 @@ class Pipeline:
         An emulated device takes no time for this, because it is no part of training.
         """
         outputs = [self.outputs[microbatch] for microbatch in range(self.microbatches)]
-        with outside_dispatch_modes():
+        with without_modes():
             whole = self.loss(torch.cat(outputs), targets)
             rounding = torch.finfo(whole.dtype).eps ** 0.5
             same = torch.isclose(self.batch_loss, whole, rtol=rounding, atol=rounding)

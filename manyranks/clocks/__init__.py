@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .clock import advance, begin, local, moment, now, own, process, several_compute
+from .clock import advance, begin, local, moment, now, own, process, several_compute, virtual
 from .events import join, post, wait
 from .table import Table
 
@@ -26,6 +26,7 @@ __all__ = [
     "own",
     "post",
     "several_compute",
+    "virtual",
     "wait",
 ]
 
@@ -46,6 +47,7 @@ def enter(table: Table, rank: int) -> None:
     local.clock = begin(table, slot, 0, needed=True)
     threads.patch()
     torch_inside.make_groups_with(group.Group)
+    torch_inside.wait_for_futures_with(group.wait_by_lock, group.All)
 
 
 def refuse_plain_gloo() -> None:

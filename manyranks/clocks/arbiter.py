@@ -7,15 +7,19 @@ does its work. All functions are called under the table's lock.
 """
 
 from ctypes import byref, memset, sizeof
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from .table import (
     BLOCKED,
     BOOKED,
     COLLECTIVE,
     FOREVER,
+    FROM_ANY,
+    MATCHED,
     MESSAGE,
     NEW_GROUP,
+    OPEN,
     READY,
     RUNNING,
     Entry,
@@ -27,6 +31,10 @@ from .table import (
 
 # Entries that are ready at one moment are booked in this order.
 ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
+# Others wait in vain once daemons alone have lived for so long, six hours.
+PATIENCE = 6 * 3600 * 10**12
+CHANNEL = attrgetter("second", "group", "tag")  # Receives from any rank are told apart by these.
+AGE = attrgetter("moment", "first", "count")  # of sends
 
 
 def settle(table: Table) -> None:
@@ -38,24 +46,50 @@ def settle(table: Table) -> None:
     while True:
         booking = first_ready(table)
         turn = least(table.threads["timer"])
-        moment = min(booking, turn)
-        if moment == FOREVER:
+        matching, receive, send = first_match(table)
+        moment = min(booking, turn, matching)
+        if moment == FOREVER or only_daemons_live(table, moment):
             break
         if least(table.threads["floor"]) <= moment:
             head.threshold = moment
             return
         head.latest = moment
-        if booking == moment:
+        due = in_turn(table, moment) if turn == moment else []
+        posting = [place for place in due if place.posts]
+        if booking == moment and not posting:
             for entry in ready_at(table, moment):
                 book(table, entry)
+        elif matching == moment and not posting:
+            match(table, receive, send, moment)
         else:
-            release(table, first_in_turn(table, moment), moment)
+            release(table, (posting or due)[0], moment)
     head.threshold = FOREVER
-    states = table.threads["state"]
-    if len(table.waiting()) and not (states == RUNNING).any() and not head.failed:
-        head.deadlock = 1
-        for place in where(table.places, states == BLOCKED):
-            table.wake(place)
+    threads = table.threads
+    alive = (threads["state"] == RUNNING) | (threads["outside"] > 0)
+    if len(table.waiting()) and not head.failed and not head.deadlock:
+        if not alive.any() or only_daemons_live(table, least(threads["floor"])):
+            head.deadlock = 1
+            for place in where(table.places, threads["state"] == BLOCKED):
+                table.wake(place)
+        else:
+            head.threshold = head.needed + PATIENCE
+
+
+def only_daemons_live(table: Table, moment: int) -> bool:
+    """Return whether only daemons have gone on for so long that the others wait in vain.
+
+    So a daemon that ticks hides no deadlock.
+    """
+    if moment <= table.head.needed + PATIENCE:
+        return False
+    threads = table.threads
+    needed = threads["needed"] > 0
+    goes_on = (
+        (threads["state"] == RUNNING) | (threads["timer"] < FOREVER) | (threads["outside"] > 0)
+    )
+    # torch itself gives up on a message that does not come; threads may wait for a daemon for ever.
+    waits_for_rank = threads["awaits"] != 0
+    return bool((needed & waits_for_rank).any() and not (needed & goes_on).any())
 
 
 def first_ready(table: Table) -> int:
@@ -72,8 +106,8 @@ def ready_at(table: Table, moment: int) -> list[Entry]:
     return sorted(where(table.entries, ready & (table.rows["moment"] == moment)), key=ORDER)
 
 
-def first_in_turn(table: Table, moment: int) -> Place:
-    """Return the place of the thread that goes on at `moment`: the first by rank, then by number.
+def in_turn(table: Table, moment: int) -> list[Place]:
+    """Return the places of the threads that may go on at `moment`, by rank, then by number.
 
     A place is given to a new thread when its thread has ended, so places are in no order.
     """
@@ -82,7 +116,7 @@ def first_in_turn(table: Table, moment: int) -> Place:
     def rank_and_number(slot: int) -> tuple[int, int]:
         return slot // table.threads_per_rank, table.places[slot].number
 
-    return table.places[min(due, key=rank_and_number)]
+    return [table.places[slot] for slot in sorted(due, key=rank_and_number)]
 
 
 def make_ready(table: Table, entry: Entry) -> None:
@@ -122,8 +156,18 @@ def book(table: Table, entry: Entry) -> None:
     else:
         entry.group = table.head.groups  # the number of the new group
         table.head.groups += 1
-    entry.stage = BOOKED
     table.head.pending -= 1
+    if entry.for_any:
+        receive = find(table, entry.for_any)
+        receive.arrives = entry.arrives
+        entry.readers -= 1  # Its receiver reads the other entry.
+        end(table, receive)
+    end(table, entry)
+
+
+def end(table: Table, entry: Entry) -> None:
+    """The end of a message or a collective is known: let who waits for it go on."""
+    entry.stage = BOOKED
     for place in where(table.places, table.threads["awaits"] == entry.key):
         release(table, place, entry.departs if place.sends else entry.arrives)
     free_if_read(entry)
@@ -166,20 +210,44 @@ def release(table: Table, place: Place, moment: int) -> None:
     place.floor = place.clock
     place.timer = FOREVER
     place.awaits = 0
+    if place.needed:
+        table.head.needed = max(table.head.needed, place.clock)
     place.state = RUNNING  # it counts as running before it wakes, so that nobody passes it
     table.wake(place)
 
 
-def tell_receivers_of_any(table: Table, receiver: int, moment: int) -> None:
-    """A send was posted to rank `receiver`: its threads that wait for any rank have a turn then."""
-    first = receiver * table.threads_per_rank
-    own = slice(first, first + table.threads_per_rank)
-    waiting = where(table.places[own], table.threads["from_any"][own])
-    for place in waiting:
-        if place.state == BLOCKED:
-            place.timer = min(place.timer, max(moment, place.clock))
-    if waiting:
-        settle(table)
+def first_match(table: Table) -> tuple[int, Any, Any]:
+    """Return the first moment at which a receive from any rank gets a message.
+
+    It is FOREVER if none does, and comes with the entries of both. Of its channel the oldest
+    receive gets the oldest send.
+    """
+    if not table.head.from_any:
+        return FOREVER, None, None
+    rows = table.rows
+    opened = rows["stage"] == OPEN
+    receives = where(table.entries, opened & (rows["kind"] == FROM_ANY))
+    sends = where(table.entries, opened & (rows["sent"] == 1))
+    pairs = []
+    for channel in sorted(set(map(CHANNEL, receives))):
+        sent = [send for send in sends if CHANNEL(send) == channel]
+        if sent:
+            own = [receive for receive in receives if CHANNEL(receive) == channel]
+            receive = min(own, key=attrgetter("count"))
+            send = min(sent, key=AGE)
+            pairs.append((max(receive.moment, send.moment), receive, send))
+    return min(pairs, key=itemgetter(0), default=(FOREVER, None, None))
+
+
+def match(table: Table, receive: Entry, send: Entry, moment: int) -> None:
+    """Let a receive from any rank get the message of a send."""
+    table.head.from_any -= 1
+    receive.first = send.first
+    receive.stage = MATCHED
+    send.for_any = receive.key
+    send.moment = moment
+    table.head.threshold = moment  # The caller settles what follows.
+    make_ready(table, send)
 
 
 def find(table: Table, key: int) -> Entry:
@@ -187,10 +255,10 @@ def find(table: Table, key: int) -> Entry:
 
     Raises RuntimeError if the table is full.
     """
-    for entry in table.dropped:
+    while table.dropped:  # Other threads may drop more meanwhile.
+        entry = table.dropped.pop()
         entry.readers -= 1
         free_if_read(entry)
-    table.dropped.clear()
     keys = table.rows["key"]
     # An entry is in this row, unless another one was there when it came.
     entry = table.entries[key % len(keys)]

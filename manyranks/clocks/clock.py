@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
 QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
 TURN = Awaited("turn")
+FILES = Awaited("files")
 
 process: Any = SimpleNamespace(
     table=None,  # a process without one has real time
@@ -19,6 +21,7 @@ process: Any = SimpleNamespace(
     threads=0,  # so many of them run
     needed=0,  # so many of these are no daemons
     daemons=set(),  # the slots of the daemons that have computed
+    asking=[],  # the clocks that wait for files, and what says whether one is ready
     calls=Counter(),  # the messages posted by channel and side, and the collectives by group
 )
 
@@ -48,19 +51,25 @@ class Clock:
         """Set the clock to `moment`, unless it is later already."""
         if moment <= self.moment:
             return
+        if process.asking:
+            with self.table.lock:
+                self.tell_who_asks()
         self.moment = moment
         self.place.floor = moment
         if self.table.head.threshold < moment:
             with self.table.lock:
                 arbiter.settle(self.table)
 
-    def take_turn(self) -> None:
+    def take_turn(self, to_post: bool = False) -> None:
         """Wait for this thread's turn at this moment, if the rank has other threads.
 
-        So all touch what they share in the order of virtual time.
+        So all touch what they share in the order of virtual time. Turns `to_post` come before the
+        bookings of this moment, so that all that is posted now is booked together.
         """
         if process.threads > 1:
+            self.place.posts = to_post
             self.sleep_until(self.moment, TURN)
+            self.place.posts = 0
 
     def sleep_until(self, moment: int, what: Awaited) -> None:
         """Wait until the arbiter comes to `moment`: then all that is due before has been done."""
@@ -75,6 +84,7 @@ class Clock:
         `ticket` is for.
         """
         place = self.place
+        self.tell_who_asks()
         place.clock = self.moment
         place.timer = timer
         place.awaits = 0
@@ -82,12 +92,39 @@ class Clock:
             place.awaits = ticket.entry.key
             place.sends = ticket.sends
         place.woken = 0
+        if place.needed:
+            self.table.head.needed = max(self.table.head.needed, self.moment)
         place.state = BLOCKED
         place.floor = FOREVER
         arbiter.settle(self.table)
 
-    def stand(self, what: Awaited) -> None:
-        """Sleep, without the lock, until this clock has been released.
+    def tell_who_asks(self) -> None:
+        """Let threads of this rank go on whose files have become ready.
+
+        This thread has done, under the lock, all that it does at this moment.
+        """
+        for clock, is_ready in process.asking:
+            if is_ready():
+                arbiter.release(self.table, clock.place, self.moment)
+
+    def ask_for_files(self, is_ready: Callable, until: int) -> Any:
+        """Wait until files are ready, or `until` has come; return what is ready.
+
+        Another thread of this rank, or the world outside, makes them ready.
+        """
+        asks = (self, is_ready)
+        while not (ready := is_ready()) and self.moment < until:
+            with self.table.lock:
+                process.asking.append(asks)
+                self.place.outside = 1
+                self.stop(until)
+            self.stand(FILES, is_ready)
+            self.place.outside = 0
+            process.asking.remove(asks)
+        return ready
+
+    def stand(self, what: Awaited, is_ready: Callable = bool) -> None:
+        """Sleep, without the lock, until this clock has been released, or `is_ready` outside.
 
         Raises DeadlockError, which says `what` the thread waits for, if it never can be.
         """
@@ -103,6 +140,8 @@ class Clock:
             if place.state == BLOCKED and not place.woken:
                 # Floors are written without the lock: the last call may have read an old one.
                 with table.lock:
+                    if is_ready():
+                        arbiter.release(table, place, self.moment)
                     arbiter.settle(table)
         self.moment = place.clock
 
@@ -110,6 +149,7 @@ class Clock:
         """The thread has ended, or goes on without a clock."""
         local.clock = None
         with self.table.lock:
+            self.tell_who_asks()
             place = self.place
             process.threads -= 1
             process.needed -= place.needed
@@ -123,6 +163,21 @@ class Clock:
 def own() -> Clock | None:
     """Return this thread's clock, or None if it has none."""
     return local.clock
+
+
+def in_real_time(run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return `run(…)`, during which this thread has no clock: virtual time stands still."""
+    clock = local.clock
+    local.clock = None
+    try:
+        return run(*args, **kwargs)
+    finally:
+        local.clock = clock
+
+
+def virtual() -> bool:
+    """Return whether this process's time is virtual."""
+    return process.table is not None
 
 
 def moment() -> int:
@@ -144,11 +199,11 @@ def advance(seconds: float) -> None:
         clock.advance(clock.moment + round(seconds * 1e12))
 
 
-def take_turn() -> None:
+def take_turn(to_post: bool = False) -> None:
     """Have this thread wait for its turn, if it has a clock."""
     clock = own()
     if clock is not None:
-        clock.take_turn()
+        clock.take_turn(to_post)
 
 
 def ask(answer: bool) -> bool:

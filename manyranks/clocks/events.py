@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ..errors import Awaited
 from . import arbiter
-from .clock import TURN, own, process
-from .table import BOOKED, COLLECTIVE, FOREVER, MESSAGE, NEW_GROUP, OPEN, Entry, where
+from .clock import own, process
+from .table import ANY, BOOKED, COLLECTIVE, FOREVER, FROM_ANY, MESSAGE, NEW_GROUP, OPEN, Entry
 
 
 class Ticket(NamedTuple):
@@ -29,7 +29,10 @@ class Ticket(NamedTuple):
 
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
-    """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
+    """Announce a message to or from global rank `peer`, or from ANY, in a group.
+
+    Return a ticket for `wait`.
+    """
     table = process.table
     if sending:
         sender = table.rank
@@ -46,7 +49,7 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
         entry = come(
             key,
             sides=2,
-            kind=MESSAGE,
+            kind=FROM_ANY if peer == ANY else MESSAGE,
             first=sender,
             second=receiver,
             group=group,
@@ -55,11 +58,20 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
         )
         if sending:
             entry.nbytes = nbytes
+            entry.sent = 1
+        table.head.from_any += peer == ANY
         if entry.present == 2:
             arbiter.make_ready(table, entry)
-        elif sending:
-            arbiter.tell_receivers_of_any(table, receiver, own().moment)
-    return Ticket(entry, sending, Awaited("send" if sending else "receive", (peer,)))
+        elif table.head.from_any:
+            arbiter.settle(table)
+    return Ticket(entry, sending, awaited_message(sending, peer))
+
+
+def awaited_message(sending: bool, peer: int) -> Awaited:
+    """Return what one side of a message waits for."""
+    if peer == ANY:
+        return Awaited("receive from any")
+    return Awaited("send" if sending else "receive", (peer,))
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
@@ -125,17 +137,26 @@ def wait(ticket: Ticket) -> int:
     return moment
 
 
-def stand_until_booked(ticket: Ticket) -> None:
-    """Stop this thread's clock until a ticket's moment is known."""
+def stand_until_booked(ticket: Ticket, until: int = FOREVER) -> None:
+    """Stop this thread's clock until a ticket's moment is known, or the moment `until` has come."""
     clock = own()
     if ticket.end is not None:
         return
     with process.table.lock:
         booked = ticket.end is not None
         if not booked:
-            clock.stop(ticket=ticket)
+            clock.stop(until, ticket)
     if not booked:
         clock.stand(ticket.what)
+
+
+def ends_by(ticket: Ticket, until: int) -> bool:
+    """Wait until a ticket's moment is known, or `until` has come.
+
+    Return whether the former is not later.
+    """
+    stand_until_booked(ticket, until)
+    return ticket.end is not None and ticket.end <= until
 
 
 def has_ended(ticket: Ticket) -> bool:
@@ -148,31 +169,14 @@ def drop(ticket: Ticket) -> None:
     process.table.dropped.append(ticket.entry)
 
 
-def oldest_sender(group: int, tag: int) -> int:
-    """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
-    table = process.table
-    clock = own()
-    clock.sleep_until(clock.moment, TURN)
-    while True:
-        with table.lock:
-            rows = table.rows
-            to_this_rank = (rows["second"] == table.rank) & (rows["group"] == group)
-            posted = (rows["stage"] == OPEN) & (rows["kind"] == MESSAGE)
-            entries = where(table.entries, to_this_rank & (rows["tag"] == tag) & posted)
-            sends = [(entry.moment, entry.first) for entry in entries if is_next_send(entry)]
-            moment, sender = min(sends, default=(FOREVER, 0))
-            if moment <= clock.moment:
-                return sender
-            clock.place.from_any = 1
-            clock.stop(moment)
-        clock.stand(Awaited("receive from any"))
-        clock.place.from_any = 0
+def sender_of(ticket: Ticket) -> int:
+    """Return whose message a receive from any rank gets; ANY as long as that is open."""
+    return ticket.entry.first
 
 
-def is_next_send(entry: Entry) -> bool:
-    """Return whether an open message is the next from its sender that this rank may receive.
+def count_received(sender: int, group: int, tag: int) -> None:
+    """A receive from any rank has got a message.
 
-    It must have been posted there, and this rank must not have begun to receive it.
+    The next one from there is for the next receive.
     """
-    channel = (entry.first, entry.second, entry.group, entry.tag)
-    return entry.count == process.calls[channel, False] + 1
+    process.calls[(sender, process.table.rank, group, tag), False] += 1

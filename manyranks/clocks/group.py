@@ -9,14 +9,16 @@ that has not come.
 # mypy: disable-error-code="override, attr-defined, misc, call-arg"
 # The stubs of torch overload these methods in ways that no class can follow.
 
+import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import torch_inside
-from . import events
-from .clock import TURN, ask, own, process
+from . import events, stalls, threads
+from .clock import TURN, ask, in_real_time, own, process, take_turn
+from .table import ANY, POLL_S, plain_lock, real_sleep
 
 
 class Work(torch_inside.WorkOfGloo):
@@ -27,13 +29,29 @@ class Work(torch_inside.WorkOfGloo):
         self.ticket = ticket
         self.ended: int | None = None
         self.finished = False
+        self.future: Future | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait in virtual time, then for gloo."""
+        """Wait in virtual time, then for gloo. Raises RuntimeError after the `timeout`, if any."""
         if own() is not None:
+            if timeout:
+                self.wait_at_most(timeout.total_seconds())
             self.wait_by_clock()
         self.finish()
+        if self.future is not None:
+            self.future.complete()
         return True
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait for the end to be known; raises RuntimeError if it does not come in time."""
+        clock: Any = own()
+        until = clock.moment + round(seconds * 1e12)
+        if self.ended is None and not events.ends_by(self.ticket, until):
+            clock.advance(until)
+            raise RuntimeError(
+                f"timed out after {seconds:g} s of virtual time, waiting"
+                f" {stalls.in_words(self.ticket.what)}"
+            )
 
     def finish(self) -> None:
         """Wait for gloo, once: a second wait for one message would be for the next."""
@@ -43,6 +61,8 @@ class Work(torch_inside.WorkOfGloo):
 
     def wait_by_clock(self) -> int:
         """Wait in virtual time; return the moment of the end."""
+        if self.future is not None:
+            take_turn()  # The callbacks' thread may have waited, and given up the ticket.
         if self.ended is None:
             self.ended = events.wait(self.ticket)
         own().advance(self.ended)
@@ -60,7 +80,7 @@ class Work(torch_inside.WorkOfGloo):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future; its callbacks run at the moment of the operation's end."""
-        future = Future(self)
+        future = self.future = self.future or Future(self)
         # DDP's reducer will wait for it in C++, where no clock can see it.
         if torch_inside.backward_pass() != -1:
             torch_inside.after_backward(future.complete)
@@ -79,16 +99,20 @@ class Work(torch_inside.WorkOfGloo):
 class Future(torch.futures.Future):
     """The future of a `Work`, or one that follows from it: its `wait` takes virtual time."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work | None):
         super().__init__()
         self.work = work
+        self.has_thread = False  # One looks after the callbacks.
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
-        if super().done():
-            return
         clock = own()
+        if super().done() or clock is None:
+            return
         ended = self.work.wait_by_clock()
+        clock.take_turn()
+        if super().done():  # Another thread was first.
+            return
         self.work.finish()
         present = clock.moment
         clock.moment = ended  # This may be earlier.
@@ -109,7 +133,13 @@ class Future(torch.futures.Future):
         return super().done()
 
     def then(self, callback: Any) -> torch.futures.Future:
-        """Return the future of `callback(self)`."""
+        """Return the future of `callback(self)`.
+
+        It runs in a thread of its own if nobody waits for it here.
+        """
+        if not super().done() and torch_inside.backward_pass() == -1 and not self.has_thread:
+            self.has_thread = True
+            threading.Thread(target=self.complete, daemon=True).start()
         following = Following(self)
 
         def run(future):
@@ -128,10 +158,109 @@ class Following(Future):
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
+        self.has_thread = True  # that of the future before
 
     def complete(self) -> None:
         """Wait for what the callback waits for; then it runs."""
         self.before.complete()
+
+
+class All(Future):
+    """The future that is complete once all of some futures are."""
+
+    def __init__(self, futures: list):
+        super().__init__(None)
+        self.futures = futures
+
+    def complete(self) -> None:
+        """Wait for all."""
+        for future in self.futures:
+            future.wait()
+        take_turn()
+        if not torch.futures.Future.done(self):
+            self.set_result(self.futures)
+
+    def done(self) -> bool:
+        """Return whether all are complete by now."""
+        return all([future.done() for future in self.futures])
+
+
+def wait_by_lock(run: Callable, future: torch.futures.Future) -> Any:
+    """Around the wait for a future that another thread of this rank sets, wait by the clock."""
+    if own() is not None and not future.done():
+        is_set = threads.Waiter()
+        is_set.acquire()
+        torch.futures.Future.then(future, lambda _: is_set.release())
+        is_set.acquire()
+    return run(future)
+
+
+class FromAny:
+    """Stands for gloo's receive from any rank, which would choose by real time.
+
+    Gloo receives from the rank whose message has been matched in virtual time, from then on. Where
+    the program does not wait yet, a thread looks after that, as the sender waits for it in gloo.
+    """
+
+    unmatched: ClassVar[list["FromAny"]] = []  # of this process, in the order of their posts
+    lock = plain_lock()
+
+    def __init__(self, group: "Group", tensors: list, tag: int, ticket: events.Ticket):
+        self.group = group
+        self.tensors = tensors
+        self.tag = tag
+        self.ticket = ticket
+        self.work: Any = None
+        with self.lock:
+            self.unmatched.append(self)
+            if len(self.unmatched) == 1:
+                in_real_time(threading.Thread(target=self.look_after_all, daemon=True).start)
+
+    @classmethod
+    def look_after_all(cls) -> None:
+        """Begin receives as they are matched, until there are none."""
+        while cls.begin_matched():
+            real_sleep(POLL_S)
+
+    @classmethod
+    def begin_matched(cls) -> int:
+        """Begin all receives that are matched, in order; return how many are not."""
+        with cls.lock:
+            for receive in list(cls.unmatched):
+                sender = events.sender_of(receive.ticket)
+                if sender != ANY:
+                    receive.begin(sender)
+                    cls.unmatched.remove(receive)
+            return len(cls.unmatched)
+
+    def begin(self, sender: int) -> None:
+        """Have gloo receive from the sender."""
+        group = self.group
+        events.count_received(sender, group.number, self.tag)
+        self.work = group.gloo.recv(self.tensors, group.members.index(sender), self.tag)
+        events.drop(self.ticket)
+
+    def wait(self) -> None:
+        """Wait for gloo: the message is matched."""
+        self.begin_matched()
+        self.work.wait()
+
+    def _source_rank(self) -> int:
+        return self.work._source_rank()
+
+    @classmethod
+    def make_room(cls, group: int, tag: int) -> None:
+        """A receive from a named rank will be posted: begin those from any rank that come first."""
+        if not cls.unmatched:
+            return
+        clock: Any = own()
+        clock.sleep_until(clock.moment, TURN)
+        cls.begin_matched()
+        if any((each.group.number, each.tag) == (group, tag) for each in cls.unmatched):
+            raise RuntimeError(
+                "a receive from any rank waits for a message with this tag, so it is open which"
+                " message a receive from one rank gets: wait for it first, or use another tag"
+            )
 
 
 def direct_steps(size: int) -> int:
@@ -222,26 +351,35 @@ class Group(torch_inside.InPlaceOfGloo):
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
+        take_turn(to_post=True)
         work = self.gloo.send(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
-        """Post a receive."""
+        """Post a receive.
+
+        Raises RuntimeError if one from any rank has the same tag, and no message yet: it would be
+        open which of the two gets the next message.
+        """
+        take_turn(to_post=True)
+        FromAny.make_room(self.number, tag)
         work = self.gloo.recv(tensors, peer, tag)
         nbytes = nbytes_of(tensors)
         ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
         return Work(work, ticket)
 
-    def recv_anysource(self, tensors: list, tag: int) -> Any:
-        """Wait for the oldest message from any rank, and post its receive."""
-        sender = events.oldest_sender(self.number, tag)
-        return self.recv(tensors, self.members.index(sender), tag)
+    def recv_anysource(self, tensors: list, tag: int) -> Work:
+        """Post a receive of the oldest message from any rank."""
+        take_turn(to_post=True)
+        ticket = events.post(False, 0, ANY, self.number, tag)
+        return Work(FromAny(self, tensors, tag, ticket), ticket)
 
     def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Gather each of the `inputs` from all members into one of the `outputs`."""
         parts = [output.chunk(self.size()) for output in outputs]
+        take_turn(to_post=True)
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
         work = self.gloo.allgather_coalesced(by_member, inputs, *opts)
@@ -250,6 +388,7 @@ class Group(torch_inside.InPlaceOfGloo):
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members."""
+        take_turn(to_post=True)
         work = self.gloo.barrier(**opts)
         return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
 
@@ -262,6 +401,7 @@ def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
+        take_turn(to_post=True)
         work = getattr(self.gloo, gloo_name)(*arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:

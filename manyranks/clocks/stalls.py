@@ -35,6 +35,7 @@ WORDS = {  # by the kind of what is `Awaited`
     "new group": "for ranks {ranks} to make a group",
     "thread": "for another thread",
     "turn": "for its turn",
+    "files": "for files to be ready",
     "fault": "after a fault",
 }
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))

@@ -29,9 +29,12 @@ from ..memory import open_memory
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 # The stages of a message or a collective; 0 is that of an entry that is free.
-OPEN, READY, BOOKED = range(1, 4)
+# MATCHED is a receive from any rank whose message is not booked yet.
+OPEN, READY, BOOKED, MATCHED = range(1, 5)
 # The kinds of an entry; those of one moment are booked in this order.
-MESSAGE, COLLECTIVE, NEW_GROUP = range(3)
+# The last one is a receive from any rank, which has the moment of the message that it gets.
+MESSAGE, COLLECTIVE, NEW_GROUP, FROM_ANY = range(4)
+ANY = -1  # the sender of a message to a receive from any rank, until one has come
 MOST_GROUPS = 1024
 WAIT_BYTES = 1024  # what a rank waits for in a deadlock takes so many bytes at most,
 RANK_BYTES = 6  # and so many more for each rank
@@ -58,6 +61,8 @@ class Head(Structure):
         "failed",  # 1 if a rank has raised an error, for which others may wait in vain
         "groups",  # so many process groups have been made
         "pending",  # so many entries are ready
+        "from_any",  # so many receives from any rank have no message yet
+        "needed",  # the last moment at which a thread that is no daemon went on, or stopped
         "latest",  # the moment at which something was last booked, or somebody had a turn
     )
 
@@ -73,7 +78,8 @@ class Place(Structure):
         "timer",  # a blocked thread goes on at this moment, if nothing lets it go on before
         "awaits",  # the key of the entry whose booking lets it go on; 0 for none
         "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
-        "from_any",  # 1 if it waits for a message from any rank
+        "posts",  # 1 if its turn is one to post
+        "outside",  # 1 if something outside the launch may let it go on
         "clock",  # the thread's own time when it was blocked, or when it is to go on
         "number",  # the threads of a rank are numbered in the order of their starts
     )
@@ -93,6 +99,8 @@ class Entry(Structure):
         "tag",
         "count",  # a message's number among those of its ranks, group and tag; or that in a group
         "nbytes",  # of a message
+        "sent",  # 1 if a message's sender has come
+        "for_any",  # the key of the receive from any rank that gets a message; 0 for none
         "duration",  # of a collective
         "has_bytes",  # 1 if a collective uses the links
         "present",  # so many sides have come

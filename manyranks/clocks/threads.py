@@ -13,23 +13,35 @@ order of virtual time. Threads without a clock may use the same locks; they wait
 # mypy: disable-error-code="assignment, method-assign, attr-defined, misc, union-attr, name-defined"
 
 import _queue
-import concurrent.futures
+import concurrent.futures.process
+import multiprocessing.connection
+import multiprocessing.pool
 import os
 import queue
+import selectors
+import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from inspect import isabstract
 from typing import Any
 
 from ..errors import Awaited
+from ..torch_inside import around
 from . import arbiter, clock
 from .clock import Clock, ask, own
 from .table import FOREVER, real_sleep
 
 OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
 TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
+SELECTORS = [
+    each
+    for each in vars(selectors).values()
+    if isinstance(each, type) and "select" in vars(each) and not isabstract(each)
+]
 plain_lock = threading._allocate_lock
 plain_start = threading.Thread.start
 plain_join = threading.Thread.join
@@ -168,11 +180,7 @@ def start(thread: threading.Thread) -> None:
         give_clock(thread, parent)
     # `Thread.start` waits for the new thread's first sign of life. That is a wait in real time: by
     # the clocks nobody could end it while the new thread has none yet, or never gets one.
-    clock.local.clock = None
-    try:
-        plain_start(thread)
-    finally:
-        clock.local.clock = parent
+    clock.in_real_time(plain_start, thread)
 
 
 def give_clock(thread: threading.Thread, parent: Clock) -> None:
@@ -259,6 +267,58 @@ def sleep(seconds: float) -> None:
         clock.advance(seconds)
 
 
+def select(run: Callable, selector: Any, timeout: float | None = None) -> list:
+    """Around a selector's wait for files.
+
+    Threads of this rank, and time-outs, end it by the clock; what comes from outside, such as a
+    child's words, comes in real time.
+    """
+    own_clock = own()
+    if own_clock is None:
+        return run(selector, timeout)
+    until = FOREVER
+    if timeout is not None:
+        until = own_clock.moment + max(0, round(timeout * 1e12))
+    if clock.process.threads > 1 or only_its_own_pipe(selector):
+        return own_clock.ask_for_files(partial(run, selector, 0), until)
+    ready = clock.in_real_time(run, selector, timeout)
+    if not ready:
+        own_clock.advance(until)
+    return ready
+
+
+def only_its_own_pipe(selector: Any) -> bool:
+    """Whether a selector waits for nothing but an event loop's own pipe, for other threads."""
+    handles = [key.data[0] for key in selector.get_map().values() if isinstance(key.data, tuple)]
+    callbacks = [getattr(handle, "_callback", None) for handle in handles]
+    return [getattr(each, "__name__", "") for each in callbacks] == ["_read_from_self"]
+
+
+def refuse(run: Callable, pool: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse to start a pool of processes.
+
+    Its threads wait for processes, which have no clock, and for each other.
+    """
+    if own() is not None:
+        raise RuntimeError(
+            f"{type(pool).__name__} cannot be used where time is virtual: use threads, subprocess"
+            " or a DataLoader's workers, or launch without a device and a link"
+        )
+    run(pool, *args, **kwargs)
+
+
+AROUND: list = [(selector, "select", select) for selector in SELECTORS]
+AROUND += [
+    # Whoever waits for a process does so in real time: its work takes no virtual time.
+    (multiprocessing.connection, "wait", clock.in_real_time),
+    (subprocess.Popen, "wait", clock.in_real_time),
+    (subprocess.Popen, "communicate", clock.in_real_time),
+    (multiprocessing.pool.Pool, "__init__", refuse),
+    (concurrent.futures.process.ProcessPoolExecutor, "__init__", refuse),
+]
+hooks = ExitStack()  # They stay for good.
+
+
 def nanoseconds() -> int:
     """Return this thread's time in nanoseconds."""
     return clock.moment() // 1000
@@ -279,6 +339,8 @@ def patch() -> None:
     threading._time = queue.time = time.monotonic = time.perf_counter = clock.now
     time.monotonic_ns = time.perf_counter_ns = nanoseconds
     time.sleep = sleep
+    for owner, name, hook in AROUND:
+        hooks.enter_context(around(owner, name, hook))
 
 
 def leave_virtual_time() -> None:

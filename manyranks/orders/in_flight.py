@@ -4,13 +4,23 @@ From the post of a message to its wait the memory belongs to the network: what i
 written, and a buffer that receives must be neither written nor read. torch hands every operation of
 every thread to a `TorchDispatchMode`, which compares the memory of its operands with what is on its
 way. Views and slices have other tensors, but the same memory.
+
+NumPy, native code and operations whose schema hides a write are not shown. So the network works on
+copies: a buffer that receives holds other numbers until the wait, and at the wait all bytes must be
+those of the post. Whoever wrote is found then; who read early is found as results differ. Whatever
+else can carry an order from one rank or thread to another is a doubt.
 """
 
+import _thread
+import ctypes
+import hashlib
 import json
+import os
 import random
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import cache, partial
@@ -22,11 +32,19 @@ import torch.distributed as dist
 from ..clocks import group as clocks_group
 from ..clocks import now, own
 from ..clocks.clock import TURN
-from ..clocks.stalls import Line, in_words, line_of
+from ..clocks.stalls import LIBRARIES, PACKAGES, Line, in_words, line_of
 from ..clocks.table import FOREVER
 from ..devices import roofline
 from ..errors import Awaited
-from ..torch_inside import TorchDispatchMode, around, is_wrapper, tensors_in
+from ..own_code import folders
+from ..torch_inside import (
+    TorchDispatchMode,
+    around,
+    is_wrapper,
+    tensors_in,
+    tree_map_only,
+    without_modes,
+)
 
 LONGEST_DELAY = 5_000_000_000  # picoseconds, in which a few messages pass over the slow link
 # A key says whether the network writes the memory, and whether the program's operation does. That
@@ -37,17 +55,63 @@ FAULTS = {
     (False, True): ("overwritten too early", "overwrites a buffer that may not have left"),
 }
 FAULT = Awaited("fault")
-OPERATIONS = ["send", "recv", "barrier", "allgather_into_tensor_coalesced", *clocks_group.FORMS]
+OPERATIONS = [
+    "send",
+    "recv",
+    "recv_anysource",
+    "barrier",
+    "allgather_into_tensor_coalesced",
+    *clocks_group.FORMS,
+]
+STORE = ("add", "append", "check", "compare_set", "delete_key", "get", "multi_get", "set", "wait")
+CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
+# Python tells of these before it does them ("audit events"), and of each file that is opened.
+EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "socket.connect")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+RESIZES = ("resize_", "resize_as_", "resize")  # They touch no element; the wait finds new memory.
+LONGEST_SKEW_S = 0.005
+
+
+class Memory:
+    """The memory of a tensor on its way: its addresses, and what they hold.
+
+    Only the program itself can free it as long as this object lives.
+    """
+
+    def __init__(self, tensor: torch.Tensor, network_writes: bool):
+        self.network_writes = network_writes
+        self.addresses = memory_of(tensor)
+        self.storage = tensor.untyped_storage()
+        self.place = self.place_now()
+        self.held = self.holds()
+
+    def place_now(self) -> tuple[int, int]:
+        """Return where the storage is, and its bytes."""
+        return self.storage.data_ptr(), self.storage.nbytes()
+
+    def holds(self) -> bytes:
+        """Return a digest of the bytes."""
+        size = len(self.addresses)
+        return hashlib.blake2b((ctypes.c_char * size).from_address(self.addresses.start)).digest()
+
+    def has_happened(self) -> str:
+        """Return in words what the program has done to the memory since the post; "" for nothing."""
+        if self.place_now() != self.place:
+            return "the memory was freed or moved"
+        if self.holds() != self.held:
+            return "the memory was written, though no operation of torch's says so,"
+        return ""
 
 
 class Flight(NamedTuple):
     """A message or a collective on its way, begun at `line`.
 
-    `tensors` are pairs of a tensor and whether the network writes it.
+    `arrivals` are pairs of a tensor and of the network's copy, which is written back at the wait.
     """
 
     what: Awaited
-    tensors: list
+    memories: list
+    arrivals: list
     line: Line
 
 
@@ -58,7 +122,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
     `log`, an event a line. Where delays are drawn (`draw`), whatever begins a message or asks for
     one waits that long.
 
-    `post`, `settle`, `question`, `read` and `start` each stand around a function, and call it as
+    `post`, `settle`, `question` and all after these each stand around a function, and call it as
     `run`.
     """
 
@@ -68,6 +132,8 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.draw: random.Random | None = None
         self.flights: dict[Any, Flight] = {}  # by torch's handle (`Work`) of the operation
         self.doubts: set = set()
+        self.early: Any = 2  # what a buffer that receives holds until the wait
+        self.skew_s: float | None = None  # clocks show so much more; None for what is so
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compare an operation's operands with what is on its way, and perform it."""
@@ -75,7 +141,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # The tensors inside it come here next.
         # A thread without a clock is the transport's own.
-        if self.flights and touches_memory(func) and own() is not None:
+        if self.flights and own() is not None and touches_memory(func):
             parameters = func._schema.arguments
             names = [parameter.name for parameter in parameters]
             operands = kwargs | dict(zip(names, args, strict=False))  # Some have defaults.
@@ -96,9 +162,11 @@ class Watch(TorchDispatchMode, ContextDecorator):
         fastest.
         """
         # This flight is never over: a program that catches what the last line raises does not end.
-        self.flights[self] = Flight(FAULT, [], lines[0])
+        self.flights[self] = Flight(FAULT, [], [], lines[0])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
-        own().sleep_until(FOREVER, FAULT)  # type: ignore[union-attr]
+        clock = own()
+        if clock is not None:
+            clock.sleep_until(FOREVER, FAULT)
 
     def doubt(self, reason: str) -> None:
         """Note that the program does something for which one run proves nothing."""
@@ -107,18 +175,20 @@ class Watch(TorchDispatchMode, ContextDecorator):
             self.tell("doubt", reason, line_of(sys._getframe()))
 
     def delay(self) -> None:
-        """Let the other ranks go first for a while."""
-        if self.draw is not None:
-            clock: Any = own()
-            clock.sleep_until(clock.moment + self.draw.randrange(LONGEST_DELAY), TURN)
+        """Let the other ranks go first for a while, mostly for a short one."""
+        clock = own()
+        if self.draw is not None and clock is not None:
+            longest = LONGEST_DELAY * self.draw.choice((1, 1, 1, 100))
+            clock.sleep_until(clock.moment + self.draw.randrange(longest), TURN)
 
     def touched(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
         """An operation reads or writes a tensor: refuse that if its memory is on its way."""
         for flight in list(self.flights.values()):
-            for message, network_writes in flight.tensors:
-                if (network_writes, writes) in FAULTS and overlap(message, tensor):
+            for memory in flight.memories:
+                touch_of = memory.network_writes, writes
+                if touch_of in FAULTS and overlap(memory.addresses, tensor):
                     line = line_of(sys._getframe())
-                    kind, touch = FAULTS[network_writes, writes]
+                    kind, touch = FAULTS[touch_of]
                     begun = f"begun ({{0}}) {in_words(flight.what)}, and not waited for"
                     self.fault(kind, f"{name} {touch} ({{1}}): {begun}", flight.line, line)
 
@@ -132,32 +202,85 @@ class Watch(TorchDispatchMode, ContextDecorator):
         """Around an operation of a group, remember what it begins.
 
         Its first argument (a barrier has none) is what the network writes, unless it only sends it;
-        tensors in the second one are read.
+        tensors in the second one are read. The network has copies of all.
         """
         self.delay()
-        work = run(group, *args, **kwargs)
+        with without_modes(), torch.no_grad():
+            copies = tree_map_only(torch.Tensor, torch.clone, args[:2])
+        work = run(group, *copies, *args[2:], **kwargs)
         name = run.__name__
         is_root = name == "broadcast" and args[1].rootRank == group.rank()
-        writes_first = name != "send" and not is_root
-        tensors = [(tensor, writes_first) for tensor in tensors_in(*args[:1])]
-        tensors += [(tensor, False) for tensor in tensors_in(*args[1:2])]
-        flight = Flight(work.ticket.what, tensors, line_of(sys._getframe()))
-        for tensor, network_writes in tensors:
-            self.touched(tensor, network_writes, name)
-            if not tensor.untyped_storage().resizable():
-                self.doubt("NumPy or other code has a part in the memory of a message")
+        arriving = tensors_in(*args[:1])
+        sent = tensors_in(*args[1:2])
+        if name == "send" or is_root:
+            sent += arriving
+            arriving = []
+        flight = Flight(work.ticket.what, [], [], line_of(sys._getframe()))
+        with without_modes(), torch.no_grad():
+            self.take(flight, name, group.rank(), arriving, sent)
+            # A sparse tensor's own parts are replaced; else the tensor may get other memory.
+            homes = [tensor if tensor.is_sparse else tensor.detach() for tensor in arriving]
+        if arriving:
+            flight.arrivals.extend(zip(homes, tensors_in(*copies[:1]), strict=True))
         self.flights[work] = flight
         self.tell("post", in_words(flight.what), flight.line, what=flight.what)
         return work
 
-    def settle(self, run: Callable, work: Any) -> Any:
-        """Around a wait, note that the memory is the program's again."""
-        moment = run(work)
+    def take(self, flight: Flight, name: str, rank: int, arriving: list, sent: list) -> None:
+        """Hand the memory of an operation's tensors to the network."""
+        kept = self.apart(flight, name, rank, arriving, sent)
+        parts = [(part, True) for part in parts_of(arriving)]
+        parts += [(part, False) for part in parts_of(kept)]
+        for part, network_writes in parts:
+            self.touched(part, network_writes, name)
+            if not part.untyped_storage().resizable():
+                self.doubt("NumPy or other code has a part in the memory of a message")
+        with torch.inference_mode():
+            for tensor in arriving:
+                if not tensor.is_sparse:
+                    tensor.detach().fill_(self.early)
+        for part, network_writes in parts:
+            if part.numel():
+                flight.memories.append(Memory(part, network_writes))
+
+    def apart(self, flight: Flight, name: str, rank: int, arriving: list, sent: list) -> list:
+        """Return what is sent without what lies where this rank's own part arrives.
+
+        That is on its way with the latter. To receive into anything else that is sent is a fault.
+        """
+        kept = []
+        for number, tensor in enumerate(sent):
+            addresses = memory_of(tensor)
+            places = [place for place, each in enumerate(arriving) if overlap(addresses, each)]
+            for place in places:
+                received = memory_of(arriving[place])
+                if not is_own_part(received, addresses, rank, max(place, number)):
+                    text = f"{name} receives into what it sends ({{0}})"
+                    self.fault("touched too early", text, flight.line)
+            if not places:
+                kept.append(tensor)
+        return kept
+
+    def settle(self, run: Callable, work: Any) -> None:
+        """Note, around the end of a wait, that the memory is the program's again.
+
+        What has arrived is written there.
+        """
+        run(work)
         flight = self.flights.pop(work, None)
-        if flight is not None:
-            line = line_of(sys._getframe())
-            self.tell("wait", in_words(flight.what), line, what=flight.what)
-        return moment
+        if flight is None:
+            return
+        line = line_of(sys._getframe())
+        for memory in flight.memories:
+            happened = memory.has_happened()
+            if happened:
+                kind, _ = FAULTS[memory.network_writes, True]
+                begun = f"begun ({{0}}) {in_words(flight.what)}"
+                self.fault(kind, f"{happened} before the wait ({{1}}): {begun}", flight.line, line)
+        with without_modes(), torch.inference_mode():
+            for tensor, arrived in flight.arrivals:
+                tensor.copy_(arrived)
+        self.tell("wait", in_words(flight.what), line, what=flight.what)
 
     def question(self, reason: str, run: Callable, *args: Any) -> Any:
         """Around a call whose answer may depend on the order, note that one run proves nothing."""
@@ -170,6 +293,55 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.touched(tensor, writes=False, name=run.__name__)
         return run(tensor, *args, **kwargs)
 
+    def share(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Around a function that lets other code read and write a tensor's memory."""
+        self.doubt("other code has a part in a tensor's memory")
+        return self.read(run, tensor, *args, **kwargs)
+
+    def store(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Around a function of torch's key-value stores, note that ranks speak by it."""
+        if called_by_program():
+            self.doubt("it uses a store")
+            self.delay()
+        return run(*args, **kwargs)
+
+    def save(self, run: Callable, obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        """Around `torch.save`, note that it writes a file."""
+        if isinstance(file, (str, os.PathLike)):
+            self.doubt("it writes files or opens a connection")
+        run(obj, file, *args, **kwargs)
+
+    def heard(self, event: str, args: tuple) -> None:
+        """Python is about to do something: note that it changes files, or opens a connection."""
+        changes = event in EVENTS
+        if event == "open":
+            path, _, flags = args
+            named = not isinstance(path, int) and not os.fsdecode(path).startswith("/dev/")
+            changes = named and flags & WRITES
+        if changes and not is_importing():
+            self.doubt("it writes files or opens a connection")
+
+    def then(self, run: Callable, future: Any, callback: Callable) -> Any:
+        """Around `Future.then`, note that who comes first decides when a callback runs.
+
+        Those of torch itself only convert values.
+        """
+        code = getattr(callback, "__code__", None)
+        if code is None or not code.co_filename.startswith(PACKAGES):
+            self.doubt("a callback runs once its message has arrived")
+        return run(future, callback)
+
+    def clock(self, run: Callable) -> Any:
+        """Around a reading of a clock, note it. A skewed clock shows which results depend on it."""
+        reading = run()
+        if not called_by_program():
+            return reading
+        self.doubt("it asks a clock")
+        if self.skew_s is None:
+            return reading
+        self.skew_s += random.SystemRandom().uniform(0, LONGEST_SKEW_S)
+        return reading + (self.skew_s if isinstance(reading, float) else int(self.skew_s * 1e9))
+
     def start(self, run: Callable, thread: threading.Thread) -> None:
         """Around the start of a thread, have its operations shown as well."""
         self.doubt("a rank has several threads, and not all orders of theirs were tried")
@@ -177,11 +349,44 @@ class Watch(TorchDispatchMode, ContextDecorator):
         run(thread)
 
 
+def called_by_program() -> bool:
+    """Whether the program's own code has called the function around which a hook stands."""
+    frame = sys._getframe(3)  # after this function, the hook, and the one that calls it
+    return not frame.f_code.co_filename.startswith(folders() + LIBRARIES)
+
+
+def is_importing() -> bool:
+    """Whether this thread imports a module: that may write files which nobody waits for."""
+    frames = traceback.walk_stack(sys._getframe())
+    return any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in frames)
+
+
+def parts_of(tensors: list) -> list[torch.Tensor]:
+    """Return the tensors that hold the elements of tensors: a sparse one has two."""
+    parts: list = []
+    for tensor in tensors:
+        parts += [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return parts
+
+
+def is_own_part(receives: range, sends: range, rank: int, place: int) -> bool:
+    """Whether memory that is sent is this rank's part of what is received, or the other way round.
+
+    `place` is the number among several tensors.
+    """
+    size = min(len(receives), len(sends))
+    if receives == sends and place == rank:
+        return True
+    return len(receives) != len(sends) and abs(sends.start - receives.start) == rank * size
+
+
 @cache
 def touches_memory(func: Any) -> bool:
     """Whether an operation reads or writes elements of its operands, and not only their shapes."""
     name = func.overloadpacket.__name__
-    return roofline.has_traffic(func) and not name.startswith("new_") and not name.endswith("_like")
+    if name in RESIZES or name.startswith("new_") or name.endswith("_like"):
+        return False
+    return roofline.has_traffic(func)
 
 
 def memory_of(tensor: torch.Tensor) -> range:
@@ -193,14 +398,22 @@ def memory_of(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
 
 
-def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an element in the memory of a message, which has no gaps."""
-    sent = memory_of(message)
+def overlap(sent: range, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an element at the addresses of a message, which has no gaps."""
     used = memory_of(tensor)
     if max(sent.start, used.start) >= min(sent.stop, used.stop):
         return False
     # The addresses of a tensor with gaps may lie around the message: its rows decide, one by one.
-    return tensor.is_contiguous() or any(overlap(message, row) for row in tensor)
+    return tensor.is_contiguous() or any(overlap(sent, row) for row in tensor)
+
+
+listening: list = []  # Python keeps a hook for ever: here is the watch that hears it, or None
+
+
+def hear(event: str, args: tuple) -> None:
+    """Python is about to do something."""
+    if listening[0] is not None:
+        listening[0].heard(event, args)
 
 
 @contextmanager
@@ -211,18 +424,31 @@ def watching(watch: Watch) -> Iterator[None]:
     """
     asks = partial(watch.question, "it asks whether a message has arrived")
     receives = partial(watch.question, "it receives from any rank")
+    below = partial(watch.question, "it starts a thread below threading")
     hooks: list = [
         (threading.Thread, "start", watch.start),
+        (_thread, "start_new_thread", below),
         (torch.Tensor, "tolist", watch.read),
         (torch.Tensor, "numpy", watch.read),
+        (torch.Tensor, "__reduce_ex__", watch.read),
+        (torch.Tensor, "__dlpack__", watch.share),
+        (torch, "save", watch.save),
         (time, "sleep", lambda run, seconds: run(1e-5)),
-        (clocks_group.Work, "wait_by_clock", watch.settle),
+        (clocks_group.Work, "finish", watch.settle),
         (clocks_group.Work, "is_completed", asks),
-        (clocks_group.Group, "recv_anysource", receives),
+        (clocks_group.Future, "then", watch.then),
     ]
     hooks += [(clocks_group.Group, name, watch.post) for name in OPERATIONS]
+    hooks.append((clocks_group.Group, "recv_anysource", receives))
+    hooks += [(dist.Store, name, watch.store) for name in STORE]
+    hooks += [(time, name, watch.clock) for name in CLOCKS]
+    if not listening:
+        listening.append(None)
+        sys.addaudithook(hear)
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(around(*hook))
         stack.enter_context(watch)
+        listening[0] = watch
+        stack.callback(listening.__setitem__, 0, None)
         yield

@@ -1,16 +1,38 @@
 """What came of a run: right in every order, or what breaks which order, at which lines."""
 
-from collections.abc import Callable
+import ctypes
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..clocks.stalls import Line
 from ..errors import Awaited
-from ..torch_inside import tree_map_only
 
 MOST_OF_A_RANK = 6  # A text and a figure have so many of a rank's events or messages.
+MOST_NAMES = 3  # A text has the names of so many parts of results.
+UNSTABLE = "they differ from run to run in one order, or have no values"
+NO_VALUE = "no value"
+# Their text says all that they are.
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    range,
+    enum.Enum,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 class Event(NamedTuple):
@@ -72,11 +94,17 @@ def faults_in(events: list) -> list:
 
 
 def judge(
-    events: list, results: list, runs: int, proof: str, say: Callable[[Line], str] = str
+    events: list,
+    results: list,
+    runs: int,
+    proof: str,
+    say: Callable[[Line], str] = str,
+    alike: int = 1,
 ) -> Verdict:
     """The verdict on the events and the results of all runs.
 
-    `proof` is that of a program without a fault, and `say` has the words for a line.
+    The first `alike` runs had one order. `proof` is that of a program without a fault, and `say`
+    has the words for a line.
     """
     faults = faults_in(events)
     if faults:
@@ -91,15 +119,92 @@ def judge(
         lines = [say(line) for event in parts for line in event.lines]
         return Verdict(False, runs, fault.text.format(*lines), fault.kind, ranks, lines, happened)
     happened = [event for event in events if event.kind in ("post", "wait")]
-    if len(set(map(values_of, results))) < 2:
+    differing, not_comparable = unlike(results, alike)
+    if not_comparable:
+        proof += f"; not comparable, as {UNSTABLE}: {some_of(not_comparable)}"
+    if not differing:
         return Verdict(True, runs, proof, events=happened)
     doubts = [event for event in events if event.kind == "doubt"]
     ranks = sorted({event.rank for event in doubts})
     lines = sorted({say(line) for event in doubts for line in event.lines})
-    text = f"the results of {runs} orders differ, from these lines on: {'; '.join(lines)}"
+    text = (
+        f"the results of {runs} orders differ ({some_of(differing)}),"
+        f" from these lines on: {'; '.join(lines)}"
+    )
     return Verdict(False, runs, text, "unlike results", ranks, lines, happened)
 
 
-def values_of(result: Any) -> str:
-    """All values of a result as text, so that two results with NaN at one place are alike."""
-    return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, result))
+def unlike(results: list, alike: int) -> tuple[list[str], list[str]]:
+    """Return which parts of the results differ between orders, and which cannot be compared.
+
+    The latter differ among the first `alike` runs, which had one order, or have no values.
+    """
+    values = [dict(values_in(result, "")) for result in results]
+    names = list(dict.fromkeys(name for of_run in values for name in of_run))
+    differing = []
+    not_comparable = []
+    for name in names:
+        of_runs = [of_run.get(name) for of_run in values]
+        if NO_VALUE in of_runs or len(set(of_runs[:alike])) > 1:
+            not_comparable.append(name)
+        elif len(set(of_runs)) > 1:
+            differing.append(name)
+    return differing, not_comparable
+
+
+def some_of(names: list[str]) -> str:
+    """Return the first names, in words."""
+    shown = [f"result{name}" for name in names[:MOST_NAMES]]
+    more = [f"{len(names) - MOST_NAMES} more"] * (len(names) > MOST_NAMES)
+    return ", ".join(shown + more)
+
+
+def values_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values in a result, exactly, each with its place there.
+
+    Two that are not a number are alike.
+    """
+    exact = exactly(value)
+    parts = [] if exact else inside(value)
+    if parts is None:
+        yield name, NO_VALUE
+        return
+    yield name, exact or (type(value).__name__, len(parts))
+    for place, part in parts:
+        yield from values_in(part, f"{name}{place}")
+
+
+def exactly(value: Any) -> tuple | None:
+    """Return what is compared of a value that has no others inside, None for one that has."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), bytes_of(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, PLAIN):
+        return type(value).__name__, repr(value)
+    return None
+
+
+def inside(value: Any) -> list | None:
+    """Return the values inside one, with their places there; None for an object without any."""
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [(f"[{number}]", part) for number, part in enumerate(value)]
+    fields = getattr(value, "__dict__", None)
+    return [(f".{field}", part) for field, part in fields.items()] if fields else None
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, in order."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -18,8 +18,7 @@ def main(args: argparse.Namespace) -> int:
 
     messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)
     nothing_found = (
-        "none of the usual mistakes: samples, epochs, weights and checkpoint are as they"
-        " should be"
+        "none of the usual mistakes: samples, epochs, weights and checkpoint are as they should be"
     )
     print("\n".join(messages) or nothing_found)
     # "not seen: …" is about what the script did not do, and is no mistake.

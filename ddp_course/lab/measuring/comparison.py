@@ -16,11 +16,11 @@ from manyranks.devices import Device, full_speed, placement, rank_device
 from manyranks.errors import NotFiniteError
 from manyranks.launching.launch import launch
 from manyranks.links import Link
+from manyranks.torch_inside import without_modes
 
 from ... import ladder
 from ...job import Job, make_job
 from ...ladder import Stage
-from ...torch_private import outside_dispatch_modes
 from ..waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
@@ -227,7 +227,7 @@ def noting_weights(batches: Iterable, model: torch.nn.Module, history: list) -> 
     for number, batch in enumerate(batches):
         yield batch
         if number < EARLY:
-            with outside_dispatch_modes():  # An emulated device takes no time for this.
+            with without_modes():  # An emulated device takes no time for this.
                 history.append(weights_of(model))
 
 

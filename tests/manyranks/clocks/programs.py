@@ -4,23 +4,26 @@ A program has a list of steps for each (rank, thread); thread 0 is the rank's ma
 
     compute N                a matrix product of 128 N floating-point operations
     sleep NANOSECONDS
-    send / recv              PEER COUNT TAG GROUP: a message of COUNT float32, done when the step
-    is over
-    isend / irecv            KEY PEER COUNT TAG GROUP: the same, posted only
-    collective NAME COUNT GROUP,  icollective KEY NAME COUNT GROUP
+    send / recv              PEER COUNT TAG GROUP VALUE: a message of COUNT float32, done when the
+    step is over
+    isend / irecv            KEY PEER COUNT TAG GROUP VALUE: the same, posted only
+    collective NAME COUNT GROUP VALUE,  icollective KEY NAME COUNT GROUP VALUE
     wait KEY                 for what was posted with this key
     start / join             THREAD: of the same rank
     put / get QUEUE,  lock / unlock LOCK,  set / await EVENT: what threads of a rank share
 
-Steps are drawn in an order in which all of them can be done, so no program waits for ever.
-Durations are drawn from few
-values: many things happen at the same moment, and the rules for ties are tried as well.
+Steps are drawn in an order in which all of them can be done, so few programs wait for ever: those
+in which threads share a way may, as who comes first in virtual time gets what was drawn for another
+one. `draw_program` leaves them out. Durations are drawn from few values: many things happen at the
+same moment, and the rules for ties are tried as well.
 """
 
 import queue
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +45,8 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
 )
+SHARED_TAG = 8  # of messages between any threads of two ranks
+SHARED = 3  # the group in whose sums any thread of a rank may take part
 COUNTS = (125, 250, 31)  # float32 of a message: at 1 Gbit/s they take 4, 8 and 0.992 microseconds
 
 
@@ -67,11 +72,12 @@ def draw_setting(number: int) -> Setting:
     draw = random.Random(f"setting {number}")
     world_size = 2 + number % 7
     everyone = tuple(range(world_size))
-    # Group 1 has two ranks or more; group 2 is for the second threads, of all ranks.
+    # Group 1 has two ranks or more; group 2 is for the second threads, of all ranks, and the last
+    # one for any thread.
     part = tuple(sorted(draw.sample(everyone, draw.randint(2, world_size))))
     hosts = draw.choice([None, None, max(1, world_size // 2)])
     latency_s = draw.choice([0.0, 1e-6, 3e-7])
-    return Setting(world_size, 1e9, latency_s, hosts, 128e6, (everyone, part, everyone))
+    return Setting(world_size, 1e9, latency_s, hosts, 128e6, (everyone, part, everyone, everyone))
 
 
 class Writer:
@@ -127,34 +133,45 @@ class Writer:
         count = self.draw.choice(COUNTS)
         members = set(self.setting.groups[1])
         group = self.draw.choice([0, 1]) if {sender[0], receiver[0]} <= members else 0
-        # No two threads share a way.
+        # No two threads share a way, but for that of one tag, whose messages are alike.
         tag = 4 * self.draw.choice([0, 1]) + 2 * sender[1] + receiver[1]
+        if self.draw.random() < 0.3:
+            tag = SHARED_TAG
+            count = COUNTS[0]
+        value = self.key()
         ends = [(sender, "send", receiver[0]), (receiver, "recv", sender[0])]
         if self.draw.random() < 0.5:
             ends.reverse()
         for thread, kind, peer in ends:
             if self.draw.random() < 0.4:
-                self.add(thread, kind, peer, count, tag, group)
+                self.add(thread, kind, peer, count, tag, group, value)
             else:
                 key = self.key()
-                self.add(thread, f"i{kind}", key, peer, count, tag, group)
+                self.add(thread, f"i{kind}", key, peer, count, tag, group, value)
                 self.pending.append((thread, key))
 
     def collective(self) -> None:
         """All members of a group take part in a collective, some of them without waiting for it."""
-        group = self.draw.choice([0, 0, 1, 2])
+        group = self.draw.choice([0, 0, 1, 2, SHARED])
         thread_number = 1 if group == 2 else 0
         members = [(rank, thread_number) for rank in self.setting.groups[group]]
         if not set(members) <= self.running:
             return
         name = self.draw.choice(COLLECTIVES)
         count = self.draw.choice(COUNTS)
+        value = 0
+        if group == SHARED:
+            name = "all_reduce"
+            count = COUNTS[0]
+            value = self.key()
+            second = [(rank, 1) for rank, _ in members if (rank, 1) in self.running]
+            members = [self.draw.choice([one, two]) for one, two in paired(members, second)]
         for member in members:
             if self.draw.random() < 0.5:
-                self.add(member, "collective", name, count, group)
+                self.add(member, "collective", name, count, group, value)
             else:
                 key = self.key()
-                self.add(member, "icollective", key, name, count, group)
+                self.add(member, "icollective", key, name, count, group, value)
                 self.pending.append((member, key))
 
     def wait_for_some(self) -> None:
@@ -198,15 +215,27 @@ class Writer:
                 self.add(thread, "unlock", "lock")
 
 
-def draw_program(setting: Setting, number: int) -> dict:
-    """The steps of the program with this number, by (rank, thread)."""
+def paired(members: list, second: list) -> list:
+    """Each member, with the second thread of its rank, or itself if that does not run."""
+    threads = dict(second)
+    return [(member, (member[0], threads.get(member[0], 0))) for member in members]
+
+
+def draw_program(setting: Setting, number: int, replay: Callable) -> dict:
+    """The steps of the program with this number, by (rank, thread); its `replay` comes to an
+    end.
+    """
     draw = random.Random(f"program {number}")
-    return Writer(setting, draw).write(draw.randint(5, 25))
+    while True:
+        steps = Writer(setting, draw).write(draw.randint(5, 25))
+        with suppress(AssertionError):
+            replay(setting, steps)
+            return steps
 
 
 def play_all(setting: Setting, programs: list) -> list:
-    """Run every program on this rank; return for each the moments after all steps, by thread,
-    since its start.
+    """Run every program on this rank; return for each, by thread, the moments after all steps,
+    since its start, and then the values that it received.
     """
     rank = dist.get_rank()
     groups = [None, *(dist.new_group(list(members)) for members in setting.groups[1:])]
@@ -217,7 +246,7 @@ def play_all(setting: Setting, programs: list) -> list:
         own = {thread: mine for (of_rank, thread), mine in steps.items() if of_rank == rank}
         player = Player(rank, setting, own, groups, layer)
         player.play(0)
-        results.append(player.moments)
+        results.append({thread: player.moments[thread] + player.values[thread] for thread in own})
     return results
 
 
@@ -234,6 +263,7 @@ class Player:
         self.layer = layer
         self.began = clocks.moment()
         self.moments: dict = {thread: [] for thread in steps}
+        self.values: dict = {thread: [] for thread in steps}
         self.works: dict = {}
         self.threads: dict = {}
         every_step = [step for own in steps.values() for step in own]
@@ -245,7 +275,9 @@ class Player:
     def play(self, thread: int) -> None:
         """Run the steps of one thread."""
         for kind, *details in self.steps[thread]:
-            getattr(self, f"do_{kind}")(*details)
+            value = getattr(self, f"do_{kind}")(*details)
+            if value is not None:
+                self.values[thread].append(value)
             self.moments[thread].append(clocks.moment() - self.began)
 
     def do_compute(self, rows: int) -> None:
@@ -281,10 +313,11 @@ class Player:
         self.events[name].wait()
 
     def do_send(self, *message: int) -> None:
-        self.posted("isend", *message).wait()
+        work, _ = self.posted("isend", *message)
+        work.wait()
 
-    def do_recv(self, *message: int) -> None:
-        self.posted("irecv", *message).wait()
+    def do_recv(self, *message: int) -> int | None:
+        return self.finished(*self.posted("irecv", *message))
 
     def do_isend(self, key: int, *message: int) -> None:
         self.works[key] = self.posted("isend", *message)
@@ -292,27 +325,39 @@ class Player:
     def do_irecv(self, key: int, *message: int) -> None:
         self.works[key] = self.posted("irecv", *message)
 
-    def do_wait(self, key: int) -> None:
-        self.works.pop(key).wait()
+    def do_wait(self, key: int) -> int | None:
+        return self.finished(*self.works.pop(key))
 
-    def do_collective(self, *what: Any) -> None:
-        self.joined(*what, asynchronous=False)
+    def do_collective(self, *what: Any) -> int | None:
+        return self.finished(*self.joined(*what, asynchronous=False))
 
     def do_icollective(self, key: int, *what: Any) -> None:
         self.works[key] = self.joined(*what, asynchronous=True)
 
-    def posted(self, kind: str, peer: int, count: int, tag: int, group: int) -> Any:
-        """Post a message."""
-        return getattr(dist, kind)(torch.ones(count), peer, self.groups[group], tag)
+    def finished(self, work: Any, arriving: Any) -> int | None:
+        """Wait for an operation; return the value that has come, if one comes."""
+        if work is not None:
+            work.wait()
+        return None if arriving is None else int(arriving[0].item())
 
-    def joined(self, name: str, count: int, group: int, asynchronous: bool) -> Any:
+    def posted(
+        self, kind: str, peer: int, count: int, tag: int, group: int, value: int
+    ) -> tuple[Any, Any]:
+        """Post a message; return its work, and the tensor that it arrives in, if any."""
+        tensor = torch.full((count,), float(value if kind == "isend" else 0))
+        work = getattr(dist, kind)(tensor, peer, self.groups[group], tag)
+        return work, tensor if kind == "irecv" else None
+
+    def joined(
+        self, name: str, count: int, group: int, value: int, asynchronous: bool
+    ) -> tuple[Any, Any]:
         """Take part in a collective; `count` is the p of the definition's table, or p / K for
-        all_to_all.
+        all_to_all. Return its work, and the tensor with the sum, where that is compared.
         """
         members = self.setting.groups[group]
         size = len(members)
         first = members[0]
-        own = torch.ones(count)
+        own = torch.full((count,), float(value or 1))
         parts = [torch.ones(count) for _ in members]
         of_all = parts if self.rank == first else None
         ways: dict = {
@@ -331,4 +376,5 @@ class Player:
             ),
         }
         function, *arguments = ways[name]
-        return function(*arguments, group=self.groups[group], async_op=asynchronous)
+        work = function(*arguments, group=self.groups[group], async_op=asynchronous)
+        return work, own if value else None

@@ -41,6 +41,7 @@ class Message:
         self.key = key
         self.nbytes = nbytes
         self.posts = 0
+        self.value = 0  # what it carries
         self.booked = clock.event()
         self.ends = None
 
@@ -52,6 +53,7 @@ class Collective:
         self.key = key
         self.members = members
         self.joined = 0
+        self.value = 0  # the sum of what its members bring
         self.duration = 0
         self.has_bytes = False
         self.steps = 0
@@ -68,6 +70,7 @@ class Replay:
         self.wrong = wrong
         self.clock = simpy.Environment(initial_time=0)
         self.moments: dict = {thread: [] for thread in steps}
+        self.values: dict = {thread: [] for thread in steps}  # what arrived
         self.alive = {thread for thread in steps if thread[1] == 0}
         self.way_out: dict = defaultdict(int)
         self.way_in: dict = self.way_out if wrong == "one way" else defaultdict(int)
@@ -77,19 +80,22 @@ class Replay:
         self.posted: dict = defaultdict(int)
         self.due: list = []  # messages and collectives that are ready and not booked
         self.turns: dict = {}  # events of threads that wait for their turn
+        self.posting: dict = {}  # the same, of threads that will post
         self.works: dict = {}
         self.processes: dict = {}
         self.shared: dict = {}  # locks of queues and events, by rank and name
 
     def run(self) -> dict:
-        """Play the program; returns the moments after all steps, by (rank, thread)."""
+        """Play the program; returns, by (rank, thread), the moments after all steps, and then the
+        values that it received.
+        """
         for thread in sorted(self.alive):
             self.processes[thread] = self.clock.process(self.thread(thread))
         self.clock.process(self.arbiter())
         self.clock.run()
         stuck = [thread for thread, process in self.processes.items() if process.is_alive]
         assert not stuck, f"deadlock: {stuck}"
-        return self.moments
+        return {thread: self.moments[thread] + self.values[thread] for thread in self.steps}
 
     # The arbiter
 
@@ -98,7 +104,9 @@ class Replay:
         while True:
             while self.clock.peek() == self.clock.now:
                 yield self.clock.timeout(0)
-            if self.due:
+            if self.posting:
+                self.posting.pop(min(self.posting)).succeed()
+            elif self.due:
                 round_, self.due = self.due, []
                 if self.wrong != "by arrival":
                     round_.sort(key=order)
@@ -168,11 +176,12 @@ class Replay:
         yield from self.turn(thread)
         self.alive.discard(thread)
 
-    def turn(self, thread: tuple) -> Any:
+    def turn(self, thread: tuple, to_post: bool = False) -> Any:
         """Wait for this thread's turn, if its rank has several threads."""
         if self.wrong == "no turns" or (thread[0], 1 - thread[1]) not in self.alive:
             return
-        self.turns[thread] = event = self.clock.event()
+        turns = self.posting if to_post and self.wrong != "late posts" else self.turns
+        turns[thread] = event = self.clock.event()
         yield event
 
     def until(self, moment: int) -> Any:
@@ -192,46 +201,55 @@ class Replay:
     # Messages and collectives
 
     def do_send(self, thread: tuple, *message: int) -> Any:
-        yield from self.finish(0, self.post(thread, True, *message))
+        yield from self.finish(0, (yield from self.post(thread, True, *message)))
 
     def do_recv(self, thread: tuple, *message: int) -> Any:
-        yield from self.finish(1, self.post(thread, False, *message))
+        booking = yield from self.post(thread, False, *message)
+        yield from self.finish_and_note(thread, 1, booking)
 
     def do_isend(self, thread: tuple, key: int, *message: int) -> Any:
-        self.works[thread, key] = 0, self.post(thread, True, *message)
-        yield from ()
+        self.works[thread, key] = 0, (yield from self.post(thread, True, *message))
 
     def do_irecv(self, thread: tuple, key: int, *message: int) -> Any:
-        self.works[thread, key] = 1, self.post(thread, False, *message)
-        yield from ()
+        self.works[thread, key] = 1, (yield from self.post(thread, False, *message))
 
     def do_wait(self, thread: tuple, key: int) -> Any:
-        yield from self.finish(*self.works.pop((thread, key)))
+        yield from self.finish_and_note(thread, *self.works.pop((thread, key)))
 
     def do_collective(self, thread: tuple, *what: Any) -> Any:
-        yield from self.finish(None, self.join(thread, *what))
+        booking = yield from self.join(thread, *what)
+        yield from self.finish_and_note(thread, None, booking)
 
     def do_icollective(self, thread: tuple, key: int, *what: Any) -> Any:
-        self.works[thread, key] = None, self.join(thread, *what)
-        yield from ()
+        self.works[thread, key] = None, (yield from self.join(thread, *what))
 
     def post(
-        self, thread: tuple, sending: bool, peer: int, count: int, tag: int, group: int
-    ) -> Message:
-        """Post one side of a message; the second side makes it due."""
+        self,
+        thread: tuple,
+        sending: bool,
+        peer: int,
+        count: int,
+        tag: int,
+        group: int,
+        value: int = 0,
+    ) -> Any:
+        """Post one side of a message, in this thread's turn; the second side makes it due."""
+        yield from self.turn(thread, to_post=True)
         source, target = (thread[0], peer) if sending else (peer, thread[0])
         way = source, target, group, tag
         self.posted[way, sending] += 1
         key = *way, self.posted[way, sending]
         message = self.messages.setdefault(key, Message(self.clock, key, 4 * count))
         message.posts += 1
+        message.value += value * sending
         if message.posts == 2:
             at_once = self.setting.host(source) == self.setting.host(target)
             self.make_due(message, at_once)
         return message
 
-    def join(self, thread: tuple, name: str, count: int, group: int) -> Collective:
-        """Join a collective; the last member makes it due."""
+    def join(self, thread: tuple, name: str, count: int, group: int, value: int = 0) -> Any:
+        """Join a collective, in this thread's turn; the last member makes it due."""
+        yield from self.turn(thread, to_post=True)
         members = self.setting.groups[group]
         size = len(members)
         self.posted[thread[0], group] += 1
@@ -245,6 +263,7 @@ class Replay:
         collective.duration = max(collective.duration, duration)
         collective.has_bytes = nbytes > 0
         collective.steps = steps
+        collective.value += value
         collective.joined += 1
         if collective.joined == size:
             hosts = {self.setting.host(rank) for rank in members}
@@ -263,6 +282,12 @@ class Replay:
         if not booking.booked.triggered:
             yield booking.booked
         yield from self.until(booking.end if side is None else booking.ends[side])
+
+    def finish_and_note(self, thread: tuple, side: int | None, booking: Any) -> Any:
+        """Wait for the end, and note the value that has come."""
+        yield from self.finish(side, booking)
+        if side == 1 or (side is None and booking.value):
+            self.values[thread].append(booking.value)
 
     # What threads of a rank share
 
@@ -366,5 +391,7 @@ def order(booking: Any) -> tuple:
 
 
 def replay(setting: Any, steps: dict, wrong: str = "") -> dict:
-    """The moments after all steps of a program, by (rank, thread), in picoseconds."""
+    """What each (rank, thread) of a program sees: the moments after all its steps, in picoseconds,
+    and then the values that it received.
+    """
     return Replay(setting, steps, wrong).run()

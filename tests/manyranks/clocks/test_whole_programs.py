@@ -1,0 +1,489 @@
+"""What whole programs do under virtual time: threads that send, receives from any rank, callbacks.
+
+Each program runs on all ranks, and returns nothing where it was right. Programs of one kind run one
+after the other in one launch.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyranks import Device, Link, clocks, launch
+
+LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
+
+
+def run_all(programs):
+    """On a rank: run programs one after the other; return what each returned."""
+    outcomes = {}
+    for program in programs:
+        dist.barrier()
+        outcomes[program.__name__] = program()
+    return outcomes
+
+
+def all_right(programs, world_size=2, **settings):
+    """Launch programs, and assert that each is right on all ranks."""
+    settings = {"link": LINK, "timeout": 120, **settings}
+    for rank, outcomes in enumerate(launch(run_all, programs, world_size=world_size, **settings)):
+        wrong = {name: said for name, said in outcomes.items() if said is not None}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+def number(value):
+    return torch.tensor([float(value)])
+
+
+def together(*functions):
+    """Run functions in a thread each."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def received(count=2, **source):
+    """The values of the next messages from rank 0."""
+    values = []
+    for _ in range(count):
+        tensor = torch.zeros(1)
+        dist.recv(tensor, 0, **source)
+        values.append(tensor.item())
+    return values
+
+
+def expect(found, expected):
+    return None if found == expected else f"{found}, not {expected}"
+
+
+# Threads of a rank post in the order of virtual time.
+
+
+def spin():
+    """Take real time, in which no virtual time passes."""
+    sum(range(1_000_000))
+
+
+def send_late(value=1, **how):
+    time.sleep(1)
+    dist.send(number(value), 1, **how)
+
+
+def send_early(value=2, **how):
+    spin()
+    dist.send(number(value), 1, **how)
+
+
+def the_late_sender_starts_first():
+    if dist.get_rank() == 0:
+        together(send_late, send_early)
+        return None
+    return expect(received(), [2, 1])
+
+
+def the_early_sender_computes_for_long():
+    if dist.get_rank() == 0:
+        together(send_early, send_late)
+        return None
+    return expect(received(), [2, 1])
+
+
+def sends_in_a_group_of_their_own():
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        together(lambda: send_late(group=group), lambda: send_early(group=group))
+        return None
+    return expect(received(group=group), [2, 1])
+
+
+def receives_of_two_threads():
+    if dist.get_rank() == 0:
+        dist.send(number(1), 1)
+        dist.send(number(2), 1)
+        return None
+    got = {}
+
+    def late():
+        time.sleep(1)
+        got["late"] = received(1)
+
+    def early():
+        spin()
+        got["early"] = received(1)
+
+    together(late, early)
+    return expect(got, {"early": [1], "late": [2]})
+
+
+def sums_of_two_threads():
+    got = {}
+
+    def late():
+        tensor = number(10)
+        time.sleep(1)
+        dist.all_reduce(tensor)
+        got["late"] = tensor.item()
+
+    def early():
+        spin()
+        tensor = number(1)
+        dist.all_reduce(tensor)
+        got["early"] = tensor.item()
+
+    together(*((late, early) if dist.get_rank() == 0 else (early, late)))
+    return expect(got, {"early": 2, "late": 20})
+
+
+def a_pool_and_the_main_thread():
+    if dist.get_rank() == 0:
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(send_early)
+            send_late()
+            sending.result()
+        return None
+    return expect(received(), [2, 1])
+
+
+def a_timer_sends_between():
+    if dist.get_rank() == 0:
+        timer = threading.Timer(0.5, dist.send, (number(3), 1))
+        timer.start()
+        together(send_late, send_early)
+        return None
+    return expect(received(3), [2, 3, 1])
+
+
+def threads_at_one_moment_go_by_number():
+    if dist.get_rank() == 0:
+
+        def slow():
+            spin()
+            dist.send(number(1), 1)
+
+        together(slow, lambda: dist.send(number(2), 1), lambda: dist.send(number(3), 1))
+        return None
+    return expect(received(3), [1, 2, 3])
+
+
+THREADS = (
+    the_late_sender_starts_first,
+    the_early_sender_computes_for_long,
+    sends_in_a_group_of_their_own,
+    receives_of_two_threads,
+    sums_of_two_threads,
+    a_pool_and_the_main_thread,
+    a_timer_sends_between,
+    threads_at_one_moment_go_by_number,
+)
+
+
+def test_threads_post_in_the_order_of_virtual_time():
+    all_right(THREADS)
+
+
+# A receive from any rank does not wait.
+
+
+def neighbours():
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    return rank, (rank + 1) % size, (rank - 1) % size
+
+
+def posted_before_the_send():
+    rank, right, left = neighbours()
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor)
+    dist.send(number(rank), right)
+    work.wait()
+    return expect((tensor.item(), work._source_rank()), (left, left))
+
+
+def several_are_waited_for_backwards():
+    """The first one posted gets the first message, whichever is waited for first."""
+    _, right, _ = neighbours()
+    tensors = [torch.zeros(1) for _ in range(3)]
+    works = [dist.irecv(tensor) for tensor in tensors]
+    for value in range(3):
+        dist.send(number(value), right)
+    for work in reversed(works):
+        work.wait()
+    return expect([tensor.item() for tensor in tensors], [0, 1, 2])
+
+
+def each_tag_has_its_own():
+    rank, right, left = neighbours()
+    tensors = [torch.zeros(1) for _ in range(2)]
+    works = [dist.irecv(tensor, tag=tag) for tag, tensor in enumerate(tensors)]
+    for tag in (1, 0):
+        dist.send(number(10 * rank + tag), right, tag=tag)
+    for work in works:
+        work.wait()
+    return expect([tensor.item() for tensor in tensors], [10 * left, 10 * left + 1])
+
+
+def everyone_receives_from_all():
+    """Messages come by the clocks of their sends; the later the rank, the earlier it sends."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    tensors = [torch.zeros(1) for _ in range(size - 1)]
+    works = [dist.irecv(tensor) for tensor in tensors]
+    time.sleep(size - rank)
+    leaving = [dist.isend(number(rank), peer) for peer in range(size) if peer != rank]
+    for work in works + leaving:
+        work.wait()
+    others = [float(peer) for peer in reversed(range(size)) if peer != rank]
+    return expect([tensor.item() for tensor in tensors], others)
+
+
+def asked_until_it_has_come():
+    rank, right, left = neighbours()
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor)
+    leaving = dist.isend(number(rank), right)
+    while not work.is_completed():
+        pass
+    leaving.wait()
+    return expect(tensor.item(), left)
+
+
+def in_a_group_of_two():
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank not in (1, 2):
+        return None
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor, group=group)
+    dist.send(number(rank), 3 - rank, group=group)
+    work.wait()
+    source = dist.get_group_rank(group, 3 - rank)
+    return expect((tensor.item(), work._source_rank()), (3 - rank, source))
+
+
+def a_named_receive_follows():
+    """Once the receive from any rank has its message, the next one is for the named receive."""
+    _, right, left = neighbours()
+    tensors = [torch.zeros(1) for _ in range(2)]
+    leaving = [dist.isend(number(value), right) for value in range(2)]
+    dist.barrier()
+    works = [dist.irecv(tensors[0]), dist.irecv(tensors[1], left)]
+    for work in works + leaving:
+        work.wait()
+    return expect([tensor.item() for tensor in tensors], [0, 1])
+
+
+def a_named_receive_would_be_a_guess():
+    _, right, left = neighbours()
+    work = dist.irecv(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="open which message"):
+        dist.irecv(torch.zeros(1), left)
+    dist.barrier()
+    dist.send(number(0), right)
+    work.wait()
+
+
+def a_message_takes_its_time():
+    """Posted at 0, sent at 2 ms: it leaves 4 ms later, and arrives a latency later."""
+    rank = dist.get_rank()
+    began = clocks.moment()
+    if rank == 0:
+        work = dist.irecv(torch.zeros(1000))
+        work.wait()
+        return expect(clocks.moment() - began, 7 * 10**9)
+    if rank == 1:
+        clocks.advance(0.002)
+        dist.send(torch.zeros(1000), 0)
+        return expect(clocks.moment() - began, 6 * 10**9)
+    return None
+
+
+ANY = (
+    posted_before_the_send,
+    several_are_waited_for_backwards,
+    each_tag_has_its_own,
+    everyone_receives_from_all,
+    asked_until_it_has_come,
+    in_a_group_of_two,
+    a_named_receive_follows,
+    a_named_receive_would_be_a_guess,
+    a_message_takes_its_time,
+)
+
+
+def test_a_receive_from_any_rank_does_not_wait():
+    all_right(ANY, world_size=3)
+
+
+# The transport's own threads have no clock.
+
+
+def every_collective_with_copies():
+    """Those that copy in gloo's threads; each is followed by an operation of the device."""
+    ranks = dist.get_world_size()
+    tensor = torch.ones(1000)
+    parts = [torch.zeros(1000) for _ in range(ranks)]
+    moments = [clocks.moment()]
+    for collective in (
+        lambda: dist.all_gather(parts, tensor),
+        lambda: dist.all_gather_into_tensor(torch.zeros(ranks * 1000), tensor),
+        lambda: dist.gather(tensor, parts if dist.get_rank() == 0 else None),
+        lambda: dist.scatter(tensor, parts if dist.get_rank() == 0 else None),
+        lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG),
+        lambda: dist.all_gather_object([None] * ranks, "some words"),
+        lambda: dist.all_to_all(parts, [tensor] * ranks),
+    ):
+        collective()
+        tensor.add(1)
+        moments.append(clocks.moment())
+    took = [after - before for before, after in pairwise(moments)]
+    return None if max(took) < 10**11 else f"{took} picoseconds"
+
+
+def test_what_the_transport_copies_takes_no_time_of_the_device():
+    all_right([every_collective_with_copies], device=Device("1GFLOP/s", "1GB/s"))
+
+
+# Futures and limits of waits.
+
+
+def summed(value=1.0, **how):
+    """A sum that has begun, and its tensor."""
+    tensor = torch.full((1000,), value)
+    return dist.all_reduce(tensor, async_op=True, **how), tensor
+
+
+def a_callback_runs_if_only_the_work_is_waited_for():
+    got = []
+    work, _ = summed()
+    work.get_future().then(lambda future: got.append(future.value()[0][0].item()))
+    work.wait()
+    return expect(got, [2])
+
+
+def a_callback_runs_if_nobody_waits():
+    """It runs at the moment of the end: 2 steps of 2 ms and 1 ms each."""
+    began = clocks.moment()
+    moments = []
+    work, _ = summed()
+    work.get_future().then(lambda _: moments.append(clocks.moment() - began))
+    time.sleep(1)
+    dist.barrier()
+    return expect(moments, [6 * 10**9])
+
+
+def a_callback_sets_what_is_waited_for():
+    began = clocks.moment()
+    done = threading.Event()
+    work, _ = summed()
+    work.get_future().then(lambda _: done.set())
+    done.wait()
+    return expect(clocks.moment() - began, 6 * 10**9)
+
+
+def callbacks_of_two_groups_run_by_their_ends():
+    group = dist.new_group([0, 1])
+    order = []
+    dist.barrier()
+    first = dist.all_reduce(torch.zeros(10_000), async_op=True)
+    second = dist.broadcast(torch.zeros(1), 0, group=group, async_op=True)
+    for name, work in (("long", first), ("short", second)):
+        work.get_future().then(lambda _, name=name: order.append((clocks.now(), name)))
+    time.sleep(1)
+    dist.barrier()
+    return expect([name for _, name in sorted(order)], [name for _, name in order])
+
+
+def a_chain_of_callbacks():
+    work, _ = summed()
+    future = work.get_future().then(lambda future: future.value()[0] * 2)
+    return expect(future.then(lambda future: future.value()[0].item() + 1).wait(), 5)
+
+
+def all_futures_are_collected():
+    begun = [summed(float(value)) for value in range(3)]
+    futures = [work.get_future() for work, _ in begun]
+    torch.futures.collect_all(futures).wait()
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def all_futures_are_waited_for():
+    begun = [summed(float(value)) for value in range(3)]
+    torch.futures.wait_all([work.get_future() for work, _ in begun])
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def all_futures_have_a_callback():
+    done = threading.Event()
+    begun = [summed(float(value)) for value in range(3)]
+    whole = torch.futures.collect_all([work.get_future() for work, _ in begun])
+    whole.then(lambda _: done.set())
+    done.wait()
+    return expect([tensor[0].item() for _, tensor in begun], [0, 2, 4])
+
+
+def a_future_that_a_thread_sets():
+    began = clocks.moment()
+    future = torch.futures.Future()
+
+    def work():
+        time.sleep(1)
+        dist.barrier()
+        future.set_result(7)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    value = future.wait()
+    took = clocks.moment() - began
+    thread.join()
+    return expect((value, took), (7, 1001 * 10**9))
+
+
+def a_wait_with_a_limit():
+    """It ends at the limit; a second one, with more time, ends with the message."""
+    if dist.get_rank() == 0:
+        time.sleep(5)
+        dist.send(number(3), 1)
+        return None
+    began = clocks.moment()
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor, 0)
+    with pytest.raises(RuntimeError, match="timed out after 1 s of virtual time"):
+        work.wait(timedelta(seconds=1))
+    waited = clocks.moment() - began
+    work.wait(timedelta(seconds=100))
+    return expect((waited, tensor.item()), (10**12, 3))
+
+
+def a_limit_while_it_is_on_its_way():
+    """Its end is known, and later than the limit."""
+    work, tensor = summed()
+    with pytest.raises(RuntimeError, match=r"timed out after 0.002 s"):
+        work.wait(timedelta(milliseconds=2))
+    work.wait()
+    return expect(tensor[0].item(), 2)
+
+
+FUTURES = (
+    a_callback_runs_if_only_the_work_is_waited_for,
+    a_callback_runs_if_nobody_waits,
+    a_callback_sets_what_is_waited_for,
+    callbacks_of_two_groups_run_by_their_ends,
+    a_chain_of_callbacks,
+    all_futures_are_collected,
+    all_futures_are_waited_for,
+    all_futures_have_a_callback,
+    a_future_that_a_thread_sets,
+    a_wait_with_a_limit,
+    a_limit_while_it_is_on_its_way,
+)
+
+
+def test_futures_and_limits():
+    all_right(FUTURES)
