@@ -58,8 +58,9 @@ ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}
 
 
 class Enter(torch.autograd.Function):
-    """Into a column-split layer: forward x goes on as it is; backward the gradient of x is the sum
-    of all ranks'.
+    """Into a column-split layer.
+
+    Forward, x goes on as it is; backward, the gradient of x is the sum of all ranks'.
     """
 
     @staticmethod
@@ -74,8 +75,9 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Out of a row-split layer: forward y is the sum of all ranks' terms; backward each term has
-    y's gradient.
+    """Out of a row-split layer.
+
+    Forward, y is the sum of all ranks' terms; backward, each term has y's gradient.
     """
 
     @staticmethod
@@ -197,8 +199,9 @@ class SplitLinear(nn.Module):
 
 
 class ColumnLinear(SplitLinear):
-    """Some of a linear layer's outputs: (…, inputs) to (…, len(indices)). All ranks are given the
-    same inputs.
+    """Some of a linear layer's outputs.
+
+    It takes (…, inputs) to (…, len(indices)). All ranks are given the same inputs.
     """
 
     split_along = {"weight": 0, "bias": 0}
@@ -209,8 +212,9 @@ class ColumnLinear(SplitLinear):
 
 
 class RowLinear(SplitLinear):
-    """Some of a linear layer's inputs: (…, len(indices)) to (…, outputs). All ranks return the same
-    outputs.
+    """Some of a linear layer's inputs.
+
+    It takes (…, len(indices)) to (…, outputs). All ranks return the same outputs.
     """
 
     split_along = {"weight": 1}
@@ -249,8 +253,9 @@ def pairs(model):
 
 
 def pairs_of(sequential, uses):
-    """Yield the pairs of layers of `sequential` with an activation between them; no layer is in
-    two.
+    """Yield the pairs of layers of `sequential` with an activation between them.
+
+    No layer is in two.
     """
     modules = sequential._modules  # named_children() leaves out a layer that comes once more.
     names = list(modules)
@@ -289,8 +294,9 @@ def can_be_split(layers, uses):
 
 
 def split_layers(model, rank, ranks, all_reduce):
-    """Leave in `model` slice `rank` of `ranks` of each pair that can be split and has units for all
-    ranks; return it. Raises ValueError if there is no such pair.
+    """Leave in `model` slice `rank` of `ranks` of each pair that can be split; return it.
+
+    A pair must have units for all ranks. Raises ValueError if there is no such pair.
     """
     chosen = [pair for pair in pairs(model) if len(pair.rows) >= ranks]
     if not chosen:
@@ -336,8 +342,9 @@ def restore(model):
 
 
 def clip_grad_norm_(model, max_norm, group=None):
-    """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the
-    norm before.
+    """Scale the gradients of a split `model` so that their norm is at most `max_norm`.
+
+    Return the norm before.
     """
     # Each element counts once: the first rank counts what all ranks have, too.
     is_first = dist.get_rank(group) == 0
@@ -348,8 +355,9 @@ def clip_grad_norm_(model, max_norm, group=None):
 
 
 def train(model, batches, lr, tensor=None):
-    """Train `model` in place, layers split over `tensor` ranks (default: all), on this mesh row's
-    share of batches.
+    """Train `model` in place, layers split over `tensor` ranks (default: all).
+
+    It gets this mesh row's share of the batches.
     """
     tensor = tensor or dist.get_world_size()
     groups = mesh(data=dist.get_world_size() // tensor, tensor=tensor)

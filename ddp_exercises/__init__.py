@@ -26,8 +26,9 @@ SO_FAR = "right so far: "
 
 
 def check(number: str, *answers: Any, seed: int | None = None) -> None:
-    """Say in one line that the answers to task `number` are right, or raise Wrong with what is
-    wrong.
+    """Say in one line that the answers to task `number` are right, or raise Wrong.
+
+    The error says what is wrong.
 
     The answer runs on ranks of its own, with inputs that are drawn anew each time. A message about
     a wrong answer ends with the seed: the same seed draws the same inputs again.
@@ -70,8 +71,9 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
 
 
 def task(number: str, *answers: Any) -> str:
-    """For a task that stands in a lesson: `check` the answers once all are written; returns one
-    solution as text.
+    """For a task that stands in a lesson.
+
+    `check` the answers once all are written; returns one solution as text.
 
     An answer is not written as long as it raises NotImplementedError.
     """

@@ -35,9 +35,11 @@ def confirm(
     enter: Callable | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """The `verdict` on an attempt, tried in every order. If it was right, but an order breaks it,
-    its task's part `every_order` is wrong; if it hung, the verdict says why. `enter` sets a
-    submission's limits; an attempt that takes longer than `seconds` keeps its verdict.
+    """The `verdict` on an attempt, tried in every order.
+
+    If it was right, but an order breaks it, its task's part `every_order` is wrong; if it hung, the
+    verdict says why. `enter` sets a submission's limits; an attempt that takes longer than
+    `seconds` keeps its verdict.
     """
     task = find(attempt.number)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
@@ -61,8 +63,9 @@ def in_cell(line: Line) -> str:
 
 
 def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
-    """What the ranks of one run of an attempt write down; nothing if it ends with an error that no
-    order explains, or not in `seconds`.
+    """What the ranks of one run of an attempt write down.
+
+    It is nothing if the run ends with an error that no order explains, or not in `seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(ManyranksError):
         undelayed = [None]  # This makes one run, in which no message is held up.

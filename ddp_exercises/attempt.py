@@ -1,5 +1,7 @@
-"""One answer at work on one rank: load it, refuse what its task forbids, put it to the task's
-probe, count its traffic.
+"""One answer at work on one rank.
+
+It is loaded, what its task forbids is refused, it is put to the task's probe, and its traffic is
+counted.
 
 Nothing here knows what is right.
 """
@@ -48,8 +50,9 @@ reading = threading.Lock()
 
 
 class Attempt(NamedTuple):
-    """`answers` to a task are functions, or pickled with the source of their cells, or {id: source}
-    of cells to run.
+    """The `answers` to a task, in the form in which they travel.
+
+    They are functions, or pickled with the source of their cells, or {id: source} of cells to run.
     """
 
     number: str
@@ -58,9 +61,10 @@ class Attempt(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What an attempt returned: `values` are {(part, case): {rank: value}}, where the rank is None
-    for all ranks together, or a `failure` says why there are none. The first attempt of its launch
-    was through after `seconds`.
+    """What an attempt returned.
+
+    `values` are {(part, case): {rank: value}}, where the rank is None for all ranks together, or a
+    `failure` says why there are none. The first attempt of its launch was through after `seconds`.
     """
 
     values: dict | None
@@ -71,9 +75,10 @@ class Evidence(NamedTuple):
 def make_attempts(
     attempts: Sequence[Attempt], folder: str, enter: Callable | None, ended: Callable = lambda: None
 ) -> None:
-    """On each rank: make every attempt, call `ended()`, and write its evidence into a file named by
-    the attempt's place and the rank. `enter(folder)` sets a submission's limits before anything of
-    it runs.
+    """On each rank: make every attempt, call `ended()`, and write its evidence into a file.
+
+    The file is named by the attempt's place and the rank. `enter(folder)` sets a submission's
+    limits before anything of it runs.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -103,8 +108,9 @@ def make_groups() -> None:
 
 
 def silence_libraries() -> None:
-    """What Python prints is shown, but not what gloo prints ("terminate called …") when it ends a
-    process: a learner gets our message.
+    """Show what Python prints, but not what gloo prints when it ends a process.
+
+    Gloo says "terminate called …"; a learner gets our message.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -125,8 +131,9 @@ def too_slow(*_: Any) -> None:
 
 
 def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
-    """The evidence of all ranks together, from the contents of their files. What the task reads
-    from it is computed here, where nothing of the answer runs.
+    """The evidence of all ranks together, from the contents of their files.
+
+    What the task reads from it is computed here, where nothing of the answer runs.
     """
     values: dict = {}
     task = find(attempt.number)
@@ -172,8 +179,9 @@ def load(task: Task, answers: Any) -> Sequence:
 
 
 def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
-    """{(part, case): value} of one answer on this rank; where torch's collectives are forbidden,
-    the wire must send all.
+    """{(part, case): value} of one answer on this rank.
+
+    Where torch's collectives are forbidden, the wire must send all.
     """
     evidence: dict = {}
     only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
@@ -199,8 +207,10 @@ def refuse_the_courses_own(answers: Sequence) -> None:
 
 
 def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
-    """Raise Wrong if an answer, or a function of its module, is a copy of a forbidden one, whose
-    code was `replaced`: code of the same file, or of an executed text, that uses the same names.
+    """Raise Wrong if an answer, or a function of its module, is a copy of a forbidden one.
+
+    The code of that was `replaced`. A copy is code of the same file, or of an executed text, that
+    uses the same names.
     """
     for answer in answers:
         for thing in (answer, *getattr(answer, "__globals__", {}).values()):
@@ -214,8 +224,9 @@ def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
 
 
 class Forbidden(NamedTuple):
-    """A function that an answer must not call: what its caller is told, how many frames of
-    decorators lie above it, and a copy of it.
+    """A function that an answer must not call.
+
+    It has what its caller is told, how many frames of decorators lie above it, and a copy of it.
     """
 
     message: str
@@ -234,9 +245,11 @@ def stub(*args, **kwargs):
 
 @contextmanager
 def refusing(forbidden: Sequence[str]) -> Iterator[list]:
-    """For a while forbidden functions have other code, by whatever name and in whatever thread they
-    are called: it raises Wrong unless torch or the course calls. Yields (function, its code) of
-    each. Raises Wrong once more at the end.
+    """For a while forbidden functions have other code.
+
+    It is so by whatever name and in whatever thread they are called: the code raises Wrong unless
+    torch or the course calls. Yields (function, its code) of each. Raises Wrong once more at the
+    end.
     """
     changed = []
     for name in forbidden:
@@ -278,8 +291,9 @@ def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse_collective(name: str) -> None:
-    """Raise Wrong: an answer calls torch's own collective, perhaps in a thread, where it is not
-    noticed.
+    """Raise Wrong: an answer calls torch's own collective.
+
+    It may do so in a thread, where it is not noticed.
     """
     message = f"your code calls torch's own {name}: send with what the task gives you"
     refused.append(message)

@@ -1,5 +1,6 @@
-"""Say whether an answer is right, part by part, and if not, why: held against the solution and
-known wrong answers.
+"""Say whether an answer is right, part by part, and if not, why.
+
+It is held against the solution and known wrong answers.
 
 An answer whose evidence equals that of a known wrong answer on the same inputs gets its message.
 For other answers the message is a relation that explains all wrong values (unchanged, zeros, a
@@ -45,8 +46,9 @@ class Verdict:
 
 
 class Value(NamedTuple):
-    """A value of a part, on one rank or (None) for all; `still` is the value after an answer that
-    does nothing.
+    """A value of a part, on one rank or (None) for all.
+
+    `still` is the value after an answer that does nothing.
     """
 
     case: str
@@ -64,8 +66,9 @@ def nothing(task: Task, message: str) -> Verdict:
 def verdict(
     task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]
 ) -> Verdict:
-    """The verdict on `evidence`; `others` gives the evidence of an answer that does nothing and of
-    known wrong ones.
+    """The verdict on `evidence`.
+
+    `others` gives the evidence of an answer that does nothing and of known wrong ones.
     """
     if evidence.values is None:
         return nothing(task, evidence.failure)
@@ -97,9 +100,10 @@ def verdict(
 
 
 def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple[str, str]]:
-    """(part, case) wherever an answer is wrong. If a fault is in an answer, it is wrong wherever
-    this fault makes it wrong, but for one case that it may have lines of its own for, such as a
-    single rank.
+    """(part, case) wherever an answer is wrong.
+
+    If a fault is in an answer, it is wrong wherever this fault makes it wrong, but for one case
+    that it may have lines of its own for, such as a single rank.
     """
     cases = set()
     for part in task.parts:
@@ -134,15 +138,17 @@ def differing_values(values: Sequence[Value], bound: float) -> list[Value]:
 
 
 def is_unsaid(value: Value) -> bool:
-    """Whether a probe had nothing simple to say about what an answer left, so that another value
-    says more.
+    """Whether a probe had nothing simple to say about what an answer left.
+
+    Then another value says more.
     """
     return value.actual is None and isinstance(value.expected, str)
 
 
 def difference(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
-    """What is wrong with a part: the `message` of a known answer, or if there is none, what
-    differs.
+    """What is wrong with a part.
+
+    It is the `message` of a known answer, or if there is none, what differs.
     """
     first = wrong[0]
     ranks = ranks_in_words(values, wrong)
@@ -176,8 +182,9 @@ def in_short(value: Value) -> str:
 def known_fault(
     part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
 ) -> Known | None:
-    """The first of the `known` (wrong answer, its evidence) that has the same values in this part:
-    all of them, or all that are wrong.
+    """The first of the `known` answers that has the same values in this part.
+
+    They are (wrong answer, its evidence); all values count, or all that are wrong.
 
     One number may be equal by chance, so what is wrong must be SURE numbers or of two cases.
     """
@@ -208,8 +215,9 @@ def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
 
 
 def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
-    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest
-    magnitude.
+    """Whether two pieces of plain data are equal, numbers to rounding.
+
+    That is `bound` times the largest magnitude.
     """
     return not unlike(actual, expected, "it", bound)
 
@@ -255,8 +263,9 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
 
 
 def wrong_items(actual: Any, expected: Any) -> str:
-    """Of two lists of one length, how many items are wrong, or that only their order is; "" for
-    other values.
+    """How many items of two lists of one length are wrong, or that only their order is.
+
+    Return "" for other values.
     """
     if not isinstance(actual, list | tuple) or not isinstance(expected, list | tuple):
         return ""
@@ -321,8 +330,9 @@ def numbers(thing: Any) -> torch.Tensor:
 
 
 def relation(wrong: Sequence[Value]) -> str:
-    """What holds between all wrong values (x), those expected (y) and those left by doing nothing
-    (z): "words: ".
+    """What holds between all wrong values (x), those expected (y) and those left (z).
+
+    The latter are left by doing nothing. It is "words: ".
     """
     if isinstance(wrong[0].expected, bool | str):
         return ""  # What is shown says it, and a law of the other values would be about them.

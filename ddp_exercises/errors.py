@@ -4,8 +4,9 @@ from ddp_course.errors import CourseError
 
 
 class Wrong(CourseError):
-    """An answer to an exercise is wrong; the message says what about it, in words for the
-    learner.
+    """An answer to an exercise is wrong.
+
+    The message says what about it, in words for the learner.
     """
 
 

@@ -1,5 +1,6 @@
-"""Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer
-failed.
+"""Try answers on the ranks of a launch, and bring their evidence back.
+
+It is plain data, or how an answer failed.
 
 Each rank writes a file per attempt: after a bad answer the launch is repeated from the next attempt
 on.
@@ -55,10 +56,12 @@ def gather(
     link: Link = ONE_HOST,
     seconds: float | None = None,
 ) -> list[Evidence]:
-    """The evidence of each attempt, made `on_rank`. Where ranks `enter` a submission's limits,
-    before anything of it runs, they keep to them. All launches together take at most `seconds` by
-    the clock, and there is no evidence of what they do not reach; without `seconds` the first
-    attempt must be one that ends: the solution, or an answer that does nothing.
+    """The evidence of each attempt, made `on_rank`.
+
+    Where ranks `enter` a submission's limits, before anything of it runs, they keep to them. All
+    launches together take at most `seconds` by the clock, and there is no evidence of what they do
+    not reach; without `seconds` the first attempt must be one that ends: the solution, or an answer
+    that does nothing.
     """
     results: list[Evidence] = []
     waiting = list(attempts)
@@ -97,8 +100,9 @@ def solution_attempt(task: Task, inputs: dict) -> Attempt:
 
 
 def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
-    """Attempts with an answer that does nothing, then with the known wrong ones, all on the inputs
-    of a wrong answer.
+    """Attempts with an answer that does nothing, then with the known wrong ones.
+
+    All are on the inputs of a wrong answer.
     """
     texts = ["\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)]
     texts += [answer.source for answer in known_wrong(task.number)]
@@ -112,8 +116,9 @@ def launch_attempts(
     link: Link,
     patience: float,
 ) -> tuple[list, ManyranksError | None, float]:
-    """What the ranks of one launch wrote down, by attempt and by rank, the error that ended it, and
-    the seconds up to the first evidence.
+    """What the ranks of one launch wrote down, by attempt and by rank.
+
+    With it come the error that ended the launch, and the seconds up to the first evidence.
     """
     ranks = find(attempts[0].number).ranks
     failure = None
@@ -192,8 +197,9 @@ def explain(error: ManyranksError, task: Task) -> str:
 
 
 def in_answer(wait: Wait) -> str:
-    """For whom a rank waits, and in which line of the answer; past its answer it waits in a file of
-    checks, or at no line of a program's at all.
+    """For whom a rank waits, and in which line of the answer.
+
+    Past its answer it waits in a file of checks, or at no line of a program's at all.
     """
     waits = f"rank {wait.rank} waits {in_words(wait.what)}"
     if wait.file == GIVEN:
@@ -213,8 +219,9 @@ def still_running(error: LaunchTimeout, task: Task) -> str:
 
 
 class Frame(NamedTuple):
-    """A line of the learner's: the task whose answer it is in, its number there, its function, and
-    its text.
+    """A line of the learner's.
+
+    It has the task whose answer it is in, its number there, its function, and its text.
     """
 
     task: str
@@ -224,8 +231,9 @@ class Frame(NamedTuple):
 
 
 def own_frame(traceback: str, task: Task) -> Frame | None:
-    """The last line of the learner's own in a traceback; it belongs to the innermost function that
-    a task asks for.
+    """The last line of the learner's own in a traceback.
+
+    It belongs to the innermost function that a task asks for.
     """
     own = [frame for frame in FRAME.findall(traceback) if not NOT_LEARNERS.search(frame[0])]
     if not own:
@@ -239,8 +247,9 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
 
 
 def place(frame: Frame | None, task: Task) -> str:
-    """The learner's line in brackets; if it is in another task's answer, with the number of that
-    task.
+    """The learner's line in brackets.
+
+    If it is in another task's answer, the number of that task comes with it.
     """
     if not frame:
         return ""

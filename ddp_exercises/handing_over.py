@@ -8,8 +8,9 @@ HAND_OVER = "DDP_COURSE_HAND_OVER"  # This variable names a folder for a kernel'
 
 
 def hand_over(number: str, answers: tuple) -> None:
-    """Write down the answers that a check cell is given in the grader, with the source of the cells
-    they come from.
+    """Write down the answers that a check cell is given in the grader.
+
+    With them goes the source of the cells they come from.
     """
     from manyranks.launching.pickling import dumps  # Importing `check` alone does not need it.
 

@@ -1,5 +1,6 @@
-"""Three hints for each task, each saying a little more: `hint("4.2")`, `hint("4.2", 2)`,
-`hint("4.2", 3)`.
+"""Three hints for each task, each saying a little more.
+
+They are `hint("4.2")`, `hint("4.2", 2)` and `hint("4.2", 3)`.
 """
 
 import re

@@ -1,5 +1,6 @@
-"""Plain data: the only kind of value that may come back from a submission, and a comparison that
-says what differs.
+"""Plain data: the only kind of value that may come back from a submission.
+
+A comparison says what differs.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons
 of its own, comes back as the name of its type and nothing else.
@@ -23,8 +24,9 @@ ODD = "an object of type"
 
 
 def plain(thing: Any) -> Any:
-    """Make plain data of exact types: numpy's numbers and fractions become numbers, generators and
-    the like lists.
+    """Make plain data of exact types.
+
+    Numpy's numbers and fractions become numbers, generators and the like lists.
     """
     kind = type(thing)
     if kind in (bool, str, float, type(None)):
@@ -61,8 +63,9 @@ def unpack(content: bytes) -> Any:
 
 
 def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
-    """Which numbers differ by more than `bound` times the largest magnitude; equal infinities do
-    not, nor does NaN from NaN.
+    """Which numbers differ by more than `bound` times the largest magnitude.
+
+    Equal infinities do not, nor does NaN from NaN.
     """
     if expected.dtype in (torch.bool, torch.int64):
         return actual != expected

@@ -1,5 +1,6 @@
-"""The files beside an exercise: `checks/NN.py` says how its tasks are tried, `answers/NN.py` has
-known answers to them.
+"""The files beside an exercise.
+
+`checks/NN.py` says how its tasks are tried, `answers/NN.py` has known answers to them.
 
 A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which gives
 evidence: plain data), and names its parts with their points. An answer is right if its evidence
@@ -38,8 +39,10 @@ def each_return(answer: Callable, cases: list) -> Iterator[tuple]:
 
 @dataclass(eq=False)
 class Task:
-    """One task. `names` are what its answer cell defines; `parts` are {property: its weight among
-    the task's points}.
+    """One task.
+
+    `names` are what its answer cell defines; `parts` are {property: its weight among the task's
+    points}.
 
     `draw(random)` gives keyword arguments: what the task asks for is in every draw, and chance only
     adds to it. `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case,
@@ -96,8 +99,9 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
 
 @cache
 def load_tasks(exercise: int) -> Any:
-    """Import the file of an exercise's tasks, once per process; return the module, or None if there
-    is no file.
+    """Import the file of an exercise's tasks, once per process.
+
+    Return the module, or None if there is no file.
     """
     folder = course_folder("exercises") / "checks"
     # No package has this name: it is made, so that the files can import `.shared`.
@@ -132,8 +136,9 @@ def of_exercise(exercise: int) -> list[Task]:
 
 @dataclass(frozen=True)
 class Known:
-    """A known answer to a task: "right"; "wrong", whose `message` goes to all answers with the same
-    evidence.
+    """A known answer to a task: "right", "wrong" or "told".
+
+    The `message` of a wrong one goes to all answers with the same evidence.
 
     A "told" answer is wrong, but no diagnosis of other answers: it raises, waits for ever, or has
     the wrong type; its `message` is a part of what the learner is told.
@@ -148,8 +153,9 @@ class Known:
 
 @cache
 def known_answers(exercise: int) -> list[Known]:
-    """All known answers of `answers/NN.py`: cells with a header and a body, an answer or edits of
-    the solution.
+    """All known answers of `answers/NN.py`.
+
+    They are cells with a header and a body, which is an answer or edits of the solution.
     """
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -170,6 +176,7 @@ def known_wrong(number: str) -> list[Known]:
 
 def edit_solution(source: str, body: str, name: str) -> str:
     """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made.
+
     Raises ValueError for an old text that is not in the solution exactly once.
     """
     edits = EDIT.findall(body)
@@ -204,7 +211,8 @@ def solution(number: str) -> str:
 
 
 def cells_with(number: str, source: str) -> dict[str, str]:
-    """{id: source} of what an answer needs to run: the solved exercise without its checks, with
-    this answer in it.
+    """{id: source} of what an answer needs to run.
+
+    It is the solved exercise without its checks, with this answer in it.
     """
     return solved_cells(find(number).exercise) | {cell_of(number): source}

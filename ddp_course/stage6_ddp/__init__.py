@@ -32,8 +32,9 @@ __all__ = ["DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"]
 
 
 def train(model, batches, lr, bucket_cap_mb=None, all_reduce=None):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
-    step.
+    """Train `model` in place on this rank's share of each batch.
+
+    Return this rank's loss of every step.
     """
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, all_reduce=all_reduce)
     optimizer = SGD(model.parameters(), lr=lr)

@@ -22,8 +22,10 @@ WHAT_TO_DO = (
 
 
 class Inventory:
-    """The parameters of `module` when it was wrapped; `averaged`, {name: parameter}, are those
-    whose gradients are averaged, and `ignored` has the names of others. Some `may_be_unused`.
+    """The parameters of `module` when it was wrapped.
+
+    `averaged`, {name: parameter}, are those whose gradients are averaged, and `ignored` has the
+    names of others. Some `may_be_unused`.
     """
 
     def __init__(self, module, averaged, ignored, may_be_unused):

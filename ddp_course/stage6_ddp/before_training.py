@@ -1,5 +1,6 @@
-"""Checks before the first step: what can be trained, and are all ranks about to train the same
-model?
+"""Checks before the first step.
+
+What can be trained, and are all ranks about to train the same model?
 
 A rank with one parameter more, or with another shape, would add up gradients that do not belong
 together, or hang. These checks find such a rank before training begins, and name its parameter.
@@ -16,9 +17,11 @@ from ..torch_private import default_group
 
 
 def trainable(module, ignored):
-    """Return {name: parameter} of all parameters that take part, each once even if several layers
-    share it; `ignored` has the names of others. Raises RuntimeError if there is none or one is not
-    initialised, ValueError for parts of parameters and for several types of device.
+    """Return {name: parameter} of all parameters that take part, each once.
+
+    Several layers may share one; `ignored` has the names of others. Raises RuntimeError if there is
+    none or one is not initialised, ValueError for parts of parameters and for several types of
+    device.
     """
     parameters = dict(module.named_parameters())
     for name in ignored:
@@ -49,8 +52,9 @@ def trainable(module, ignored):
 
 
 def sparse_parameters(module):
-    """The parameters whose gradients will be sparse tensors: those of embeddings made with
-    `sparse=True`.
+    """The parameters whose gradients will be sparse tensors.
+
+    These are those of embeddings made with `sparse=True`.
     """
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {
@@ -102,8 +106,9 @@ def first_difference(expected, actual, rank):
 
 
 def group_of(process_group, device_mesh):
-    """The process group that the two arguments stand for; RuntimeError for both at once, and for a
-    mesh of several dimensions.
+    """The process group that the two arguments stand for.
+
+    Raises RuntimeError for both at once, and for a mesh of several dimensions.
     """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
@@ -115,8 +120,10 @@ def group_of(process_group, device_mesh):
 
 
 def devices_of(parameters, device_ids, output_device):
-    """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or
-    None for both. Raises ValueError for several devices, or a GPU without a model on it.
+    """Check `device_ids` and `output_device`.
+
+    Return [the inputs' GPU] and the outputs' GPU, or None for both. Raises ValueError for several
+    devices, or a GPU without a model on it.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
@@ -134,9 +141,7 @@ def devices_of(parameters, device_ids, output_device):
 
 
 def refuse_modules(module):
-    """Raise ValueError for a layer that torch has sharded, and for torch's SyncBatchNorm on the
-    CPU.
-    """
+    """Raise ValueError for a layer that torch has sharded, or its SyncBatchNorm on the CPU."""
     # Importing torch's FSDP, to ask for its classes, takes a while.
     homes = {each.__module__ for layer in module.modules() for each in type(layer).__mro__}
     if any(home.startswith("torch.distributed.fsdp") for home in homes):

@@ -1,5 +1,6 @@
-"""Three ways to sum a full bucket over the ranks: by the backend, by one of our own algorithms, by
-a hook of yours.
+"""Three ways to sum a full bucket over the ranks.
+
+The backend does it, or one of our own algorithms, or a hook of yours.
 
 The reducer treats all three alike. `start(bucket)` begins the communication and returns at once;
 the function that it returns waits for the end, and returns the tensor with the result:
@@ -17,8 +18,9 @@ from ..torch_private import Future
 
 
 class GradBucket:
-    """A bucket as a communication hook sees it, with the interface of
-    `torch.distributed.GradBucket`.
+    """A bucket as a communication hook sees it.
+
+    It has the interface of `torch.distributed.GradBucket`.
 
     Python cannot construct torch's own class, and torch's hooks do not ask for the type.
     """
@@ -38,8 +40,9 @@ class GradBucket:
         return self._buffer
 
     def gradients(self):
-        """Views of the present buffer, one for each parameter, in the parameter's shape and without
-        gaps.
+        """Views of the present buffer, one for each parameter.
+
+        Each has the parameter's shape and no gaps.
         """
         if self._buffer.is_sparse:
             return [self._buffer]
@@ -84,8 +87,9 @@ def by_backend(group=None):
 
 
 def by_algorithm(all_reduce, group=None):
-    """Our own `all_reduce`, such as a ring, in the communication thread; the backend sums sparse
-    gradients.
+    """Our own `all_reduce`, such as a ring, in the communication thread.
+
+    The backend sums sparse gradients.
     """
     thread = communication_thread(group)
     backend = by_backend(group)
@@ -108,8 +112,9 @@ def by_algorithm(all_reduce, group=None):
 
 
 def by_hook(hook, state):
-    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and
-    divides by K.
+    """A communication hook.
+
+    `hook(state, bucket)` returns a future of the averaged tensor, and divides by K.
     """
 
     def start(bucket):

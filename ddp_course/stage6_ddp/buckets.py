@@ -35,8 +35,9 @@ HIGHER_ORDER = (
 
 
 def size_limits(cap_mb, cap_mb_list=None):
-    """Bytes at which the first, second, … bucket closes; the last entry is repeated for all that
-    follow.
+    """Bytes at which the first, second, … bucket closes.
+
+    The last entry is repeated for all that follow.
 
     Only the default cap (None) has a smaller first bucket. Raises ValueError unless all caps are
     positive.
@@ -53,8 +54,9 @@ def size_limits(cap_mb, cap_mb_list=None):
 
 
 def bucket_assignment(tensors, limits, sparse=(), order=None):
-    """Return the indices into `tensors` for each bucket, which has one (dtype, device) and closes
-    at its limit.
+    """Return the indices into `tensors` for each bucket.
+
+    A bucket has one (dtype, device) and closes at its limit.
 
     The buckets of each (dtype, device) use `limits` (bytes) one by one. `sparse` holds the indices
     of tensors with sparse gradients, which travel alone. `order` is the order in which gradients
@@ -82,8 +84,9 @@ def bucket_assignment(tensors, limits, sparse=(), order=None):
 
 @dataclass
 class Filling:
-    """A bucket that is still open: the limits of it and of later buckets, its members' indices, and
-    its size in bytes.
+    """A bucket that is still open.
+
+    It has the limits of it and of later buckets, its members' indices, and its size in bytes.
     """
 
     limits: list
@@ -92,8 +95,7 @@ class Filling:
 
 
 class Bucket:
-    """The flat tensor that is all-reduced, its views, and the parameters whose gradients it
-    carries.
+    """The flat tensor that is all-reduced, its views, and whose gradients it carries.
 
     `dtype` is that of the flat tensor (None: the parameters'); only gradients of the same dtype can
     be views of it.
@@ -112,16 +114,18 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self):
-        """Move existing gradients into this bucket, so that `put_gradient` divides them there, as
-        torch does. A copy would be multiplied by 1 / divisor, which rounds another way.
+        """Move existing gradients into this bucket, where `put_gradient` divides them.
+
+        torch does so, too. A copy would be multiplied by 1 / divisor, which rounds another way.
         """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
 
     def put_gradient(self, slot, divisor):
-        """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket (zeros if
-        it has none).
+        """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket.
+
+        These are zeros if it has none.
 
         The division comes before the sum, as in torch: large gradients do not overflow, and the
         bits agree.
@@ -157,8 +161,9 @@ class Bucket:
         return torch.zeros_like(self.flat)
 
     def hand_out(self, averages, untouched=()):
-        """Make the flat tensor `averages` the parameters' gradients, except for the `untouched`,
-        which no rank used.
+        """Make the flat tensor `averages` the parameters' gradients.
+
+        The `untouched` ones, which no rank used, are left out.
         """
         if averages.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(averages.view(-1))
@@ -177,8 +182,10 @@ class Bucket:
 
 
 class SparseBucket:
-    """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient
-    travels as it is, so `as_view` and `dtype` have no effect.
+    """The bucket of one parameter with sparse gradients.
+
+    There is nothing to lay out, the gradient travels as it is, so `as_view` and `dtype` have no
+    effect.
     """
 
     def __init__(self, index, parameters, as_view, dtype):
@@ -187,8 +194,9 @@ class SparseBucket:
         self.flat = None
 
     def put_gradient(self, slot, divisor):
-        """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor
-        without entries.
+        """Keep the gradient, over `divisor`.
+
+        A rank that did not use the parameter adds a tensor without entries.
         """
         grad = self.parameters[slot].grad
         self.flat = self.zeros() if grad is None else grad.detach() / divisor
@@ -216,8 +224,9 @@ def reciprocal(divisor, dtype):
 
 
 def view_like(piece, parameter):
-    """The vector `piece` with the shape of `parameter`, and with its strides if these leave no
-    gaps.
+    """The vector `piece` with the shape of `parameter`.
+
+    It has its strides, too, if these leave no gaps.
     """
     # `empty_like` keeps channels_last, and packs other layouts.
     return piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())

@@ -12,8 +12,9 @@ from ..stage3_paramserver import flattened, unflatten
 
 
 def broadcast_tensors(tensors, src, group):
-    """Overwrite `tensors` with those of rank `src` of `group`, in one message per dtype and
-    device.
+    """Overwrite `tensors` with those of rank `src` of `group`.
+
+    There is one message per dtype and device.
     """
     for flat, members in flattened([tensor.detach() for tensor in tensors]):
         with wire.naming_absent(group):

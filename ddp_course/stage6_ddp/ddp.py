@@ -181,8 +181,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
 
     def forward(self, *inputs, **kwargs):
-        """Run the module and prepare the synchronisation of its backward pass, unless in
-        `no_sync`.
+        """Run the module and prepare the synchronisation of its backward pass.
+
+        In `no_sync` nothing is prepared.
         """
         recording = torch.is_grad_enabled()
         synchronising = recording and self.require_backward_grad_sync
@@ -198,8 +199,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.reducer.expect(outputs, not synchronising) if recording else outputs
 
     def before_forward(self):
-        """The collectives at the beginning of an iteration, in the order that shadowing ranks
-        follow.
+        """The collectives at the beginning of an iteration.
+
+        They are in the order that shadowing ranks follow.
         """
         announcement = Join.notify_join_context(self)  # None, unless in `join`
         self.reducer.divisor = dist.get_world_size(self.process_group)
@@ -248,8 +250,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.forward_sync_buffers and self.require_forward_param_sync and self.has_buffers
 
     def sync_buffers(self, src=None):
-        """Broadcast the buffers of `src`; None is rank 0, in `join` a rank with data, after it the
-        last rank.
+        """Broadcast the buffers of `src`.
+
+        If that is None, they are rank 0's, in `join` those of a rank with data, and after it the
+        last rank's.
         """
         if src is None:
             src = self.buffers_from
@@ -261,8 +265,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             broadcast_tensors(buffers, src, self.process_group)
 
     def register_comm_hook(self, state, hook):
-        """Let `hook(state, bucket)` average each bucket in place of the default; it returns a
-        `torch.futures.Future`.
+        """Let `hook(state, bucket)` average each bucket in place of the default.
+
+        It returns a `torch.futures.Future`.
 
         `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
         `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first
@@ -278,8 +283,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def join(
         self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
     ):
-        """Context manager around a training loop in which ranks may run out of data at different
-        times; see `uneven`.
+        """Context manager around a training loop in which ranks may run out of data.
+
+        They may do so at different times; see `uneven`.
 
         With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of
         data: needed where the model has collectives of its own, such as SyncBatchNorm, which cannot

@@ -19,8 +19,9 @@ from .unused import (
 
 
 class FindUnused(Reducer):
-    """Finds the unused parameters after every forward pass; the order may change, so buckets stay
-    as they are.
+    """Finds the unused parameters after every forward pass.
+
+    The order may change, so buckets stay as they are.
     """
 
     reason = UNUSED_ALTHOUGH_SEARCHED
@@ -44,8 +45,9 @@ class FindUnused(Reducer):
         return behind_entrance(outputs, begin)
 
     def gradient_ready(self, index):
-        """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be
-        averaged later.
+        """As in every reducer.
+
+        Also note the use, in a `no_sync` pass too: its gradient will be averaged later.
         """
         if self.parameters[index].grad is not None:
             self.used[index] = 1
@@ -66,16 +68,18 @@ class FindUnused(Reducer):
         return unused_by_all(self.parameters, self.users)
 
     def shadow(self):
-        """As in every reducer; also repeat the last bitmap, as torch does: a parameter that was
-        used remains in use.
+        """As in every reducer.
+
+        Also repeat the last bitmap, as torch does: a parameter that was used remains in use.
         """
         super().shadow()
         self.users = count_users(self.users, self.parameters[0].device, self.group)()
 
 
 class StaticGraph(Reducer):
-    """Counts the parts of each gradient in the first pass, and reduces at its end; later passes
-    expect the same.
+    """Counts the parts of each gradient in the first pass, and reduces at its end.
+
+    Later passes expect the same.
     """
 
     reason = CHANGED
@@ -95,8 +99,9 @@ class StaticGraph(Reducer):
         return super().listen_to(outputs, begin)
 
     def start_pass(self):
-        """In the first pass, arrange that all gradients are reduced once, at its end; in later ones
-        all parts of all gradients are expected.
+        """In the first pass, arrange that all gradients are reduced once, at its end.
+
+        In later ones all parts of all gradients are expected.
         """
         super().start_pass()
         if not self.counted:
@@ -106,8 +111,10 @@ class StaticGraph(Reducer):
         self.current.unused = [index for index, count in enumerate(self.counts) if count == 0]
 
     def completed_by(self, index):
-        """Yield nothing in the first pass; later the parameter, when this was the last part of its
-        gradient. Raises RuntimeError if the graph has changed since the first pass.
+        """Yield nothing in the first pass.
+
+        Later the parameter, when this was the last part of its gradient. Raises RuntimeError if the
+        graph has changed since the first pass.
         """
         if not self.counted:
             self.current.ready[index] = True  # `check_finished` shall see that the pass has begun.

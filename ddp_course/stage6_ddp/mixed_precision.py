@@ -69,8 +69,10 @@ class LowPrecision:
 
     @uncompiled
     def enter_backward(self, gradient):
-        """The hook on outputs, once in a pass: activation checkpointing will run parts of the
-        module again, and then needs low-precision weights too.
+        """The hook on outputs, once in a pass.
+
+        Activation checkpointing will run parts of the module again, and then needs low-precision
+        weights too.
         """
         if backward_pass() != self.latest_pass:
             self.latest_pass = backward_pass()

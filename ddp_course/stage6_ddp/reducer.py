@@ -39,8 +39,10 @@ from .unused import UNUSED, bypassed, not_finished, ready_twice
 
 
 class ForwardPass:
-    """What a forward pass returned: backward passes from there are to be synchronised, unless they
-    are `local`. `unused` has the indices of the parameters that are not behind it.
+    """What a forward pass returned.
+
+    Backward passes from there are to be synchronised, unless they are `local`. `unused` has the
+    indices of the parameters that are not behind it.
     """
 
     def __init__(self, local, unused=()):
@@ -154,8 +156,9 @@ class Reducer:
 
     @uncompiled
     def expect(self, outputs, local=False):
-        """Prepare to synchronise backward passes from `outputs`, or in `no_sync` to leave them
-        `local`; return the outputs that the loss is to use.
+        """Prepare to synchronise backward passes from `outputs`.
+
+        In `no_sync` they are left `local`. Return the outputs that the loss is to use.
         """
         if backward_pass() == -1:  # A backward pass before may have ended with an exception.
             self.number = None
@@ -168,20 +171,20 @@ class Reducer:
         return self.listen_to(outputs, partial(self.begin, self.awaited))
 
     def unused_behind(self, outputs):
-        """The indices of the parameters that will get no gradient in a backward pass from
-        `outputs`.
-        """
+        """The indices of the parameters that get no gradient in a backward pass from `outputs`."""
         return ()
 
     def listen_to(self, outputs, begin):
-        """Have `begin` called where a backward pass comes to `outputs`; return the outputs that the
-        loss is to use.
+        """Have `begin` called where a backward pass comes to `outputs`.
+
+        Return the outputs that the loss is to use.
         """
         return listen_to_each(outputs, begin)
 
     def check_finished(self):
-        """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets
-        left.
+        """Raise RuntimeError if a backward pass began and not all buckets left.
+
+        It names the parameters.
         """
         if self.current and self.current.ready:
             missing = {
@@ -192,8 +195,9 @@ class Reducer:
             raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.reason))
 
     def rebuild(self):
-        """Once, after the first synchronised backward pass: lay the buckets out again, in rank 0's
-        order and sizes.
+        """Lay the buckets out again, in rank 0's order and sizes.
+
+        This happens once, after the first synchronised backward pass.
         """
         self.check_finished()
         if self.keeps_buckets or self.rebuilt or not self.order:
@@ -211,8 +215,9 @@ class Reducer:
 
     @uncompiled
     def begin(self, forward, *_):
-        """The hook on outputs: a backward pass has come to those of `forward`. Raises RuntimeError
-        if another pass has begun and not ended.
+        """The hook on outputs: a backward pass has come to those of `forward`.
+
+        Raises RuntimeError if another pass has begun and not ended.
         """
         number = backward_pass()
         if self.number != number:
@@ -237,8 +242,9 @@ class Reducer:
         self.current = Pass(self.buckets, self.forward, self.number)
 
     def leave(self, number, local, forward):
-        """Called by autograd at the end of a backward pass that came to outputs: go on with the
-        pass around it, if there is one.
+        """Called by autograd at the end of a backward pass that came to outputs.
+
+        Go on with the pass around it, if there is one.
         """
         self.number = number
         self.local = local
@@ -249,8 +255,9 @@ class Reducer:
 
     @uncompiled
     def gradient_ready(self, index):
-        """The hook: the gradient of parameter `index` has just been accumulated (or there is none
-        to accumulate).
+        """The hook: the gradient of parameter `index` has just been accumulated.
+
+        Or there is none to accumulate.
         """
         if self.number is None:
             self.begin_unseen(index)
@@ -263,8 +270,10 @@ class Reducer:
                 self.mark_ready(complete)
 
     def begin_unseen(self, index):
-        """A gradient comes in a backward pass that came to no outputs of this wrapper: they may be
-        hidden in an object. Raises RuntimeError if no forward pass waits for its backward pass.
+        """A gradient comes in a backward pass that came to no outputs of this wrapper.
+
+        They may be hidden in an object. Raises RuntimeError if no forward pass waits for its
+        backward pass.
         """
         if self.awaited:
             self.begin(self.awaited)
@@ -274,8 +283,9 @@ class Reducer:
             raise RuntimeError(bypassed(self.names[index]))
 
     def completed_by(self, index):
-        """The parameters that need no further gradient in this pass, now that there is one for
-        parameter `index`.
+        """The parameters that need no further gradient in this pass.
+
+        There is one for parameter `index` now.
         """
         return [index]
 
@@ -294,8 +304,9 @@ class Reducer:
             self.send_off()
 
     def send_off(self):
-        """Start communication for the next buckets in line that are full; after the last one, queue
-        the end.
+        """Start communication for the next buckets in line that are full.
+
+        After the last one, queue the end.
         """
         waits = self.current.waits
         while len(waits) < len(self.buckets) and not self.current.missing[len(waits)]:
@@ -316,8 +327,9 @@ class Reducer:
     @uncompiled
     @torch.no_grad()
     def finish(self):
-        """Called by autograd before `backward()` returns: wait for all buckets and hand the
-        averages out.
+        """Called by autograd before `backward()` returns.
+
+        Wait for all buckets and hand the averages out.
         """
         ended = self.current
         self.current = None
@@ -331,8 +343,9 @@ class Reducer:
                 bucket.hand_out(wait(), untouched)
 
     def untouched(self):
-        """The parameters that no rank has used since the last synchronised pass: their gradients
-        stay as they are.
+        """The parameters that no rank has used since the last synchronised pass.
+
+        Their gradients stay as they are.
         """
         return ()
 
@@ -348,8 +361,9 @@ class Reducer:
 
 
 def listen_to_each(outputs, begin):
-    """Have `begin` called where a backward pass comes to one of the tensors in `outputs`; return
-    them.
+    """Have `begin` called where a backward pass comes to one of the tensors in `outputs`.
+
+    Return them.
     """
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:

@@ -22,8 +22,9 @@ from ..torch_private import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation whose statistics are those of all ranks of `process_group` together; (N,
-    C, …) to (N, C, …).
+    """Batch normalisation whose statistics are those of all ranks of `process_group` together.
+
+    It takes (N, C, …) to (N, C, …).
 
     Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of
     dimensions from 2 on. Ranks may have batches of different sizes, even empty ones. In evaluation
@@ -50,8 +51,9 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def forward(self, inputs):
-        """Normalise each channel, then scale and shift it by `weight` and `bias`, all in float32 at
-        least.
+        """Normalise each channel, then scale and shift it by `weight` and `bias`.
+
+        All is in float32 at least.
         """
         self._check_input_dim(inputs)
         if not self.training:
@@ -76,8 +78,9 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return `module`, whose BatchNorm layers are synchronised now and keep their parameters
-        and buffers.
+        """Return `module`, whose BatchNorm layers are synchronised now.
+
+        They keep their parameters and buffers.
         """
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
@@ -87,8 +90,9 @@ class SyncBatchNorm(BatchNorm):
 
 
 class Normalise(Function):
-    """(x - mean) / std over the batches of all ranks, with its gradient; also returns mean,
-    variance and N.
+    """(x - mean) / std over the batches of all ranks, with its gradient.
+
+    It also returns mean, variance and N.
     """
 
     @staticmethod

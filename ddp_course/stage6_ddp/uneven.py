@@ -27,8 +27,9 @@ class Shadow(JoinHook):
         ddp.buffers_from = 0
 
     def main_hook(self):
-        """Shadow one iteration: rebuild buckets, sync buffers, and reduce all buckets if the other
-        ranks do.
+        """Shadow one iteration.
+
+        Rebuild buckets, sync buffers, and reduce all buckets if the other ranks do.
         """
         ddp = self.ddp
         ddp.reducer.rebuild()
@@ -39,8 +40,9 @@ class Shadow(JoinHook):
             ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner):
-        """All ranks are done: the rank that trained last has the newest buffers, so all ranks get
-        its model.
+        """All ranks are done.
+
+        The rank that trained last has the newest buffers, so all ranks get its model.
         """
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
@@ -57,8 +59,9 @@ def common_rank(ddp, candidate):
 
 
 def any_synchronises(ddp, own):
-    """Whether any rank synchronises its gradients in this iteration; `own` is True on a rank that
-    does, which has data and is not in `no_sync`.
+    """Whether any rank synchronises its gradients in this iteration.
+
+    `own` is True on a rank that does, which has data and is not in `no_sync`.
     """
     votes = torch.tensor([float(own)], device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
@@ -66,8 +69,9 @@ def any_synchronises(ddp, own):
 
 
 def active_ranks(work):
-    """The number of ranks that still have data, from the all-reduce that announced this
-    iteration.
+    """The number of ranks that still have data.
+
+    It is from the all-reduce that announced this iteration.
     """
     work.wait()  # this makes the current stream wait, which gloo's future would not do
     return int(work.get_future().wait()[0].item())

@@ -1,5 +1,6 @@
-"""Parameters that get no gradient: how they are found, and what the user is told who did not expect
-them.
+"""Parameters that get no gradient.
+
+How they are found, and what the user is told who did not expect them.
 
 A bucket leaves when all its gradients are there. If the model skips a layer, that moment never
 comes. With `find_unused_parameters=True` every forward pass ends with a walk over the autograd
@@ -26,8 +27,10 @@ def used_by(outputs):
 
 
 def graph_behind(roots, stop=()):
-    """Walk from the autograd functions `roots` towards the leaves, and not into the functions
-    `stop`; return the functions met, `roots` among them, and the leaves.
+    """Walk from the autograd functions `roots` towards the leaves.
+
+    The walk does not go into the functions `stop`. Return the functions met, `roots` among them,
+    and the leaves.
     """
     functions = [*roots]
     leaves = set()
@@ -44,8 +47,9 @@ def graph_behind(roots, stop=()):
 
 
 def count_users(used_here, device, group=None):
-    """Start to add up the ranks' bitmaps; return a function that waits and returns each parameter's
-    number of users.
+    """Start to add up the ranks' bitmaps.
+
+    Return a function that waits and returns each parameter's number of users.
     """
     counts = torch.tensor(used_here, dtype=torch.int32).to(device)
     work = dist.all_reduce(counts, group=group, async_op=True)
@@ -58,8 +62,9 @@ def count_users(used_here, device, group=None):
 
 
 class Entrance(Function):
-    """The identity, placed between the outputs and the loss: `entered()` is called when backward
-    begins.
+    """The identity, placed between the outputs and the loss.
+
+    `entered()` is called when backward begins.
 
     As all outputs pass through this one node, an output that the loss does not use still gets a
     gradient, an undefined one, which travels down to the parameters and sets off their hooks.
@@ -80,8 +85,9 @@ class Entrance(Function):
 
 
 def behind_entrance(outputs, entered):
-    """Return `outputs`, in the same structure, with every tensor that has a graph passed through
-    one `Entrance`.
+    """Return `outputs` with every tensor that has a graph passed through one `Entrance`.
+
+    They keep their structure.
     """
     tensors = filter(torch.is_tensor, tree_leaves(outputs))
     computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
@@ -112,8 +118,9 @@ CHANGED = (
 
 
 def not_finished(missing, rank, reason):
-    """The error when the next iteration begins and the parameters `missing`, {index: name}, still
-    have no gradient.
+    """The error when the next iteration begins and parameters still have no gradient.
+
+    These are `missing`, {index: name}.
     """
     indices = " ".join(map(str, missing))
     names = ", ".join(missing.values())
@@ -127,8 +134,9 @@ def not_finished(missing, rank, reason):
 
 
 def used_anew(name):
-    """The error when a static graph's backward pass reaches a parameter more often than the first
-    one did.
+    """The error when a static graph's backward pass reaches a parameter more often than before.
+
+    The first pass counts.
     """
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first"

@@ -36,8 +36,9 @@ __all__ = ["FullyShardedDataParallel", "ShardedOptimizer", "train"]
 
 
 def train(model, batches, lr):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
-    step.
+    """Train `model` in place on this rank's share of each batch.
+
+    Return this rank's loss of every step.
     """
     parallel = FullyShardedDataParallel(model)
     optimizer = SGD(parallel.parameters(), lr=lr)

@@ -43,8 +43,9 @@ class Sharded(torch.nn.Parameter):
 
 
 class Block(Flat):
-    """The parameters of one `module`, whole from `make_room` and `gather` until `free`; otherwise
-    only `shard` stays.
+    """The parameters of one `module`, whole from `make_room` and `gather` until `free`.
+
+    Otherwise only `shard` stays.
 
     Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for
     backward get their values back with the next `gather`. Only the training thread calls
@@ -87,8 +88,9 @@ class Block(Flat):
         gather_chunks(self.chunks, group)
 
     def free(self):
-        """Free the whole parameters, even if they are still on their way: from now on they are
-        `Sharded`.
+        """Free the whole parameters, even if they are still on their way.
+
+        From now on they are `Sharded`.
         """
         if self.gathering is not None:
             # The block that waited for the parameters has raised the error.
@@ -107,8 +109,9 @@ class Block(Flat):
 
 
 def default_blocks(module):
-    """The members of every outermost Sequential or ModuleList in `module`, which may be one
-    itself.
+    """The members of every outermost Sequential or ModuleList in `module`.
+
+    The module may be one itself.
     """
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
         return [child for child in module if list(child.parameters())]
@@ -116,8 +119,10 @@ def default_blocks(module):
 
 
 def assign_blocks(module, blocks):
-    """Return (block, its parameters) pairs; parameters of no block, of several, or of other layers
-    too go to `module` as a whole. Raises ValueError for a block that is no part of the model.
+    """Return (block, its parameters) pairs.
+
+    Parameters of no block, of several, or of other layers too go to `module` as a whole. Raises
+    ValueError for a block that is no part of the model.
     """
     members = {block: [] for block in [module, *blocks]}  # A module that runs twice is one block.
     if not {*members} <= {*module.modules()}:

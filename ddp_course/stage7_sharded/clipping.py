@@ -7,8 +7,9 @@ from ..stage4_ring import ring_all_reduce
 
 
 def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
-    """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`;
-    return the norm before.
+    """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`.
+
+    Return the norm before.
 
     Like `torch.nn.utils.clip_grad_norm_`, if all the gradients were on one device. All ranks of
     `group` must call this; each sends 16 (K-1) bytes. Raises ValueError for a norm of an order that

@@ -1,5 +1,6 @@
-"""Parameters laid end to end and cut into one chunk per rank; so are their gradients, and an
-optimizer's state.
+"""Parameters laid end to end and cut into one chunk per rank.
+
+So are their gradients, and an optimizer's state.
 """
 
 import sys
@@ -53,7 +54,8 @@ allow_foreach(Shard)
 
 
 class Flat:
-    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`;
+    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`.
+
     `own_chunk` is this rank's.
 
     The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter
@@ -100,8 +102,10 @@ class Flat:
     # messages to the shards.
 
     def make_room_for_gradients(self):
-        """Make room for the gradients in one message; `places` has the views of those that are
-        missing. A parameter that gets none on this rank adds zeros to the sum.
+        """Make room for the gradients in one message.
+
+        `places` has the views of those that are missing. A parameter that gets none on this rank
+        adds zeros to the sum.
         """
         self.gradient = torch.zeros_like(self.full)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
@@ -128,9 +132,10 @@ class Flat:
         return message if communication.is_queued(message.device) else None
 
     def hand_out_averages(self, used):
-        """Add the averages to the `.grad` of the shards whose parameters some rank has `used`; all
-        other shards stay as they are. This comes after the pass, so that a pass that failed leaves
-        no gradients.
+        """Add the averages to the `.grad` of the shards whose parameters some rank has `used`.
+
+        All other shards stay as they are. This comes after the pass, so that a pass that failed
+        leaves no gradients.
         """
         for parameter, (_, inside) in self.pieces.items():
             if parameter not in used or inside.start == inside.stop:
@@ -151,16 +156,18 @@ class Flat:
 
 
 def with_dimensions_of(piece, tensor):
-    """A view of the vector `piece` with as many dimensions as `tensor`, by which training loops
-    choose weight decay.
+    """A view of the vector `piece` with as many dimensions as `tensor`.
+
+    By these training loops choose weight decay.
     """
     return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def used_on_any_rank(parameters, used, device, group=None):
-    """Those of `parameters` that are among `used` on some rank: the ranks add up a bitmap, as in
-    stage 6. All others must keep the gradient that they have, even None: one of zeros lets weight
-    decay and momentum change them.
+    """Those of `parameters` that are among `used` on some rank.
+
+    The ranks add up a bitmap, as in stage 6. All others must keep the gradient that they have, even
+    None: one of zeros lets weight decay and momentum change them.
     """
     bitmap = [int(parameter in used) for parameter in parameters]
     users = count_users(bitmap, device, group)()
@@ -171,8 +178,9 @@ def used_on_any_rank(parameters, used, device, group=None):
 
 
 def wait_for_all_ranks(what, group=None):
-    """Wait until all ranks of `group` have come to this call; RuntimeError names those that have
-    not in two minutes.
+    """Wait until all ranks of `group` have come to this call.
+
+    Raises RuntimeError, which names those that have not in two minutes.
     """
     group = group or dist.group.WORLD
     if "gloo" in dist.get_backend_config(group):
@@ -191,8 +199,9 @@ def wait_for_all_ranks(what, group=None):
 
 
 def shards_of(optimizer, flats):
-    """(flat, parameter, shard) of each shard in `optimizer`, in its order; ValueError if it has
-    other parameters.
+    """(flat, parameter, shard) of each shard in `optimizer`, in its order.
+
+    Raises ValueError if it has other parameters.
     """
     homes = {
         shard: (flat, parameter, shard)
@@ -209,8 +218,9 @@ def shards_of(optimizer, flats):
 
 
 def whole_state(optimizer, flats, group=None):
-    """The "state" of an `optimizer` of shards as if nothing were sharded, alike on all ranks; all
-    of them call this.
+    """The "state" of an `optimizer` of shards as if nothing were sharded, alike on all ranks.
+
+    All of them call this.
 
     Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on
     every rank.

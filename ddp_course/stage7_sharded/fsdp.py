@@ -31,8 +31,9 @@ from .shardable import check_model
 
 
 class FullyShardedDataParallel(torch.nn.Module):
-    """ZeRO-3: parameters, gradients and optimizer state in shards; a block is whole only while it
-    computes.
+    """ZeRO-3: parameters, gradients and optimizer state in shards.
+
+    A block is whole only while it computes.
 
     `blocks`: the submodules to gather one at a time, each of one dtype, by default the members of
     every outermost Sequential or ModuleList; what is in none of them forms one more block. Every
@@ -87,8 +88,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in self.names.values()]
 
     def add_hooks(self, block):
-        """Register the hooks that gather, free and reduce `block`: the first before `forward`, the
-        last after it.
+        """Register the hooks that gather, free and reduce `block`.
+
+        The first one runs before `forward`, the last one after it.
         """
         yield block.module.register_forward_pre_hook(
             lambda *_: self.before_forward(block), prepend=True
@@ -117,8 +119,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         return outputs
 
     def check_usable(self):
-        """Raise RuntimeError after `restore`, or if parameters were exchanged, frozen or unfrozen
-        after wrapping.
+        """Raise RuntimeError after `restore`, or if parameters have changed since wrapping.
+
+        They may have been exchanged, frozen or unfrozen.
         """
         if not self.handles:
             raise RuntimeError(
@@ -142,8 +145,9 @@ class FullyShardedDataParallel(torch.nn.Module):
                 )
 
     def start_over(self):
-        """Wait for messages on their way, and drop the gradients and whole blocks of a pass that
-        failed.
+        """Wait for messages on their way, and drop what a failed pass has left.
+
+        That is its gradients and whole blocks.
         """
         reducing = self.reducing
         self.reducing = []
@@ -159,8 +163,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.free_all()
 
     def before_forward(self, block):
-        """Have `block` whole; inside a backward pass, activation checkpointing computes forward
-        again.
+        """Have `block` whole.
+
+        Inside a backward pass, activation checkpointing computes forward again.
         """
         if backward_pass() == -1:
             self.enter(block, "forward")
@@ -168,8 +173,9 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block)()
 
     def enter(self, block, phase):
-        """Have `block` whole before it computes, and start to gather the block that came after it
-        last time.
+        """Have `block` whole before it computes, and start to gather the next one.
+
+        That is the block that came after it last time.
         """
         if self.latest is not None:
             self.latest.following[phase] = block
@@ -181,8 +187,9 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block.following[phase])
 
     def request(self, block):
-        """Start to gather `block` unless it is here or on its way; returns a function that waits
-        for it.
+        """Start to gather `block` unless it is here or on its way.
+
+        Return a function that waits for it.
         """
         if block.gathering is None:
             block.make_room()
@@ -190,8 +197,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         return block.gathering
 
     def start(self, what, block, collective):
-        """Queue a collective for the communication thread; the flight recorder knows it by block
-        and pass.
+        """Queue a collective for the communication thread.
+
+        The flight recorder knows it by block and pass.
         """
         phase = "forward" if self.backward_pass is None else "backward"
         name = f"{what} of block {block.number}, {phase} {self.passes},"
@@ -203,8 +211,10 @@ class FullyShardedDataParallel(torch.nn.Module):
         return self.thread.start(recorded, self.device)
 
     def after_forward(self, block, outputs):
-        """Free the block after its forward pass, and put a hook on its outputs that runs when
-        backward reaches them. Raises RuntimeError for outputs in which no tensor is found.
+        """Free the block after its forward pass, and put a hook on its outputs.
+
+        The hook runs when backward reaches them. Raises RuntimeError for outputs in which no tensor
+        is found.
         """
         version = block.shard._version
         found = tensors_in(outputs)
@@ -255,8 +265,10 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.make_room_for_gradients()
 
     def gradient_ready(self, block, parameter):
-        """The hook: once the last gradient of the block is complete, average them while backward
-        goes on. Raises RuntimeError if the gradient came without its block's outputs.
+        """The hook: average the gradients of a block once the last one is complete.
+
+        Backward goes on meanwhile. Raises RuntimeError if the gradient came without its block's
+        outputs.
         """
         if block.places is None:
             raise RuntimeError(
@@ -268,16 +280,18 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.reduce(block)
 
     def reduce(self, block):
-        """Start to average the gradients of `block`; its parameters are not needed any more, unless
-        some are frozen.
+        """Start to average the gradients of `block`.
+
+        Its parameters are not needed any more, unless some are frozen.
         """
         if all(parameter.requires_grad for parameter in block.parameters):
             block.free()
         self.reducing.append(self.start("average", block, block.average))
 
     def finish(self):
-        """Before `backward()` returns: average blocks in which some parameters took no part; wait
-        for all averages.
+        """Average the blocks in which some parameters took no part, and wait for all averages.
+
+        This runs before `backward()` returns.
         """
         for block in self.blocks:
             if block.places:
@@ -304,8 +318,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     def prepare_to_gather(self, what):
-        """Wait for all ranks and all messages before a call that gathers the model, and broadcast
-        rank 0's buffers.
+        """Wait for all ranks and all messages, and broadcast rank 0's buffers.
+
+        This comes before a call that gathers the model.
         """
         self.check_usable()
         wait_for_all_ranks(f"{what} of a sharded model", self.group)
@@ -314,8 +329,9 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        """Return the state dict of the whole model, on the CPU, with rank 0's buffers; all ranks
-        must call this. A model around this one may pass its `destination` and `prefix`.
+        """Return the state dict of the whole model, on the CPU, with rank 0's buffers.
+
+        All ranks must call this. A model around this one may pass its `destination` and `prefix`.
         """
         self.prepare_to_gather("state_dict()")
         whole = {}
@@ -335,14 +351,16 @@ class FullyShardedDataParallel(torch.nn.Module):
         return state
 
     def optimizer_state_dict(self, optimizer):
-        """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all
-        ranks call this.
+        """Return the state dict of an optimizer of `parameters()` as if nothing were sharded.
+
+        All ranks call this.
         """
         return {**optimizer.state_dict(), "state": whole_state(optimizer, self.blocks, self.group)}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
-        """Take the shards' state out of an ordinary optimizer's state dict; RuntimeError if it does
-        not fit.
+        """Take the shards' state out of an ordinary optimizer's state dict.
+
+        Raises RuntimeError if it does not fit.
         """
         load_whole_state_dict(optimizer, self.blocks, state_dict)
 

@@ -36,8 +36,7 @@ NOTHING_TO_AVERAGE = (
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and gathers all
-    ranks' shards.
+    """ZeRO-1: average the gradients, update this rank's shard, and gather all ranks' shards.
 
     `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by
     element, as SGD and Adam do: then results equal those of the unsharded optimizer bit for bit.
@@ -120,8 +119,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Average the gradients, update this rank's shard, gather all shards: each rank sends 2
-        (K-1)/K p bytes, and a bitmap with a number for each parameter.
+        """Average the gradients, update this rank's shard, gather all shards.
+
+        Each rank sends 2 (K-1)/K p bytes, and a bitmap with a number for each parameter.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
@@ -142,8 +142,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.averaged = False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Average the gradients and scale them so that their norm is at most `max_norm`; return the
-        norm. Raises RuntimeError for gradients of a split model, whose norm no rank knows.
+        """Average the gradients and scale them so that their norm is at most `max_norm`.
+
+        Return the norm. Raises RuntimeError for gradients of a split model, whose norm no rank
+        knows.
         """
         if any(isinstance(parameter, Part) for parameter in self.parameters):
             raise RuntimeError(
@@ -164,8 +166,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return flats
 
     def state_dict(self):
-        """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must
-        call this.
+        """Return the state dict of the unsharded optimizer, the same on every rank.
+
+        All ranks must call this.
         """
         with failing_together(self.group):
             return {
@@ -174,8 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
 
     def load_state_dict(self, state_dict):
-        """Take this rank's shards out of the state dict of an unsharded optimizer, or of one on any
-        number of ranks.
+        """Take this rank's shards out of the state dict of an unsharded optimizer.
+
+        It may also be of one on any number of ranks.
         """
         load_whole_state_dict(self.local, self.flats, state_dict)
         super().load_state_dict({**state_dict, "state": {}})

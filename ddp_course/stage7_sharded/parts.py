@@ -79,8 +79,9 @@ WHOLE_STATES = (
 
 
 class Part(torch.Tensor):
-    """A tensor of which other ranks have other parts; for functions that work element by element,
-    an ordinary tensor.
+    """A tensor of which other ranks have other parts.
+
+    For functions that work element by element it is an ordinary tensor.
 
     `tensor.as_subclass(Part)` is one on the same memory, and so are the results that are computed
     from it, and the gradient of a parameter that is one.
@@ -142,8 +143,9 @@ class Part(torch.Tensor):
 
     @classmethod
     def allows(cls, function, args):
-        """Whether parts may be among the arguments of `function`: it works element by element,
-        leaves them as they are, or communicates.
+        """Whether parts may be among the arguments of `function`.
+
+        It works element by element, leaves them as they are, or communicates.
         """
         name = function.__name__
         if name == "__get__":
@@ -177,8 +179,9 @@ allow_foreach(Part)
 
 
 class OthersPart(Part):
-    """A part that another rank saved, or that was saved with another number of ranks: `place` is
-    that rank and number. Nothing can be computed from it.
+    """A part that another rank saved, or that was saved with another number of ranks.
+
+    `place` is that rank and number. Nothing can be computed from it.
     """
 
     @classmethod
@@ -202,8 +205,10 @@ def own_place():
 
 
 def part_of_rank(tensor, rank, ranks):
-    """The part that `rank` of `ranks` saved: there a part again, elsewhere an `OthersPart`, and an
-    ordinary tensor where there are no ranks.
+    """The part that `rank` of `ranks` saved.
+
+    On that rank it is a part again, elsewhere an `OthersPart`, and an ordinary tensor where there
+    are no ranks.
     """
     if not dist.is_initialized():
         return tensor
@@ -238,8 +243,9 @@ class PartOfParameter(Part, torch.nn.Parameter):
 
 
 def label(function):
-    """What people call `function`; where it reads or writes an attribute, the attribute's name, if
-    that has one.
+    """What people call `function`.
+
+    Where it reads or writes an attribute, the attribute's name, if that has one.
     """
     if function.__name__ in ACCESS:
         return getattr(function.__self__, "__name__", "")
@@ -269,8 +275,9 @@ def is_pointwise(name):
 
 
 def mark_changed(name, args):
-    """Tensors into which parts were written are parts too, as an optimizer's moments are; the
-    parameters themselves stay what they are.
+    """Make the tensors into which parts were written parts, too.
+
+    An optimizer's moments are such tensors; the parameters themselves stay what they are.
     """
     written = args if name.startswith("_fused_") else args[:1]
     for tensor in tensors_in(*written):
@@ -279,8 +286,9 @@ def mark_changed(name, args):
 
 
 def marked_like_lists(result, args):
-    """The tensors of `result`, of a function that goes through the lists among `args` side by side:
-    each is a part if one of its operands is.
+    """Make each tensor of `result` a part if one of its operands is.
+
+    The function goes through the lists among `args` side by side.
     """
     if result is None:
         return None
@@ -302,8 +310,9 @@ def marked(result, kind):
 
 
 def refuse_with(words):
-    """A function that raises RuntimeError with these `words`, in place of a method that stage 7
-    does not support.
+    """A function that raises RuntimeError with these `words`.
+
+    It stands in place of a method that stage 7 does not support.
     """
 
     def refuse(*_, **__):

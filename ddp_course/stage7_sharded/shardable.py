@@ -7,8 +7,9 @@ from .parts import Part
 
 
 def check_model(module, group):
-    """Raise ValueError for a model that cannot be sharded, MismatchError unless all ranks' models
-    are alike.
+    """Raise ValueError for a model that cannot be sharded.
+
+    Raises MismatchError unless all ranks' models are alike.
     """
     parameters = dict(module.named_parameters())
     if any(isinstance(parameter, Part | Sharded) for parameter in parameters.values()):

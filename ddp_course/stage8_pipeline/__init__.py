@@ -70,8 +70,9 @@ __all__ = [
 
 
 def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_one_backward):
-    """Train `model` in place as a pipeline over `stages` ranks (default: all); return the loss of
-    every step.
+    """Train `model` in place as a pipeline over `stages` ranks (default: all).
+
+    Return the loss of every step.
 
     Each rank trains its part, and at the end all ranks have the whole model. With fewer stages than
     ranks there are several pipelines side by side, and `batches` are the share of this rank's

@@ -9,8 +9,10 @@ from typing import ClassVar, NamedTuple
 
 
 class Result(NamedTuple):
-    """What stage `source` computes from a micro-batch for its neighbour, the stage `user`: for the
-    next one an activation, for the one before the gradient of an activation, which has its shape.
+    """What stage `source` computes from a micro-batch for its neighbour, the stage `user`.
+
+    For the next stage it is an activation, for the one before the gradient of an activation, which
+    has its shape.
     """
 
     microbatch: int

@@ -153,8 +153,9 @@ class Pipeline:
         self.kept[microbatch, stage] = received, outputs
 
     def loss_of(self, microbatch, outputs):
-        """The share of a micro-batch in the loss of the batch. Raises ValueError for several
-        numbers.
+        """The share of a micro-batch in the loss of the batch.
+
+        Raises ValueError for several numbers.
         """
         targets = self.targets[microbatch]
         if self.compares and isinstance(outputs, torch.Tensor):
@@ -173,6 +174,7 @@ class Pipeline:
     @torch.no_grad()
     def compare_with_the_whole(self, targets):
         """Raise ValueError unless the micro-batches' losses add up to the loss of the whole batch.
+
         An emulated device takes no time for this, because it is no part of training.
         """
         outputs = [self.outputs[microbatch] for microbatch in range(self.microbatches)]
@@ -217,8 +219,9 @@ class Pipeline:
     }
 
     def state_dict(self):
-        """Return the state dict of all stages, "0.…" that of the first, the same on every rank; all
-        ranks call this.
+        """Return the state dict of all stages, "0.…" that of the first, the same on every rank.
+
+        All ranks call this.
         """
         own = {}
         for stage, module in self.stages.items():
@@ -229,8 +232,9 @@ class Pipeline:
         return {name: tensor for each in everyones for name, tensor in each.items()}
 
     def load_state_dict(self, state_dict):
-        """Give this rank's stages their part of what `state_dict` returned, on any number of ranks
-        with as many stages.
+        """Give this rank's stages their part of what `state_dict` returned.
+
+        It may be from any number of ranks with as many stages.
         """
         for stage, module in self.stages.items():
             start = f"{stage}."
@@ -238,8 +242,9 @@ class Pipeline:
             module.load_state_dict(own)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; return the
-        norm before. All ranks call this.
+        """Scale the gradients of all stages so that their norm is at most `max_norm`.
+
+        Return the norm before. All ranks call this.
         """
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, self.group, self.device
@@ -247,8 +252,9 @@ class Pipeline:
 
 
 def backward_to(received, outputs, gradient):
-    """The first part of a backward pass: from the gradient of `outputs` to that of what was
-    `received`, and not to the weights.
+    """The first part of a backward pass.
+
+    It goes from the gradient of `outputs` to that of what was `received`, and not to the weights.
 
     Returns the second part as a list of arguments of `torch.autograd.backward`: from the gradients
     that came to a function to the weights that it uses. Where a weight is used twice, the second
@@ -299,8 +305,9 @@ def mark_as_parts(module, state, prefix, _):
 
 
 def average_part(part, group):
-    """Average the gradients of one stage over the replicas that hold it; a frozen stage has
-    none.
+    """Average the gradients of one stage over the replicas that hold it.
+
+    A frozen stage has none.
     """
     if any(parameter.requires_grad for parameter in part.parameters()):
         average_on_ring(gradients(part), group=group)

@@ -6,8 +6,9 @@ import torch
 
 
 def layers_of(model):
-    """The modules of a Sequential, or what the model's layers() returns, to run one after the
-    other; ValueError if it is no Sequential and has no layers().
+    """The modules of a Sequential, or of the model's layers(), to run one after the other.
+
+    Raises ValueError if it is no Sequential and has no layers().
     """
     if isinstance(model, torch.nn.Sequential):
         return list(model)
@@ -55,8 +56,9 @@ def split(layers, stages):
 
 
 def with_one_stage_more(best, sizes):
-    """`best` has the best cut of the first 1, 2, … layers into a number of stages; return the same
-    for one stage more.
+    """`best` has the best cut of the first 1, 2, … layers into a number of stages.
+
+    Return the same for one stage more.
 
     Both are {number of layers: (sum of squared sizes, where each stage starts)}, without those
     layers that cannot be cut into stages with parameters in all of them.

@@ -40,8 +40,10 @@ class Transfers:
                 self.post_next(rank)
 
     def connect(self):
-        """Make this rank's groups of two before the first message: both ranks wait for each other
-        there, so all go through them in one order, and no receive may be under way.
+        """Make this rank's groups of two before the first message.
+
+        Both ranks wait for each other there, so all go through them in one order, and no receive
+        may be under way.
         """
         for rank, results in enumerate(self.expected):
             if results and rank != self.rank:
@@ -124,8 +126,9 @@ class Transfers:
             transfer.wait()
 
     def channel(self, sender, receiver):
-        """The other rank's global number, and the group for messages from `sender` to `receiver`,
-        of which one is this rank.
+        """The other rank's global number, and the group for messages between the two.
+
+        Messages go from `sender` to `receiver`, of which one is this rank.
 
         NCCL works through a group's messages one after the other, so a message that is waited for
         would hold up all others. So with NCCL two ranks have a group of their own for each

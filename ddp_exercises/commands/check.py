@@ -1,5 +1,4 @@
-"""`ddp-course check N`: grade your own notebook, as the course's grader would; without N: where
-you are in all exercises.
+"""`ddp-course check N`: grade your own notebook as the grader would; without N: where you are.
 
 From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the file.
 """
@@ -65,8 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all points were earned, 1 if not. Raises GradingError for an
-    exercise or a notebook that is not there, or is another.
+    """The command itself: 0 if all points were earned, 1 if not.
+
+    Raises GradingError for an exercise or a notebook that is not there, or is another.
     """
     exercises = load_exercises()
     if args.exercise is None:
@@ -97,8 +97,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def revisiting_seed(exercise: int) -> int:
-    """Of SEEDS random ones the seed whose inputs show in most cases the known wrong answers that
-    the learner once gave, in whichever exercise.
+    """The random seed whose inputs show in most cases the wrong answers that the learner gave.
+
+    SEEDS random ones are tried; an answer may have been given in whichever exercise.
     """
     copy = find_copy()
     names = progress_in(copy).get("misconceptions", {}).values() if copy else ()
@@ -128,8 +129,9 @@ def prove(result: Result, letter: str) -> None:
 
 
 def where_am_i(exercises: Exercises, html: Path | None) -> int:
-    """Print a line for each exercise, and what is known of guesses; write the page. Raises
-    GradingError where there is no copy of the course.
+    """Print a line for each exercise, and what is known of guesses; write the page.
+
+    Raises GradingError where there is no copy of the course.
     """
     copy = find_copy()
     if copy is None:
@@ -153,8 +155,9 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
 
 
 def own_notebook(exercise: int) -> Path:
-    """The learner's notebook of an exercise: here, in work/, or in exercises/. Raises GradingError
-    if it is in none of these.
+    """The learner's notebook of an exercise: here, in work/, or in exercises/.
+
+    Raises GradingError if it is in none of these.
     """
     for folder in map(Path, FOLDERS):
         notebooks = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))

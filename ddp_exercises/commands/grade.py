@@ -69,8 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded. Raises
-    GradingError for a --resume without --json.
+    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded.
+
+    Raises GradingError for a --resume without --json.
     """
     if args.resume and not args.json:
         raise GradingError("--resume needs --json FILE, the file in which the earlier results are")
@@ -110,8 +111,9 @@ def who_is_who(submissions: list[Submission], roster: Roster) -> str:
 
 
 def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list[Submission]:
-    """Submissions that are new, or have changed, or could not be graded; with them, all others of
-    the same learner and exercise.
+    """Submissions that are new, or have changed, or could not be graded.
+
+    With them, all others of the same learner and exercise.
     """
     digests = {(work.learner, work.file): work.digest for work in submissions}
     done: set[tuple] = set()
@@ -132,8 +134,10 @@ def grade_and_write(
     roster: Roster,
     args: argparse.Namespace,
 ) -> list[Result]:
-    """Grade submissions, writing the reports after each; return the best of each learner, with
-    those that were graded earlier. GradingError after Ctrl-C.
+    """Grade submissions, writing the reports after each.
+
+    Return the best of each learner, with those that were graded earlier. Raises GradingError after
+    Ctrl-C.
     """
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed

@@ -22,8 +22,10 @@ LEAST_SIGNS = 2  # So many names or checks of an exercise tell that a notebook a
 
 
 class Pristine(NamedTuple):
-    """One exercise as it was given out: `given` is {id: source} of the cells that are no task's;
-    `answers` and `checks` are {task: source of its cell}, and `points` {task: points}.
+    """One exercise as it was given out.
+
+    `given` is {id: source} of the cells that are no task's; `answers` and `checks` are {task:
+    source of its cell}, and `points` {task: points}.
     """
 
     given: dict[str, str]
@@ -36,8 +38,10 @@ Exercises = dict[int, Pristine]  # {number: the exercise}
 
 
 class Answer(NamedTuple):
-    """The answer to a task: the `places` of its versions among the cells, of which the last counts,
-    the source of that one, the place of the check, and how the answer was found, if not by an id.
+    """The answer to a task.
+
+    It has the `places` of its versions among the cells, of which the last counts, the source of
+    that one, the place of the check, and how the answer was found, if not by an id.
     """
 
     places: list[int]
@@ -71,8 +75,10 @@ def load_exercises() -> Exercises:
 
 
 def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | None:
-    """Which exercise a notebook answers whose cells carry no sign: the one whose checks it calls,
-    and whose functions it defines. None for a lesson, and where too little tells.
+    """Which exercise a notebook answers whose cells carry no sign.
+
+    It is the one whose checks it calls, and whose functions it defines; None for a lesson, and
+    where too little tells.
     """
     if any(cell.role == "task" for cell in cells):
         return None  # Lessons have such cells.
@@ -88,8 +94,9 @@ def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | No
 
 
 def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]:
-    """{task: its answer} of all tasks that somebody has begun to answer. A check is where the
-    learner has it, if that is below the answer, or else right behind it.
+    """{task: its answer} of all tasks that somebody has begun to answer.
+
+    A check is where the learner has it, if that is below the answer, or else right behind it.
     """
     answers = {}
     for task in pristine.answers:
@@ -114,9 +121,10 @@ def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]
 
 
 def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]:
-    """The places of the cells that answer a task: those with its sign that define one of its names,
-    and any others that define what these lack. If there are none, those with its sign that were
-    changed.
+    """The places of the cells that answer a task.
+
+    They are those with its sign that define one of its names, and any others that define what these
+    lack. If there are none, they are those with its sign that were changed.
     """
     own_parts = {}
     signed = []
@@ -140,8 +148,9 @@ def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]
 
 
 def without_placeholder(cell: Cell, task: str, pristine: Pristine) -> str:
-    """What a learner has written into a cell: all but what the task's cell, or one that is no
-    task's, was given out with.
+    """What a learner has written into a cell.
+
+    It is all but what the task's cell, or one that is no task's, was given out with.
     """
     if cell.source.strip() in map(str.strip, pristine.given.values()):
         return ""
@@ -149,8 +158,9 @@ def without_placeholder(cell: Cell, task: str, pristine: Pristine) -> str:
 
 
 def defines(source: str, names: Sequence[str]) -> bool:
-    """Whether a line of the source begins to define one of the names, also beside magics and
-    errors of syntax.
+    """Whether a line of the source begins to define one of the names.
+
+    Magics and errors of syntax beside it do no harm.
     """
     either = "|".join(names)
     function = rf"(?:(?:async +)?def|class) +(?:{either})\b"
@@ -172,9 +182,11 @@ def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
 def assemble(
     pristine: Pristine, cells: Sequence[Cell], answers: Mapping[str, Answer]
 ) -> dict[str, str]:
-    """The cells to be run, {id: source}: the learner's in their order, unchanged, among the
-    pristine ones. A learner's cell has its place as id, such as "own-7". Untouched cells of tasks
-    that were answered elsewhere are left out.
+    """The cells to be run, {id: source}.
+
+    They are the learner's in their order, unchanged, among the pristine ones. A learner's cell has
+    its place as id, such as "own-7". Untouched cells of tasks that were answered elsewhere are left
+    out.
     """
     given, placeholders, checks, _ = pristine
     names = {source.strip(): name for name, source in given.items()}

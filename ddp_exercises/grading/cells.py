@@ -1,5 +1,6 @@
-"""The cells of a notebook that somebody handed in: read one by one, so that an odd cell costs
-nothing but itself.
+"""The cells of a notebook that somebody handed in.
+
+They are read one by one, so that an odd cell costs nothing but itself.
 
 Nothing here trusts the file: any value may be missing, null, or of another type.
 """
@@ -47,8 +48,9 @@ class Cell(NamedTuple):
 
 
 def read_cells(content: bytes) -> list[Cell]:
-    """All cells of a notebook of any version. Raises GradingError if it has none, JSONDecodeError
-    or UnicodeDecodeError if it cannot be read.
+    """All cells of a notebook of any version.
+
+    Raises GradingError if it has none, JSONDecodeError or UnicodeDecodeError if it cannot be read.
     """
     # No number in a notebook matters here, and one of 5,000 digits is no int for Python.
     text = content.decode(json.detect_encoding(content), "surrogatepass")

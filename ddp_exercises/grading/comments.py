@@ -47,8 +47,9 @@ def read_comments(path: str | Path) -> list[Comment]:
 
 
 def with_comments(results: Sequence[Result], comments: Sequence[Comment]) -> list[Result]:
-    """Copies of the results with what was added by hand; GradingError for a comment on a result
-    that is not there.
+    """Copies of the results with what was added by hand.
+
+    Raises GradingError for a comment on a result that is not there.
     """
     copies = deepcopy(list(results))
     by_exercise = {(result.learner, str(result.exercise)): result for result in copies}

@@ -37,9 +37,10 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
 
 
 def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], name: str) -> Roster:
-    """A roster of all, with the `titles` by which a service knows them: the roster's learners come
-    first, then all others. `name` is the title of what they are called, which is what they are
-    called here if no other name is known.
+    """A roster of all, with the `titles` by which a service knows them.
+
+    The roster's learners come first, then all others. `name` is the title of what they are called,
+    which is what they are called here if no other name is known.
     """
     handed_in = {result.learner: result.about for result in results}
     rows = {}
@@ -50,8 +51,10 @@ def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], na
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:
-    """A CSV file for Canvas. Without a roster, and without Canvas' own names of files, a learner's
-    folder is taken for the SIS login.
+    """A CSV file for Canvas.
+
+    Without a roster, and without Canvas' own names of files, a learner's folder is taken for the
+    SIS login.
     """
     rows = rows_of(results, roster, CANVAS, name="Student")
     for learner, row in rows.items():

@@ -1,5 +1,6 @@
-"""Grade submissions: run each notebook's cells, try what its checks are given, put the points
-together.
+"""Grade submissions.
+
+Run each notebook's cells, try what its checks are given, put the points together.
 """
 
 import re
@@ -67,8 +68,9 @@ def grade(
 
 
 class Judge:
-    """What the grader compares evidence with: for each task its inputs, the solution's evidence,
-    and known answers.
+    """What the grader compares evidence with.
+
+    For each task it has the inputs, the solution's evidence, and known answers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -128,8 +130,9 @@ class Judge:
     def try_alone(
         self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float
     ) -> Verdict:
-        """The verdict on an attempt in a launch of its own, and in another in every order of its
-        messages; what was `said` before if there is no time for it.
+        """The verdict on an attempt in a launch of its own, and in every order of its messages.
+
+        It is what was `said` before if there is no time for it.
         """
         if find(attempt.number).every_order:
             seconds /= 2  # Each of the two launches has one half.
@@ -153,6 +156,7 @@ def grade_one(
     progress: Callable = lambda result: None,
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such.
+
     `progress(result)` is called for each task as soon as it is judged. Raises nothing.
     """
     files = {submission.file: submission.digest} if submission.file else {}
@@ -182,8 +186,9 @@ def grade_one(
 def points_of(
     pristine: Pristine, submission: Submission, judge: Judge, seconds: float, progress: Callable
 ) -> list[TaskResult]:
-    """What each task earned, once a submission's cells have run and its answers were tried, each in
-    fresh processes.
+    """What each task earned, once a submission's cells have run.
+
+    Its answers were tried, each in fresh processes.
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
@@ -239,8 +244,9 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
 
 
 def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:
-    """Run cells, {id: source}, in a launch of their own; return {id: its error, or ""}, and how
-    many of the `seconds` are left.
+    """Run cells, {id: source}, in a launch of their own.
+
+    Return {id: its error, or ""}, and how many of the `seconds` are left.
     """
     (outcome,) = launch(
         run_cells,
@@ -255,8 +261,10 @@ def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, s
 
 
 def error_of(task: str, answer: Answer, errors: dict[str, str]) -> str:
-    """Why an answer was not handed over: the error of the last of its cells that has one, or of its
-    check; `errors` are {id of a cell: its error}.
+    """Why an answer was not handed over.
+
+    It is the error of the last of its cells that has one, or of its check; `errors` are {id of a
+    cell: its error}.
     """
     for place in reversed(answer.places):
         if error := errors.get(f"own-{place}"):

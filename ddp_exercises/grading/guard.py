@@ -43,8 +43,9 @@ SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
 
 
 def enter(folder: str, *other_folders: str) -> None:
-    """From here on this process and its children keep to limits, print nothing, work in `folder`,
-    write below these folders alone, and read no solution.
+    """Keep this process and its children to limits from here on.
+
+    They print nothing, work in `folder`, write below these folders alone, and read no solution.
     """
     limit()
     os.environ["TMPDIR"] = folder
@@ -67,8 +68,9 @@ def refuse_input(*_: Any, **__: Any) -> str:
 
 
 def silence() -> None:
-    """From here on nothing that this process or its children write reaches a terminal, by whatever
-    number of an open file: the pipes of a rank's prints have several.
+    """Let nothing that this process or its children write reach a terminal.
+
+    It is so by whatever number of an open file: the pipes of a rank's prints have several.
     """
     null = os.open(os.devnull, os.O_RDWR)
     outputs = [os.fstat(1), os.fstat(2)]
@@ -80,8 +82,10 @@ def silence() -> None:
 
 
 def own_view(secrets: Sequence[str]) -> list[str]:
-    """From here on this process and its children see empty folders in place of `secrets`, and a
-    small one of their own for named shared memory. The folder where they may write is returned.
+    """Show this process and its children empty folders in place of `secrets`.
+
+    They get a small one of their own for named shared memory. The folder where they may write is
+    returned.
 
     It is none where the kernel forbids all that: then only the audit hook hides secrets.
     """
@@ -109,9 +113,10 @@ def limit() -> None:
 def refuse(
     folders: Sequence[str], secrets: Sequence[str], started: mmap.mmap, event: str, arguments: tuple
 ) -> None:
-    """The audit hook: PermissionError says in words what a submission must not do, also where there
-    is no Landlock, but for removed and renamed files. `started`, a byte that all processes share,
-    counts those that were forked.
+    """The audit hook: PermissionError says in words what a submission must not do.
+
+    It works also where there is no Landlock, but for removed and renamed files. `started`, a byte
+    that all processes share, counts those that were forked.
     """
     if event == "open" and isinstance(arguments[0], str | bytes):
         path = os.fsdecode(arguments[0])

@@ -1,5 +1,6 @@
-"""Landlock: Linux keeps a thread, and all that it starts, from writing elsewhere and from
-signalling others.
+"""Landlock: Linux keeps a thread, and all that it starts, inside a fence.
+
+From there nothing writes elsewhere, and nothing signals others.
 
 Nobody can leave such a fence, and code in C is inside it as well. Source: landlock(7) and the
 kernel's userspace-api/landlock. ABI 2 added REFER, 3 TRUNCATE, 6 (Linux 6.12) signals.
@@ -40,8 +41,9 @@ def version() -> int:
 
 
 def fence(paths: Sequence[str]) -> None:
-    """From here on this thread, and all that it starts, can write to what is at or below
-    `paths` only, and signal only processes that are inside the fence.
+    """Let this thread, and all that it starts, write to what is at or below `paths` only.
+
+    They can signal only processes that are inside the fence.
 
     Nothing happens where Landlock is missing. Raises OSError if the kernel refuses.
     """

@@ -44,8 +44,9 @@ def sentence(copy: Path) -> str:
 
 
 def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
-    """A line for each known wrong answer that the learner gave once, and that an open task of a
-    later exercise knows as well.
+    """A line for each known wrong answer that the learner gave once, and may give again.
+
+    An open task of a later exercise knows it as well.
     """
     lines = []
     open_tasks = [

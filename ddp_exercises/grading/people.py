@@ -36,8 +36,10 @@ Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the
 
 @dataclass
 class Owner:
-    """Whose a notebook is: in `about` is what a gradebook knows the learner by, {title: cell}, and
-    `folder` is what is the learner's alone. A `note` says what may surprise in that.
+    """Whose a notebook is.
+
+    In `about` is what a gradebook knows the learner by, {title: cell}, and `folder` is what is the
+    learner's alone. A `note` says what may surprise in that.
     """
 
     learner: str
@@ -53,7 +55,9 @@ class Owner:
 
 
 def read_roster(path: str | Path) -> Roster:
-    """A roster from a file: one learner per line, or CSV with titles, such as Canvas' export of its
+    """A roster from a file.
+
+    The file has one learner per line, or it is CSV with titles, such as Canvas' export of its
     gradebook, Moodle's grading worksheet, or any table with a column `learner`. Raises GradingError
     for a roster without learners.
     """
@@ -72,6 +76,7 @@ def read_roster(path: str | Path) -> Roster:
 
 def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
     """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+
     `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
     several owners.
     """
@@ -90,9 +95,11 @@ def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> 
 
 
 def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]:
-    """{archive: its owner}, for the archives in the named folder: whatever a learner calls what is
-    inside, it belongs to the folder that a service or the teacher has named, or else to the
-    archive's name. An archive that holds several folders, and no notebook beside them, is a class.
+    """{archive: its owner}, for the archives in the named folder.
+
+    Whatever a learner calls what is inside, it belongs to the folder that a service or the teacher
+    has named, or else to the archive's name. An archive that holds several folders, and no notebook
+    beside them, is a class.
     """
     inside: dict[tuple, set[str]] = {}
     for parts in paths:
@@ -114,8 +121,10 @@ def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]
 
 
 def owner_by_folder(parts: Sequence[str]) -> Owner:
-    """The folder that holds a notebook; a notebook that lies in the named folder itself has its
-    learner's name, unless that is the exercise's.
+    """The folder that holds a notebook.
+
+    A notebook that lies in the named folder itself has its learner's name, unless that is the
+    exercise's.
     """
     *folders, file = parts
     if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
@@ -131,8 +140,9 @@ def without_ending(name: str) -> str:
 
 
 def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
-    """The roster's learner of whom most is in the path: name, ids, mail. "" if nothing is of any,
-    or equally much of several.
+    """The roster's learner of whom most is in the path: name, ids, mail.
+
+    "" if nothing is of any, or equally much of several.
     """
     words = [owner.learner, *owner.about.values()]
     if not owner.about:  # A service says which words of a path are the learner's; no folder does.

@@ -1,5 +1,6 @@
-"""A question about a learner's own code, which only who understands it can answer: one line is
-changed; what will the check say?
+"""A question about a learner's own code, which only who understands it can answer.
+
+One line is changed; what will the check say?
 
 All that may be chosen from is what the check said of such changes when they ran.
 """
@@ -46,8 +47,10 @@ class Question(NamedTuple):
 
 
 def question_about(result: Result, judge: Judge, seconds: float) -> Question | None:
-    """A question about one of the right answers of a submission, the same for the same learner,
-    answers and seed. None if nothing can be asked about any.
+    """A question about one of the right answers of a submission.
+
+    It is the same for the same learner, answers and seed. Return None if nothing can be asked about
+    any.
     """
     right_tasks = [task for task in result.tasks if task.answer and not task.message]
     answers = [task.answer for task in right_tasks]
@@ -69,8 +72,10 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
 def what_is_said(
     result: TaskResult, judge: Judge, chance: random.Random, seconds: float
 ) -> dict[str, str]:
-    """{what the check says: the change of a right answer of which it says so}, by trying some under
-    a submission's limits; nothing for an answer that needs other cells of the learner's.
+    """{what the check says: the change of a right answer of which it says so}.
+
+    Some changes are tried under a submission's limits; nothing is known of an answer that needs
+    other cells of the learner's.
     """
     changes = list(mutations(result.answer))
     changes = chance.sample(changes, min(MOST, len(changes)))

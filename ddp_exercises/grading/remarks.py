@@ -1,5 +1,6 @@
-"""Remarks for a person, at no cost in points: answers that use what no answer needs, and answers
-that are alike.
+"""Remarks for a person, at no cost in points.
+
+Answers that use what no answer needs, and answers that are alike.
 """
 
 import io
@@ -27,8 +28,10 @@ ODD_WORDS = (
 
 
 def remarks(source: str, given: str = "") -> list[str]:
-    """The lines of an answer that have an odd word, and the word. `given` is the exercise's own
-    cell of imports: none of its words is odd, and nobody needs more of the course than its lines.
+    """The lines of an answer that have an odd word, and the word.
+
+    `given` is the exercise's own cell of imports: none of its words is odd, and nobody needs more
+    of the course than its lines.
     """
     odd_words = set(ODD_WORDS.split()) - {token.string for token in tokens(given)}
     lines = []
@@ -48,8 +51,9 @@ def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
 
 @cache
 def shape(source: str, renaming: bool = True) -> tuple[str, ...]:
-    """An answer's words without comments and without texts between three double quotes; with
-    `renaming` a name is the number of its first use, unless it stands after a point.
+    """An answer's words without comments and without texts between three double quotes.
+
+    With `renaming` a name is the number of its first use, unless it stands after a point.
     """
     numbers: dict[str, str] = {}
     words = []
@@ -81,8 +85,9 @@ def alike(words: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """(Task, learners whose answers are alike) of each group. Answers that earned nothing, short
-    ones, and those like the lesson's are not compared.
+    """(Task, learners whose answers are alike) of each group.
+
+    Answers that earned nothing, short ones, and those like the lesson's are not compared.
     """
     # {(task, shape of the group's first answer): learners}
     groups: dict[tuple, list[str]] = {}

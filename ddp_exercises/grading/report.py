@@ -1,5 +1,6 @@
-"""What was graded, for people and for programs: a table (`report.txt`), CSV, JSON, and pages
-(`report.html`).
+"""What was graded, for people and for programs.
+
+It is a table (`report.txt`), CSV, JSON, and pages (`report.html`).
 """
 
 import json
@@ -31,8 +32,9 @@ def write_files(
     missing: Sequence[str] = (),
     grades: Mapping[str, str] = {},
 ) -> None:
-    """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a
-    whole.
+    """Write the reports that were asked for, and `grades`, {path: content}.
+
+    Each is replaced as a whole.
     """
     records = [result.as_dict() for result in results]
     files = dict(grades)
@@ -48,8 +50,10 @@ def write_files(
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
-    """One line per submission, and one per task where points are missing or a teacher has
-    commented, unless all tasks have the same message; then who is alike, and who is missing.
+    """One line per submission, and one per task where there is something to say.
+
+    Points are missing there, or a teacher has commented, unless all tasks have the same message.
+    Who is alike, and who is missing, comes last.
     """
     return rendered("report.txt", results=results, alike=likeness(results), missing=missing)
 
@@ -77,8 +81,9 @@ def feedback(result: Result) -> str:
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """CSV with a line per task, whose points are empty if it could not be graded, and one for what
-    is said of a whole exercise, or of a notebook of none.
+    """CSV with a line per task, and one for what is said of a whole exercise.
+
+    Points are empty if a task could not be graded. A notebook of no exercise has a line, too.
     """
     rows: list[dict[str, Any]] = []
     for result in results:
@@ -101,8 +106,10 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, str]:
-    """{file name: page}: index.html for the teacher, and in hand_back/ one self-contained page per
-    learner; text from submissions is escaped.
+    """{file name: page} of all pages.
+
+    These are index.html for the teacher, and in hand_back/ one self-contained page per learner;
+    text from submissions is escaped.
     """
     texts = {}
     files = {}
@@ -143,8 +150,9 @@ def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]
 
 
 def file_name(learner: str) -> str:
-    """A learner's name as a file may be called, also where A is a: of small letters, digits, "_"
-    and "-".
+    """A learner's name as a file may be called, also where A is a.
+
+    It has small letters, digits, "_" and "-".
     """
     name = unicodedata.normalize("NFC", learner).lower()
     return re.sub(r"[^\w-]+", "_", name)[:80] or "learner"

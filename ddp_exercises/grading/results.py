@@ -22,8 +22,10 @@ CONTROL = re.compile(
 
 @dataclass(kw_only=True)
 class ByHand:
-    """What a teacher adds to a task or an exercise: a comment and `extra` points, perhaps less than
-    0; and to an exercise an excuse, which is no grade, and no zero either.
+    """What a teacher adds to a task or an exercise.
+
+    It is a comment and `extra` points, perhaps less than 0; and for an exercise an excuse, which is
+    no grade, and no zero either.
     """
 
     comment: str = ""
@@ -128,6 +130,7 @@ class Result(ByHand):
 
 def read_results(path: str | Path) -> list[Result]:
     """The results in a JSON report, without a teacher's comments; none if it is not there yet.
+
     Raises GradingError for a file that is no report.
     """
     if not Path(path).exists():
@@ -155,8 +158,9 @@ def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
-    """The results, with only the best of each learner's submissions to an exercise, and a note on
-    their number.
+    """The results, with only the best of each learner's submissions to an exercise.
+
+    A note has their number.
     """
     # What answers no exercise is compared with nothing.
     groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
@@ -173,8 +177,9 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    """Earlier results, but for those of a learner's exercise or file of which there is a `new` one,
-    and the new ones, in the order of learners.
+    """Earlier results and the new ones, in the order of learners.
+
+    Those of a learner's exercise or file of which there is a `new` one are left out.
     """
     graded_anew = {(result.learner, None) for result in new}  # They had handed in nothing.
     graded_anew.update(*map(subjects, new))
@@ -184,8 +189,10 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
 
 
 def subjects(result: Result) -> set[tuple]:
-    """What a result is about: (learner, exercise) and (learner, file) of each file, as far as there
-    are any; (learner, None) if there are none.
+    """What a result is about.
+
+    That is (learner, exercise) and (learner, file) of each file, as far as there are any; (learner,
+    None) if there are none.
     """
     pairs = {(result.learner, each) for each in (result.exercise, *result.files) if each}
     return pairs or {(result.learner, None)}

@@ -41,8 +41,9 @@ LEARNERS = "own-"  # The ids of a learner's cells begin so, and no others do.
 def run_cells(
     cells: Mapping[str, str], folder: str, seconds: float
 ) -> tuple[dict[str, str], float]:
-    """On the only rank of a launch: run cells, {id: source}, for at most `seconds` in all; return
-    {id: its error, or ""}, and the seconds that are left.
+    """Run cells, {id: source}, on the only rank of a launch, for at most `seconds` in all.
+
+    Return {id: its error, or ""}, and the seconds that are left.
 
     A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
     the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
@@ -75,8 +76,10 @@ def run_cells(
 def run_in(
     kernel: "Kernel", cells: Mapping[str, str], seconds: float, errors: dict[str, str]
 ) -> str | None:
-    """Run cells in a kernel until `seconds` are used, of which the learner's leave a part, and
-    write their errors down; return the id of the cell that ended it, None if none has.
+    """Run cells in a kernel until `seconds` are used, and write their errors down.
+
+    A part of the seconds are the learner's. Return the id of the cell that ended it, None if none
+    has.
     """
     for name, source in cells.items():
         left = seconds - kernel.used
@@ -129,8 +132,9 @@ class Kernel:
         return False
 
     def add_what_was_used(self) -> None:
-        """Add what was used in LOOK_SECONDS by the kernel and what it has started: what they have
-        computed, or the clock's time if none of them computes.
+        """Add what was used in LOOK_SECONDS by the kernel and what it has started.
+
+        That is what they have computed, or the clock's time if none of them computes.
         """
         computed = 0.0
         computes = False
@@ -145,8 +149,9 @@ class Kernel:
 
 
 def be_kernel(folder: str, connection: Connection) -> None:
-    """Be the kernel, under a submission's limits before anything of the learner's runs, and without
-    the grader's open files: a cell may write to each and close it.
+    """Be the kernel, under a submission's limits before anything of the learner's runs.
+
+    It is without the grader's open files: a cell may write to each and close it.
     """
     # Progress bars would take a process that has loaded this for a notebook.
     from ipykernel.inprocess.ipkernel import InProcessKernel

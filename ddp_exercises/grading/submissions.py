@@ -1,5 +1,6 @@
-"""What learners handed in: notebooks found in folders and archives, all of them read before the
-first one runs.
+"""What learners handed in.
+
+Notebooks are found in folders and archives, and all of them are read before the first one runs.
 """
 
 import hashlib
@@ -71,8 +72,10 @@ class Submission(Owner):
 
 
 class Item(NamedTuple):
-    """A file that was found, or (without a name) a folder that has no notebook: its path from the
-    named folder on, and where it is. In such a folder a notebook's `script` may count.
+    """A file that was found, or (without a name) a folder that has no notebook.
+
+    It has its path from the named folder on, and where it is. In such a folder a notebook's
+    `script` may count.
     """
 
     parts: tuple[str, ...]
@@ -89,8 +92,9 @@ class Item(NamedTuple):
 def find_submissions(
     paths: Sequence[str | Path], roster: Roster | None = None
 ) -> tuple[list[Submission], list[str]]:
-    """All submissions in `paths` (notebooks, archives, folders of either), read; and the names of
-    other files.
+    """All submissions in `paths`, read, and the names of other files.
+
+    The paths are notebooks, archives, and folders of either.
 
     GradingError if two folders claim to be one learner's, or a learner is not in the roster.
     """
@@ -132,8 +136,9 @@ def find_submissions(
 
 
 def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
-    """The files in a folder or archive, and in those in it; an item whose name is "" stands for a
-    folder without notebooks. A file is its own only item.
+    """The files in a folder or archive, and in those in it.
+
+    An item whose name is "" stands for a folder without notebooks. A file is its own only item.
     """
     folder = as_folder(path)
     if folder is None:
@@ -157,8 +162,9 @@ def is_script(path: Place) -> bool:
 
 
 def as_folder(path: Place) -> Place | None:
-    """A folder, or an archive as one, of which nothing is written to the disk. None for files,
-    archives that cannot be read, links to folders, and what git keeps.
+    """A folder, or an archive as one, of which nothing is written to the disk.
+
+    None for files, archives that cannot be read, links to folders, and what git keeps.
     """
     if path.is_dir() and not is_link(path) and path.name != ".git":
         return path
@@ -207,8 +213,9 @@ def read_file(path: Place) -> bytes:
 
 
 def copy_neighbours(place: Any, folder: Path) -> None:
-    """Copy the files that lie beside a notebook, such as data and modules of the learner's, into a
-    folder. A link could lead anywhere, and is left out.
+    """Copy the files that lie beside a notebook into a folder.
+
+    They may be data and modules of the learner's. A link could lead anywhere, and is left out.
     """
     for file in place.parent.iterdir():
         if not is_link(file) and not file.name.endswith((".ipynb", ".zip")):
@@ -240,9 +247,10 @@ def read_submission(item: Item, owner: Owner) -> Submission:
 
 
 def is_given_out(work: Submission, answered: Set[str]) -> bool:
-    """Whether a notebook is the course's own: a solution in a copy of the course, or a lesson,
-    which calls no check, in a folder that has answers as well; `answered` are the folders that have
-    some.
+    """Whether a notebook is the course's own.
+
+    That is a solution in a copy of the course, or a lesson, which calls no check, in a folder that
+    has answers as well; `answered` are the folders that have some.
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
@@ -280,8 +288,9 @@ def check_owners(works: Sequence[Submission]) -> None:
 def without_exercises_not_begun(
     works: Sequence[Submission], exercises: Exercises
 ) -> list[Submission]:
-    """Leave out untouched notebooks of exercises that nobody in the class has begun, if there are
-    others: a copy of the course has all exercises.
+    """Leave out untouched notebooks of exercises that nobody in the class has begun.
+
+    It is done if there are others: a copy of the course has all exercises.
     """
     numbers: dict[int, int] = {}  # {place among the works: the exercise}
     begun = set()
@@ -300,8 +309,10 @@ def without_exercises_not_begun(
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
-    """Which exercise a notebook answers: what most of its answer cells say, or else its name, or
-    else its content. Raises GradingError if none says one of this course.
+    """Which exercise a notebook answers.
+
+    Most of its answer cells say so, or else its name, or else its content. Raises GradingError if
+    none says one of this course.
     """
     numbered = NUMBERED.match(work.name)
     number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)

@@ -10,9 +10,10 @@ from ddp_exercises.errors import GradingError
 
 
 def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a teacher's file, {title: cell}. If its first line has none of the `titles`, it
-    is a list: the first cell of each line stands under the first title. GradingError for a file
-    that cannot be read.
+    """The rows of a teacher's file, {title: cell}.
+
+    If its first line has none of the `titles`, it is a list: the first cell of each line stands
+    under the first title. GradingError for a file that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -36,8 +37,9 @@ def as_csv(titles: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
 
 
 def as_text(value: object) -> str:
-    """A number, a text or nothing, as a cell of a table. A text that a spreadsheet would take for a
-    formula begins with an apostrophe.
+    """A number, a text or nothing, as a cell of a table.
+
+    A text that a spreadsheet would take for a formula begins with an apostrophe.
     """
     if isinstance(value, int | float):
         return f"{value:g}"

@@ -1,5 +1,6 @@
-"""What a rank does in a launch that decides for every order of its messages: light, since each rank
-imports it.
+"""What a rank does in a launch that decides for every order of its messages.
+
+It is light, since each rank imports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from manyranks.orders.in_flight import Watch, watching
 
 
 def make_watched(attempts: Sequence[Attempt], folder: str, enter: Callable) -> None:
-    """On each rank: make attempts in a run that decides for every order of their messages. An
-    attempt that is at fault writes no evidence.
+    """On each rank: make attempts in a run that decides for every order of their messages.
+
+    An attempt that is at fault writes no evidence.
     """
     with Path(folder, f"events-{dist.get_rank()}").open("wb", buffering=0) as log:
         watch = Watch(log)
