@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 from ..errors import Awaited
 from . import arbiter
 from .clock import own, process
-from .table import ANY, BOOKED, COLLECTIVE, FOREVER, FROM_ANY, MESSAGE, NEW_GROUP, OPEN, Entry
+from .table import (
+    ANY,
+    BOOKED,
+    COLLECTIVE,
+    FOREVER,
+    FROM_ANY,
+    MESSAGE,
+    MOST_GROUPS,
+    NEW_GROUP,
+    OPEN,
+    Entry,
+)
 
 
 class Ticket(NamedTuple):
@@ -105,6 +116,11 @@ def join_new_group(name: str, members: list[int]) -> int:
     stand_until_booked(ticket)
     number = entry.group  # once all have waited, the entry is free
     wait(ticket)
+    if number >= MOST_GROUPS:
+        raise RuntimeError(
+            f"more than {MOST_GROUPS} process groups were made in one launch: make them once, and"
+            " use them again"
+        )
     table.members[number][table.rank] = 1
     return number
 

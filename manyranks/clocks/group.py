@@ -214,7 +214,8 @@ class FromAny:
         with self.lock:
             self.unmatched.append(self)
             if len(self.unmatched) == 1:
-                in_real_time(threading.Thread(target=self.look_after_all, daemon=True).start)
+                helper = threading.Thread(target=self.look_after_all, daemon=True)
+                in_real_time(threads.plain_start, helper)
 
     @classmethod
     def look_after_all(cls) -> None:
@@ -310,9 +311,11 @@ FORMS = {  # These are by torch's newest name of the method that begins it.
 
 def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(nbytes_of, tensors))
+    if not isinstance(tensors, torch.Tensor):
+        return sum(map(nbytes_of, tensors))
+    if tensors.is_sparse:
+        return nbytes_of([tensors._indices(), tensors._values()])
+    return tensors.numel() * tensors.element_size()
 
 
 class Group(torch_inside.InPlaceOfGloo):

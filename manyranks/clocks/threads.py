@@ -300,6 +300,7 @@ def refuse(run: Callable, pool: Any, *args: Any, **kwargs: Any) -> None:
     Its threads wait for processes, which have no clock, and for each other.
     """
     if own() is not None:
+        pool._state = None  # Python asks for it when it drops the pool.
         raise RuntimeError(
             f"{type(pool).__name__} cannot be used where time is virtual: use threads, subprocess"
             " or a DataLoader's workers, or launch without a device and a link"

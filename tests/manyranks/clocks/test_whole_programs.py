@@ -4,9 +4,14 @@ Each program runs on all ranks, and returns nothing where it was right. Programs
 after the other in one launch.
 """
 
+import asyncio
+import multiprocessing
+import os
+import selectors
+import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 
@@ -15,6 +20,9 @@ import torch
 import torch.distributed as dist
 
 from manyranks import Device, Link, clocks, launch
+from manyranks.clocks import clock
+from manyranks.clocks.table import MOST_GROUPS, real_sleep
+from manyranks.errors import DeadlockError
 
 LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
 
@@ -487,3 +495,149 @@ FUTURES = (
 
 def test_futures_and_limits():
     all_right(FUTURES)
+
+
+# Whole programs wait for more than messages.
+
+
+def an_event_loop_sleeps():
+    async def sleep():
+        await asyncio.sleep(1000)
+
+    began = clocks.moment()
+    asyncio.run(sleep())
+    return expect((clocks.moment() - began) // 10**12, 1000)
+
+
+def an_event_loop_and_a_thread():
+    async def add_up():
+        tensor = torch.full((1000,), 1.0)
+        await asyncio.gather(asyncio.to_thread(dist.all_reduce, tensor), asyncio.sleep(0.001))
+        return tensor[0].item()
+
+    began = clocks.moment()
+    total = asyncio.run(add_up())
+    return expect((total, (clocks.moment() - began) // 10**9), (2, 6))
+
+
+def an_event_loop_gives_up():
+    async def wait():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 2)
+
+    began = clocks.moment()
+    asyncio.run(wait())
+    return expect((clocks.moment() - began) // 10**12, 2)
+
+
+def a_child_process_takes_no_time():
+    began = clocks.moment()
+    subprocess.run(["sleep", "0.1"], timeout=20, check=True)
+    done = subprocess.run(["echo", "words"], capture_output=True, timeout=20, check=True)
+    return expect((done.stdout, clocks.moment() - began), (b"words\n", 0))
+
+
+def a_child_process_is_given_up():
+    began = clocks.moment()
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(["sleep", "100"], timeout=0.1)
+    return expect(clocks.moment() - began, 0)
+
+
+def a_process_is_joined_with_a_limit():
+    process = multiprocessing.get_context("fork").Process(target=real_sleep, args=(100,))
+    process.start()
+    process.join(timeout=0.1)
+    alive = process.is_alive()
+    process.kill()
+    process.join()
+    return expect(alive, True)
+
+
+def a_selector_and_a_timer():
+    """The timer asks whether it is cancelled, which costs 10 microseconds."""
+    began = clocks.moment()
+    reading, writing = os.pipe()
+    selector = selectors.DefaultSelector()
+    selector.register(reading, selectors.EVENT_READ)
+    timer = threading.Timer(1.0, os.write, (writing, b"x"))
+    timer.start()
+    ready = selector.select(5)
+    took = clocks.moment() - began
+    timer.join()
+    return expect((len(ready), took), (1, 10**12 + 10**7))
+
+
+def pools_of_processes_are_refused():
+    for pool in (ProcessPoolExecutor, multiprocessing.Pool):
+        with pytest.raises(RuntimeError, match="cannot be used where time is virtual"):
+            pool(1)
+
+
+def a_sparse_sum():
+    rank = dist.get_rank()
+    tensor = torch.sparse_coo_tensor([[rank]], torch.ones(1), (4,)).coalesce()
+    dist.all_reduce(tensor)
+    return expect(tensor.to_dense().tolist(), [1, 1, 0, 0])
+
+
+WHOLE = (
+    an_event_loop_sleeps,
+    an_event_loop_and_a_thread,
+    an_event_loop_gives_up,
+    a_child_process_takes_no_time,
+    a_child_process_is_given_up,
+    a_process_is_joined_with_a_limit,
+    a_selector_and_a_timer,
+    pools_of_processes_are_refused,
+    a_sparse_sum,
+)
+
+
+def test_whole_programs():
+    all_right(WHOLE)
+
+
+def beat():
+    while True:
+        time.sleep(1)
+
+
+def a_deadlock_beside_a_heartbeat():
+    threading.Thread(target=beat, daemon=True).start()
+    dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+
+def ticks_by_an_event():
+    threading.Thread(target=lambda: [threading.Event().wait(60) for _ in range(1000)]).start()
+    late = threading.Thread(target=beat, daemon=True)
+    late.start()
+    dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+
+@pytest.mark.parametrize("program", [a_deadlock_beside_a_heartbeat, ticks_by_an_event])
+def test_a_thread_that_ticks_hides_no_deadlock(program):
+    with pytest.raises(DeadlockError, match="rank 0 waits to receive from rank 1"):
+        launch(program, world_size=2, link=LINK, timeout=120)
+
+
+def a_daemon_helps_after_a_day():
+    """It is no deadlock while only threads of a rank wait for each other."""
+    done = threading.Event()
+    threading.Thread(target=lambda: (time.sleep(86_400), done.set()), daemon=True).start()
+    done.wait()
+
+
+def test_a_daemon_that_takes_a_day_is_no_deadlock():
+    all_right([a_daemon_helps_after_a_day])
+
+
+def too_many_groups():
+    table = clock.process.table
+    table.head.groups = MOST_GROUPS
+    with pytest.raises(RuntimeError, match="more than 1024 process groups"):
+        dist.new_group([0, 1])
+
+
+def test_a_group_too_many_is_refused_in_words():
+    all_right([too_many_groups])
