@@ -1,6 +1,4 @@
 """Each process with this on its path lacks every private part of torch but what messages need."""
-torch but those that a message of stages 3 to 5 needs.
-"""
 
 import pkgutil
 
