@@ -1,9 +1,14 @@
-"""Stages 1 and 3 to 5 train with a torch of which all private parts but three are gone."""
+"""A torch of which private parts are gone: stages 1 and 3 to 5 train, and what cannot says why."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from ddp_course import torch_private
+from manyranks import ManyranksError
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -33,3 +38,10 @@ def test_stages_go_on(tmp_path):
         timeout=300,
     )
     assert "[[2, 2], [2, 2], [2, 2], [2, 2]]" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_function_whose_part_is_gone_names_it(monkeypatch):
+    monkeypatch.delattr("torch.autograd._unsafe_preserve_version_counter")
+    words = r"broadcast of buffers.*_unsafe_preserve_version_counter"
+    with pytest.raises(ManyranksError, match=words):
+        torch_private.unnoticed_by_autograd([])

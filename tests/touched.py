@@ -22,6 +22,8 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "manyranks/devices": "tests/test_stages_on_devices.py",
     "manyranks/auditing": "tests/test_script.py",
     "manyranks/joining": "tests/test_train_script.py",
+    "manyranks/this_torch": "tests/test_stages_without_private_parts.py",
+    "ddp_course/torch_private": "tests/test_stages_without_private_parts.py",
     "ddp_course/lab/measuring": "tests/lab/measuring tests/lab/commands",
     "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
