@@ -12,7 +12,7 @@ README.md beside this file has examples, and says what the library cannot do.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
     from .auditing import audit as audit
@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # Types for people and checkers; at run time a name is import
     from .finite import watch_finite as watch_finite
     from .joining.join import join as join
     from .launching.launch import launch as launch
-    from .launching.magic import load_ipython_extension as load_ipython_extension
     from .links import Link as Link
     from .orders.every import every_order as every_order
     from .orders.verdict import Verdict as Verdict
@@ -45,12 +44,22 @@ _HOMES = {
     "every_order": "orders.every",
     "join": "joining.join",
     "launch": "launching.launch",
-    "load_ipython_extension": "launching.magic",
     "now": "clocks",
     "rank_device": "devices",
     "watch_finite": "finite",
 }
-__all__ = list(_HOMES)
+__all__ = [*_HOMES, "load_ipython_extension"]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Register the magic `%%ranks`: `%load_ext` calls this.
+
+    Only this needs IPython.
+    """
+    from .launching.magic import RanksMagic
+
+    ipython.register_magics(RanksMagic)
+
 
 if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
 

@@ -39,11 +39,6 @@ class RankByRank(Launch):
                     super().print(rank, stream, text)
 
 
-def load_ipython_extension(ipython: Any) -> None:
-    """Register the magic: `%load_ext` calls this."""
-    ipython.register_magics(RanksMagic)
-
-
 @magics_class
 class RanksMagic(Magics):
     """The class that IPython wants around `%%ranks`."""
