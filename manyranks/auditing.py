@@ -118,15 +118,17 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     watch = Watch()
     save = torch.save
     iterate = data.DataLoader.__iter__
-    data.DataLoader.__iter__ = lambda loader: watch.samples(loader, iterate(loader))  # type: ignore[method-assign]
+    loaders: Any = data.DataLoader  # The stubs do not know that a method can be patched.
+    loaders.__iter__ = lambda loader: watch.samples(loader, iterate(loader))
     torch.save = lambda state, *_, **__: watch.saves.append(names_of(state))
     # The launch has made the process group, and ends it.
     dist.init_process_group = watch.init_process_group  # type: ignore[assignment]
     dist.destroy_process_group = lambda *_, **__: None
     functional.cross_entropy = watch.around_cross_entropy(functional.cross_entropy)  # type: ignore[assignment]
     register_module_forward_pre_hook(watch.forward)
-    for kind in (torch.nn.Module, torch.optim.Optimizer):
-        kind.zero_grad = watch.around_zero_grad(kind.zero_grad)  # type: ignore[attr-defined]
+    kinds: list[Any] = [torch.nn.Module, torch.optim.Optimizer]
+    for kind in kinds:
+        kind.zero_grad = watch.around_zero_grad(kind.zero_grad)
     register_optimizer_step_pre_hook(watch.before_step)
     register_optimizer_step_post_hook(watch.after_step)
     try:
@@ -142,9 +144,8 @@ class Watch:
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
         self.saves: list[list[str]] = []
-        self.groups: list[
-            Any
-        ] = []  # These are the parameters of the optimizer that made the last step.
+        # These are the parameters of the optimizer that made the last step.
+        self.groups: list[Any] = []
         self.counted: list[float] = []  # so many targets, or their weights, in each loss
         self.lines: list[str] = []
         # For each forward pass of a wrapper since the last step: is it in no_sync()?
@@ -152,9 +153,8 @@ class Watch:
         self.called = False  # Some forward pass went through a wrapper.
         self.local_step = False  # A step came right after a pass in no_sync.
         self.cleared = True  # There was a zero_grad() since the last step.
-        self.old: dict[
-            Any, Any
-        ] = {}  # gradients that the last step used, and that a forward pass found again
+        # These gradients were used by the last step, and found again by a forward pass.
+        self.old: dict[Any, Any] = {}
 
     def samples(self, loader: Any, batches: Iterator) -> Iterator:
         """Iterate over a DataLoader, and keep the samples of this pass."""

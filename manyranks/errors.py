@@ -174,8 +174,9 @@ class DeadlockError(LaunchError, RuntimeError):
         super().__init__(message, waits, returned, failures)
 
     def __str__(self):
-        tracebacks = [failure.traceback for failure in self.failures[:1]]
-        return "\n\n".join([self.message, *tracebacks]).rstrip()
+        if not self.failures:
+            return self.message
+        return f"{self.message}\n\n{self.failures[0].traceback}".rstrip()
 
 
 class MismatchError(ManyranksError, RuntimeError):

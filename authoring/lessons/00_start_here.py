@@ -149,9 +149,9 @@ r"""
 ## Run
 
 Seven strategies, each from the same weights, on the same batches. The first two are one process; all others are K
-processes. The last one is PyTorch's own DDP. Each is timed for ten steps on emulated devices and links, and then trains
-to the end without them, which gives the same bits sooner. Half a minute; the bar says how far it is. (The terminal
-command `ddp-course compare` does the same, and `--device-speed none` shows your processor as it is.)
+processes. The last one is PyTorch's own DDP. We time ten steps of each on emulated devices and links. The rest of the training
+runs without emulation: this gives the same weights with less waiting. It takes half a minute, and the bar says how far it is. (The
+terminal command `ddp-course compare` does the same, and `--device-speed none` shows your processor as it is.)
 """
 
 # %% compare
@@ -170,8 +170,7 @@ Read the panels one by one:
 3. **Bytes** (counted): what the busiest rank sends in a step; the lines across are the formula. Only stages that send through the course's own wire are counted.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
    turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
-   at the same time. An update has no products, which alone
-   take virtual time here, so its bar has no length.
+   at the same time. In virtual time only matrix products take time. An update has none, so its bar has no length.
 
 The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
 answers the others. A bar is the time from one step of a rank to its next.

@@ -26,12 +26,11 @@ from ddp_exercises import check, task
 r"""
 ## The loop
 
-A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
-entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. (The picture
-gives the loss a number of its own; for us it belongs to forward. In the timelines it is the
-white gap after forward, which the bar leaves out.) You may know how to write a step: the first task of
-[exercise 1](../exercises/01_single_device.ipynb) stands below the picture, too. Write it there and run the cell; as long
-as you have not, the lesson runs all the same.
+A **step** has three parts: *forward* (inputs to loss), *backward* (loss to gradients), and *update* (gradients to new weights).
+The whole of stage 1 is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. (In the
+picture the loss has a number of its own. In the timelines it counts to neither bar: it is the white gap between forward and
+backward.) You may know how to write a step. The first task of [exercise 1](../exercises/01_single_device.ipynb) is below the
+picture, too. Write it there and run the cell; if you have not written it, the lesson runs all the same.
 
 **Possible because** the chain rule goes from layer to layer: one walk back from the loss finds all gradients.
 

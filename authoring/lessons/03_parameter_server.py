@@ -196,7 +196,7 @@ r"""
 
 A **sampler** decides which rank sees which sample. Ours, like torch's `DistributedSampler`, shuffles the epoch in
 the same way on all ranks and then deals it out like cards: rank r takes positions r, r+K, r+2K, …
-In a script of your own it stands in the loader:
+In a script of your own it goes into the loader:
 `DataLoader(data, batch_size=96 // K, sampler=DistributedSampler(data))`. Lesson 04 trains with these two.
 """
 
@@ -328,8 +328,8 @@ r"""
 
 "Averaging gradients" is three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
 links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer, and a
-barrier before the call tells how long the others wait for it. Both in virtual time; the additions alone are made once more here,
-and really measured.
+barrier before the call tells how long the others wait for it. Waiting and moving are in virtual time. The additions alone are
+repeated here, and their real time is measured.
 """
 
 

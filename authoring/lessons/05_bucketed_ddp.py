@@ -91,10 +91,11 @@ In the iteration of lesson 04 the ring began after backward. Now the ring runs w
 **Possible because** backward finishes one layer after the other, and the sum of a bucket needs no other bucket.
 
 Two moments matter. When a gradient is ready, the hook notes it and hands every complete bucket, in order, to the
-communication thread. When backward ends, the rank waits for that thread (`torch.autograd.graph.queue_callback`, public since
-torch 2.15, has a function called then). Tasks 5.1 to 5.3 of
-[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write these parts, and you learn more if you write them before you
-look. Here is the first. Buckets are filled from the last parameter to the first. A bucket is closed as soon as it holds
+communication thread. When backward ends, the rank waits for that thread. (`torch.autograd.graph.queue_callback`, which is public
+since torch 2.15, registers a function for this moment.)
+
+Tasks 5.1 to 5.3 of [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write these parts, and you learn more if you write
+them before you look. Here is the first. Buckets are filled from the last parameter to the first. A bucket is closed as soon as it holds
 `cap_bytes` or more; parameters of different dtypes never share a bucket. Return the buckets in the order in which they were
 closed, and after them the buckets that were never filled.
 """

@@ -3,7 +3,7 @@ r"""
 # 7 · Sharding: nobody keeps everything
 
 Data parallel training multiplies speed, not memory: every rank holds the whole model, all gradients and the whole
-optimizer state. If that does not fit, more ranks do not help, unless each keeps only a part.
+optimizer state. If they do not fit into one device, more ranks do not help, unless each rank keeps only a part.
 
 **After this lesson you can**
 
@@ -12,7 +12,8 @@ optimizer state. If that does not fit, more ranks do not help, unless each keeps
 - say when fully sharded training is slower than DDP, and why memory may not fall,
 - train with mixed precision, accumulation and clipping in one loop, sharded or not.
 
-*80 minutes, under a minute of computing.*
+*50 minutes, two of them computing; the optional part at the end takes 5 more.* Some cells show only three dots. They measure,
+check or draw, or they hold what you are asked to write first. Run them like all others; a click on the dots shows the code.
 """
 
 # %% imports
@@ -37,19 +38,19 @@ K = 4  # how many ranks; 2 works as well
 r"""
 ## Count the memory
 
-Training P parameters in float32 with the Adam optimizer takes 4 P bytes of parameters, 4 P of gradients and 8 P for Adam's
-two running means of each gradient: **16 P** on every rank. A model of 7 billion parameters needs 112 GB, before a single
+Training P parameters in float32 with the Adam optimizer takes 4 P bytes for the parameters, 4 P for the gradients and 8 P for
+Adam's two running means of each gradient: **16 P** bytes on every rank. A model of 7 billion parameters needs 112 GB, before a single
 activation. (ZeRO's paper counts 16 P too, for mixed precision: 2 for a parameter in bfloat16, 2 for its gradient, and 12 for
 the parameter in float32 and its means.)
 
-There is no need for every rank to hold all of it at every moment.
+But not every rank has to hold all of these bytes at every moment.
 
 ## Predict
 """
 
 # %% predict
 guess = show.predict(
-    f"All of it is divided over {K} ranks: how much memory does a rank keep between steps, compared with plain DDP?",
+    f"Parameters, gradients and optimizer state are divided over {K} ranks. How much does a rank keep between steps, compared with plain DDP?",
     ["all of it", "half", "a quarter"],
 )
 guess
@@ -59,12 +60,41 @@ r"""
 ## Build
 
 Each parameter is cut into K chunks, and each rank owns one of them: the chunk whose sum it has after a reduce-scatter
-(lesson 04). The optimizer is made from these chunks, so its state is divided too. Two things are sent: each chunk's
-gradients are summed up at its owner, and each owner's new values are gathered by all.
+(lesson 04). The optimizer is made from these chunks, so its state is divided too. Two things are sent. Each chunk's
+gradients are summed up at its owner, and each owner's new values are gathered by all ranks.
 """
 
 
-# %% shard
+# %% [markdown]
+r"""
+In **ZeRO-1** each rank updates its own chunk between the reduce-scatter and the allgather. The whole gradients stay in
+memory until then. Write this step first (task 7.2 of [exercise 7](../exercises/07_sharding.ipynb)). `weights` and `gradients` are
+lists of K chunks, which are views of flat tensors. `update(chunk of weights, chunk of gradients)` makes the step of one chunk, in
+place. `reduce_scatter(chunks, group)` and `allgather(chunks, group)` are the two halves of lesson 04's ring: after the first, rank r
+has the sum of chunk r+1, and the second sends that chunk to all ranks. The step uses the *mean* of the ranks' gradients, and sends
+no more bytes than DDP.
+"""
+
+
+# %% task-7-2
+def sharded_step(weights, gradients, update, group=None):
+    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other
+    chunks, in place.
+    """
+    raise NotImplementedError("Exercise 7.2: A sharded step")
+
+
+show.source(task("7.2", sharded_step), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+The next two cells hold what follows from this step; open them when you have written it. `Shard` is one parameter: it knows this
+rank's chunk, and reduces and gathers as your function does. `Zero1` and `Zero2` train any model with it. **ZeRO-2** reduces each
+gradient as soon as backward has it, and drops the chunks that are not its own: before you open the cell, say with which hook.
+"""
+
+
+# %% shard folded=true
 class Shard:
     def __init__(self, parameter):
         self.parameter = parameter
@@ -86,35 +116,7 @@ class Shard:
         allgather(self.chunks)
 
 
-# %% [markdown]
-r"""
-In **ZeRO-1** each rank updates its own chunk between the reduce-scatter and the allgather. The whole gradients stay in
-memory until then. **ZeRO-2** reduces each gradient as soon as backward has it, and drops what is not its own.
-
-Write ZeRO-1's step yourself first (task 7.2 of [exercise 7](../exercises/07_sharding.ipynb)). `weights` and `gradients` are lists of
-K chunks, views of flat tensors. `update(chunk of weights, chunk of gradients)` makes the step of one chunk, in place.
-`reduce_scatter(chunks, group)` and `allgather(chunks, group)` are those of lesson 04: after the first, rank r has the sum of chunk
-r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients. No more bytes than DDP's.
-"""
-
-
-# %% task-7-2
-def sharded_step(weights, gradients, update, group=None):
-    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other
-    chunks, in place.
-    """
-    raise NotImplementedError("Exercise 7.2: A sharded step")
-
-
-show.source(task("7.2", sharded_step), click="Write it first, then open: one solution")
-
-# %% [markdown]
-r"""
-And as two classes that train any model:
-"""
-
-
-# %% zero
+# %% zero folded=true
 class Zero1:
     def __init__(self, model):
         self.shards = [Shard(parameter) for parameter in model.parameters()]
@@ -139,18 +141,21 @@ class Zero2(Zero1):
 
 # %% [markdown]
 r"""
-**Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a
-layer before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its
-storage size 0. Autograd keeps a view of this storage for the backward pass. The view is valid again once the layer has
-been gathered a second time. A single thread sends all messages in order. This is what an iteration becomes:
+**Fully sharded** training (ZeRO-3, FSDP) goes further: between its forward and its backward pass even the parameter is given up.
+Hooks gather a layer before it computes, **prefetch** the next layer meanwhile, and free the layer afterwards. Memory is freed by
+giving its storage the size 0. Autograd keeps a view of this storage for the backward pass, which is valid again once the layer has
+been gathered a second time. A single thread sends all messages in order. An iteration then looks like this:
 
 ![Each rank keeps a third of every layer. Before a layer computes, its weights are gathered from all ranks, while the layer before it computes, and freed after use; for the backward pass they are gathered again. Each layer's gradients are summed up at their owners, which update their own third](../docs/figures/iteration_07.svg)
 
 **Possible because** the optimizer's step is elementwise, and a layer's weights are needed only while it computes.
+
+Task 7.5 asks for the three functions that do this: `fetch`, `free` and `finish`. Write them before you open the next cell, which has
+them as methods of a `Layer`. The cell after it has the hooks that call them.
 """
 
 
-# %% fully-sharded
+# %% fully-sharded folded=true
 class Layer(Shard):
     thread = None
 
@@ -177,7 +182,7 @@ class Layer(Shard):
         self.free()
 
 
-# %% hooks
+# %% hooks folded=true
 class FullySharded:
     def __init__(self, model):
         Layer.thread = ThreadPoolExecutor(1)
@@ -207,10 +212,10 @@ class FullySharded:
 r"""
 ## Is it still the same training?
 
-Adam looks at each element on its own, so it does not matter which rank updates which element. Eight ways to train the same
-model: DDP, the three above, the course's complete `ShardedOptimizer` and `FullyShardedDataParallel`, and torch's own
-`ZeroRedundancyOptimizer` and `fully_shard`. Each returns what runs the model and what makes the step. DDP gets each batch
-whole, all others in two halves: their gradients must add up.
+Adam looks at each element on its own, so it does not matter which rank updates which element. We train the same model in eight
+ways: with DDP, with the three classes above, with the course's complete `ShardedOptimizer` and `FullyShardedDataParallel`, and with
+torch's own `ZeroRedundancyOptimizer` and `fully_shard`. Each function returns what runs the model and what makes the step. DDP gets
+each batch whole. All others get it in two halves, whose gradients must add up.
 """
 
 
@@ -279,15 +284,14 @@ print("our three levels, the stage and torch's own: the losses of plain DDP on e
 
 # %% [markdown]
 r"""
-What the course's stage 7 adds to these 70 lines: sums that travel while backward goes on, as drawn (`finish` above waits for
-each), blocks of many parameters, shared, frozen and unused parameters,
-clipping, checkpoints that fit any number of ranks, and refusals in plain words. (Its `enter` and `request` are `compute` and
-`fetch` above.)
+The course's stage 7 adds several things to these 70 lines. Its sums travel while backward goes on, as drawn (`finish` above waits
+for each sum). It has blocks of many parameters, shared, frozen and unused parameters, clipping, and checkpoints that fit any number
+of ranks, and it refuses in plain words what it cannot do. (Its `enter` and `request` are `compute` and `fetch` above.)
 
 ## Run
 
-We train a step with each of ours, count the bytes that it sends, and then add up those of all tensors that stay: parameters, gradients,
-Adam's state.
+We train a step with DDP and with each of our three classes, and count the bytes that it sends. Then we add up the bytes of all
+tensors that stay: parameters, gradients, and Adam's state.
 """
 
 
@@ -323,18 +327,43 @@ title = f"On {K} ranks: from 16 bytes per parameter to {16 / K:g}"
 show.bars(measured, "kept on a rank (bytes per parameter)", title, kind="counted",
           theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})
 
-# %% claim-16 folded=true
+# %% [markdown]
+r"""
+Two sentences that one reads can be put on trial here: that DDP helps when a model is too big, and that in data parallel training
+each GPU processes only its own chunk of the parameters. For the second one, a hook looks right before each layer computes at how many
+bytes of its weights are there.
+"""
+
+
+# %% claims-kept folded=true
 # NBVAL_CHECK_OUTPUT
+def computed_with(prepare):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(4)])
+    parallel, _ = prepare(model)
+    there = []
+    for layer in model:
+        memory = layer.weight.untyped_storage()
+        layer.register_forward_pre_hook(lambda *_, memory=memory: there.append(memory.nbytes()))
+    parallel(torch.ones(2, 64))
+    return sum(there) / (4 * 4 * 64**2)
+
+
 claims.decide(
     16, "DDP helps when the model is too big for one device.", "counted",
     {"every rank keeps everything": measured["plain DDP"] < 0.9 * 16,
      "parameters and state are sharded": measured["fully sharded"] < 0.9 * 16},
     "DDP copies parameters, gradients and optimizer state to every rank; sharding divides them.",
 )
+claims.decide(
+    22, "In data parallel training each GPU processes only its own chunk of the parameters.", "counted",
+    {name: max(launch(computed_with, ways[name], world_size=K)) < 0.9 for name in measured},
+    "Each rank computes with all parameters, on its own share of the data; sharding divides only what it keeps between uses.",
+)
 
 # %% [markdown]
 r"""
-Each level divides one thing more. The formulas behind the dashes, and what each sends (p = 4 P bytes of gradients):
+Each level divides one thing more. The table has the formulas behind the dashes, and what each level sends (p = 4 P bytes of
+gradients):
 
 | level | divided by K | bytes kept | sent in a step |
 |---|---|---|---|
@@ -345,10 +374,10 @@ Each level divides one thing more. The formulas behind the dashes, and what each
 
 ## What it costs: traffic
 
-DDP's ring is a reduce-scatter and an allgather of gradients. ZeRO-1 and ZeRO-2 put the update between the two: reduce-scatter
-of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers the parameters twice, for
-forward and for backward, and only scatters the gradients: 1.5 times the bytes, for memory divided by K. The step above
-has counted what it sent:
+DDP's ring is a reduce-scatter and an allgather of gradients. ZeRO-1 and ZeRO-2 put the update between the two: they reduce-scatter
+the gradients, and then allgather the updated parameters, which are as many bytes. Fully sharded training gathers the parameters
+twice, for forward and for backward, and only scatters the gradients. It sends 1.5 times the bytes, for memory divided by K. These
+are the bytes that the step above has counted:
 """
 
 # %% traffic-figure folded=true
@@ -367,9 +396,9 @@ show.bars(traffic, "sent by a rank in a step (in units of p)",
 r"""
 ## When does the gathering happen?
 
-Each block is gathered before it computes, once on the way forward and once on the way back; the next one is already
-fetched meanwhile (**prefetch**). How much does that hide? Here is rank 0's step on emulated devices and links, without and
-with prefetch, in virtual time. The lower half of each row is the communication thread.
+Each block is gathered before it computes, once on the way forward and once on the way back. With **prefetch** the next block is
+fetched while this one computes. How much communication does prefetch hide? Here is rank 0's step on emulated devices and links,
+without and with prefetch, in virtual time. The lower half of each row is the communication thread.
 """
 
 
@@ -409,8 +438,8 @@ print("prefetch hides gathers behind computing, and the step is shorter")
 # %% [markdown]
 r"""
 Does saving memory cost time? Here are the step times, with the memory under each bar. A dash marks computing time plus
-the communication that these programs cannot hide. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1
-and ZeRO-2 it is all of it. For fully sharded training it is the first gather of each pass, and the reduction of the
+the communication that these programs cannot hide. For DDP, with a bucket per layer, this is one layer's all-reduce. For ZeRO-1
+and ZeRO-2 it is all communication. For fully sharded training it is the first gather of each pass, and the reduction of the
 gradients that come last. (ZeRO-1 and fully sharded are stage 7's here.)
 """
 
@@ -443,19 +472,19 @@ show.bars({labels[n]: ms for n, ms in times.items()}, "a step (ms)", kind="virtu
 # %% [markdown]
 r"""
 DDP hides its all-reduce under backward, and fully sharded training hides its gathers under both passes. *Our* ZeRO-1 and
-ZeRO-2 hide nothing, which is why they take longest here: ZeRO-1 sends after backward, and ZeRO-2 waits in each hook. That is
-no property of the levels. Libraries reduce-scatter buckets under backward and gather under the next forward pass; then
-both take DDP's time, since they send as much. Then all four are close: for 8 billion parameters on 64 H100s (where DDP
+ZeRO-2 hide nothing, which is why they take longest here: ZeRO-1 sends after backward, and ZeRO-2 waits in each hook. This is
+no property of the levels. Libraries reduce-scatter buckets under backward and gather under the next forward pass. Both levels then
+take DDP's time, since they send as much, and all four ways are close: for 8 billion parameters on 64 H100s (where DDP
 would not fit) the model of lesson 13 predicts 2.2 to 2.3 s per step for each of them.
 
 ## When FSDP loses
 
-Communication hides behind computing, if there is enough of it. On a link of about a quarter of the speed the network is the
-slower part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (That does not make its step 1.5 times as long: in
-the forward pass DDP has nothing to send yet, FSDP has.) The remedy is more computing per byte: a larger batch per rank.
-Each dash is the larger of two lower bounds: the computing plus what cannot be hidden, or all the sending plus whatever
-must be computed before it can begin. DDP can send after forward and one layer's backward; FSDP waits only for the last
-layer's forward.
+Communication hides behind computing, if there is enough computing. On a link of about a quarter of the speed the network is the
+slower part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (Its step is not 1.5 times as long, because in
+the forward pass FSDP already sends, while DDP has nothing to send yet.) The remedy is more computing per byte: a larger batch per
+rank. Each dash is the larger of two lower bounds. One is the computing plus what cannot be hidden. The other is all the sending plus
+whatever must be computed before sending can begin. DDP can send after forward and one layer's backward; FSDP waits only for the
+last layer's forward.
 """
 
 # %% when-fsdp-loses folded=true
@@ -472,7 +501,7 @@ for samples, name in show.progress([(samples, name) for samples in (128, 512) fo
 ddp_few, sharded_few, ddp_many, sharded_many = slow_ms.values()
 few = sharded_few / ddp_few
 many = sharded_many / ddp_many
-title = f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}"
+title = f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch, {many:.2f} times"
 show.bars(slow_ms, "a step (ms)", title, form="{:.0f}", theory=bounds,
           kind="virtual time", dash="lower bound")
 
@@ -481,14 +510,17 @@ r"""
 ## Why memory did not fall
 
 "I sharded over all my GPUs, and it still does not fit." Two things are not sharded: the **activations**, which grow
-with the batch, and the layers in use (with prefetch, two at a time). So look at a whole step, not only between steps. torch's profiler
-notes each piece of memory that a rank allocates or gives back, whoever asks for it; so it can hold our ways against torch's own. Before
-you look: at which moment of a step is it most?
+with the batch, and the layers in use (with prefetch, two at a time). So we look at a whole step, and not only at the moment between
+two steps. torch's profiler notes each piece of memory that a rank allocates or gives back, whoever asks for it, so it can compare
+our ways with torch's own. Before you look: at which moment of a step does a rank hold the most?
+
+(The profiler watches one thread only. `AtOnce` in the next cell therefore takes the place of the sending thread: it sends at once,
+and has a thread's two methods.)
 """
 
 
 # %% over-a-step folded=true
-class AtOnce:  # in place of the sending thread, since the profiler looks at one thread only
+class AtOnce:
     def submit(self, send):
         send()
         return self
@@ -582,24 +614,28 @@ print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activat
 
 # %% [markdown]
 r"""
-(The small batch has 16 samples, the large one 1,000.) Without checkpointing every way holds most where forward ends and
-backward begins: then all activations are there. Sharding lowers the whole
-curve by what it divides, and no more. (At the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while
-DDP's buckets are always there.) **Activation checkpointing** keeps the activations of one quarter of the model at a time;
-it peaks again with each quarter that is computed once more. torch's own ways are dashed. Its `fully_shard` peaks where
-ours does; its ZeRO-1 peaks 4 bytes per parameter above ours, which are DDP's buckets, and frees its gradients only at the end of the update. The remedies stand beside the
-faults: checkpointing keeps only some activations and computes the others again; smaller blocks mean that less is whole at
-a time.
+(The small batch has 16 samples, the large one 1,000.) Without checkpointing every way holds the most where forward ends and
+backward begins, because all activations exist at that moment. Sharding lowers the whole curve by what it divides, and no more. (At
+the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while DDP's buckets always exist.) **Activation checkpointing**
+keeps the activations of one quarter of the model at a time. Its curve peaks again with each quarter that is computed once more.
+
+The dashed lines are torch's own ways. Its `fully_shard` peaks where ours does. Its ZeRO-1 peaks 4 bytes per parameter above ours,
+which are DDP's buckets, and frees its gradients only at the end of the update.
+
+In the bars, each remedy stands beside its fault. Checkpointing keeps only some activations and computes the others again. With
+smaller blocks, less is whole at any moment.
 
 ## Mixed precision, accumulation and clipping, in one loop
 
-What real training adds to the loop of lesson 06 fits DDP and sharding alike, with two differences that the cell shows.
-**Autocast** computes forward and backward in bfloat16, while parameters and updates stay float32. So do gradients:
-under autocast DDP's messages still travel in float32, four bytes per parameter. Two micro-batches **accumulate**. Under
-DDP the first one needs no communication; a sharded rank has no room for whole gradients, so it reduces those of each
-micro-batch. Gradients are **clipped** by the norm of *all* of them: sharded, each rank has only a part, so the norm
-takes one sum over the ranks. Our class has a `clip_grad_norm_` for that and refuses torch's; with torch's `fully_shard`
-the gradients are DTensors, and `torch.nn.utils.clip_grad_norm_` takes that sum by itself.
+Real training adds three things to the loop of lesson 06. They fit DDP and sharding alike, with two differences that the cell shows.
+
+- **Autocast** computes forward and backward in bfloat16, while parameters and updates stay float32. Gradients stay float32 too:
+  under autocast DDP's messages still have four bytes per parameter.
+- The gradients of two micro-batches **accumulate**. Under DDP the first micro-batch needs no communication. A sharded rank has no
+  room for whole gradients, so it reduces the gradients of each micro-batch.
+- Gradients are **clipped** by the norm of *all* gradients. In sharded training each rank has only a part of them, so the norm
+  takes one sum over the ranks. Our class has a `clip_grad_norm_` for this sum, and refuses torch's. With torch's `fully_shard`
+  the gradients are DTensors, and `torch.nn.utils.clip_grad_norm_` takes the sum by itself.
 """
 
 
@@ -640,7 +676,7 @@ print("sharded as DDP; bfloat16 within a few tenths of a nat of float32, under b
 r"""
 ## What changed
 
-The loop of stage 5, with another wrapper. The optimizer is made from the wrapper's parameters: this rank's shards.
+The loop is stage 5's, with another wrapper. The optimizer is made from the wrapper's parameters, which are this rank's shards.
 """
 
 # %% diff
@@ -648,64 +684,13 @@ show.diff(stage5_bucketed.train, stage7_sharded.train)
 
 # %% [markdown]
 r"""
-## How far does it reach?
-
-As in lesson 05, for b tokens per device, n parameters, K devices of R flop/s with links of W bytes/s. Weights and gradients have
-two bytes each.
-
-| pass | computes, flops per token | sends |
-|---|---|---|
-| DDP, backward | 4 n | reduce-scatter and allgather of gradients |
-| fully sharded, forward | 2 n | allgather of weights |
-| fully sharded, backward | 4 n | allgather of weights, reduce-scatter of gradients |
-
-Each of these collectives sends (K-1)/K of n numbers. How many tokens must a device have in each row, so that it does not wait? And to
-be kept at all, 16 n bytes need 16 n / M GPUs of M bytes each, activations not counted: how large must the batch of all GPUs
-together be? Write it down: this is task 7.7, for weights and gradients of any size (13.6 asks for the largest K).
-
-<details><summary>Write it first, then open: how many tokens in each row</summary>
-
-With two bytes each, DDP computes 4 n b / R seconds and sends 4 n / W; fully sharded, forward computes 2 n b / R and sends 2 n / W,
-backward 4 n b / R and 4 n / W (each sending time is (K-1)/K of what stands there). So b is R / W in all three rows, times (K-1)/K.
-
-</details>
-
-Fully sharded training needs as many tokens per device as DDP does, in both passes, and n is not in it: a larger model does not
-hide its messages any better, it only has more memory to save. But that bounds K from below. Before you run the cell, which takes 0.4 of what
-datasheets say: on the fewest H100s that can keep 405 billion parameters, how many tokens must a batch have?
-"""
-
-# %% reach folded=true
-millions = [0.1, 0.2, 0.5, 1, 2, 5, 10]  # tokens in a batch
-reach = {}
-for gpu, colour in {"A100": "#009E73", "H100": "#D55E00"}.items():
-    sheet = presets.ACCELERATORS[gpu]
-    needed = 0.4 * sheet.rate / (sheet.network / 8 / 8)  # tokens; 8 GPUs share a host's cards
-    most_gpus = [1 + 1e6 * tokens / needed for tokens in millions]
-    reach[f"{gpu}s wait for nothing below"] = millions, most_gpus, colour
-fewest = {billions: -(-16 * billions // sheet.capacity_gb) for billions in (70, 405)}
-floors = {}
-for billions, count in fewest.items():
-    label = f"{billions} billion parameters: {count:.0f} of 80 GB"
-    floors[label] = (millions, [count] * 7, "#767676")
-least = (fewest[405] - 1) * needed / 1e6
-show.curves(reach, "tokens in the batch (millions)", "GPUs", theory=floors, log="xy", points=False,
-            title=f"The {fewest[405]:.0f} H100s that keep 405 billion parameters need {least:.2f} million tokens",
-            ticks=millions, kind="derived")
-
-# %% [markdown]
-r"""
-From a dashed line upwards the model fits; up to a slanted one nobody waits. Where they meet is the smallest batch that hides the
-sending: 0.63 million tokens for 405 billion parameters on 81 H100s, of which each has 7,800 to compute. More GPUs need a larger batch,
-and so does a larger model, since it needs more GPUs. (An A100 computes a third as fast on half of the network, so it needs 5,000 tokens.) What
-helps, if the batch may not grow: a faster network, or **hybrid sharding**: shards inside a host only, where W is several times as large, and
-plain data parallelism between hosts.
-
 ## Hybrid sharding in ten lines
 
-It is what you have already, on a mesh of two axes. Inside a host, stage 7 with a group of its own; between hosts, the ring of lesson
-04 over the ranks that hold the *same* shard. Before you run it: of 16 bytes per parameter, how many does a rank of two hosts with two
-ranks each keep, and how many p cross the cable in each direction, fully sharded and hybrid?
+Between hosts links are slower than inside a host. **Hybrid sharding** shards only inside a host, and uses plain data parallelism
+between hosts. It consists of what you have already, on a mesh of two axes: inside a host, stage 7 with a group of its own, and
+between hosts, the ring of lesson 04 over the ranks that hold the *same* shard. There are two hosts with two ranks each. Before you
+run it: of 16 bytes per parameter, how many does a rank keep? And how many p cross the cable in each direction, fully sharded and
+hybrid?
 """
 
 
@@ -739,16 +724,16 @@ for name in show.progress(bytes_of):
     on_hosts[name] = 1000 * max(launch(seconds_of, name, world_size=K, **two_hosts))
     heights[f"{name}\n{bytes_of[name]:.0f} bytes\nper parameter"] = on_hosts[name]
 share = on_hosts["hybrid"] / on_hosts["fully sharded"]
-title = f"On two hosts hybrid sharding takes {share:.2f} of fully sharded's time"
+title = f"On two hosts hybrid sharding takes {share:.2f} times as long as fully sharded training"
 show.bars(heights, "a step (ms)", title, form="{:.0f}", kind="virtual time")
 
 # %% [markdown]
 r"""
-Hybrid keeps 16/2 = 8 bytes of state per parameter, since two ranks share it, and trains what DDP trains. On the cable it sends what
-stands in lesson 12 under "two levels": each of a host's two ranks averages its half of the gradients with its partner, p in each
-direction. A flat ring sends 3(K-1)/K p there when fully sharded, 2.25 p on 4 ranks, and 1.5 p under DDP. (This averaging
-hides behind nothing, so on a cable of five times the speed hybrid took 1.2 times fully sharded's time. Nobody broadcasts between the
-hosts either: all ranks build the same model here. Libraries do both.) In torch it is
+A rank of the hybrid keeps 16/2 = 8 bytes per parameter, since two ranks share them, and it trains what DDP trains. On the cable it
+sends what lesson 12 calls "two levels": each of a host's two ranks averages its half of the gradients with its partner, which is p in
+each direction. On 4 ranks a flat ring sends 2.25 p over the cable when fully sharded (3(K-1)/K p), and 1.5 p under DDP. (Our
+averaging hides behind nothing, so on a cable of five times the speed the hybrid took 1.2 times as long as fully sharded training. We
+also do not broadcast between the hosts, because all ranks build the same model here. Libraries do both.) In torch the call is
 `fully_shard(block, mesh=init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard")))`.
 """
 
@@ -756,8 +741,8 @@ hosts either: all ranks build the same model here. Libraries do both.) In torch 
 r"""
 ## On your GPUs
 
-Sharded on the devices of this machine, in real time, beside the complete wrapper: half as many bytes more (3(K-1)/K p, counted below; DDP's would be 2(K-1)/K p), for a K-th of the
-memory.
+Sharded training runs on the devices of this machine, in real time, beside the complete wrapper of lesson 06. It sends 3(K-1)/K p,
+counted below, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory.
 """
 
 # %% on-your-gpus
@@ -769,23 +754,23 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-The cell of the eight ways calls it. Where this is in PyTorch: `torch/distributed/optim/zero_redundancy_optimizer.py` is ZeRO-1, by whole
-parameters; `torch/distributed/fsdp/_fully_shard` the rest: `_fsdp_param_group.py` has the hooks that gather, prefetch and
-reduce, as `FullySharded` above. It also keeps parameters in bfloat16 while they compute (`MixedPrecisionPolicy`), shards
-over the GPUs of one machine only (a mesh of two axes), or moves the state to the CPU. The levels are from Rajbhandari et al.,
-*ZeRO* (2020), their use in torch from Zhao et al., *PyTorch FSDP* (2023).
+The cell with the eight ways calls torch's classes. In PyTorch's source, `torch/distributed/optim/zero_redundancy_optimizer.py` is
+ZeRO-1, by whole parameters. The other levels are in `torch/distributed/fsdp/_fully_shard`: `_fsdp_param_group.py` has the hooks that
+gather, prefetch and reduce, as `FullySharded` above. `fully_shard` can also keep parameters in bfloat16 while they compute
+(`MixedPrecisionPolicy`), shard over the GPUs of one machine only (a mesh of two axes), or move the state to the CPU. The levels are
+from Rajbhandari et al., *ZeRO* (2020), and their use in torch from Zhao et al., *PyTorch FSDP* (2023).
 
 ## Check yourself
 
 **1.** 7 billion parameters, Adam, float32, 64 GPUs. What does each keep, fully sharded?
 <details><summary>Answer</summary>
-112 GB / 64 = 1.75 GB, plus the blocks in use and the activations.
+It keeps 112 GB / 64 = 1.75 GB, plus the blocks in use and the activations.
 </details>
 
 **2.** Why not always shard everything?
 <details><summary>Answer</summary>
-1.5 times the traffic, and some of it in the forward pass, which is shorter and hides less. If the model fits, DDP is
-simpler and often faster.
+Sharding everything takes 1.5 times the traffic, and some of it is in the forward pass, which is shorter and hides less. If the
+model fits, DDP is simpler and often faster.
 </details>
 
 **3.** Does sharding shrink the activations?
@@ -793,12 +778,72 @@ simpler and often faster.
 No. Each rank still runs the whole model on its samples. Smaller batches, activation checkpointing, or splitting the
 model itself (lesson 08) do.
 </details>
+"""
 
+# %% [markdown]
+r"""
+## Optional: how far does it reach?
+
+This continues the optional part of lesson 05. A device has b tokens; the model has n parameters; K devices compute R flop/s each, and
+their links carry W bytes/s. Weights and gradients have two bytes each.
+
+| pass | computes, flops per token | sends |
+|---|---|---|
+| DDP, backward | 4 n | reduce-scatter and allgather of gradients |
+| fully sharded, forward | 2 n | allgather of weights |
+| fully sharded, backward | 4 n | allgather of weights, reduce-scatter of gradients |
+
+Each of these collectives sends (K-1)/K of n numbers. How many tokens must a device have in each row, so that it does not wait? The
+model must also fit: its 16 n bytes, without activations, need 16 n / M GPUs of M bytes each. How large must the batch of all these
+GPUs together be? Write it down. This is task 7.7, for weights and gradients of any size. (Task 13.6 asks for the largest K.)
+
+<details><summary>Write it first, then open: how many tokens in each row</summary>
+
+With two bytes each, DDP computes for 4 n b / R seconds and sends for 4 n / W. In fully sharded training, forward computes for
+2 n b / R and sends for 2 n / W, and backward computes for 4 n b / R and sends for 4 n / W. (Each sending time must be multiplied by
+(K-1)/K.) So b is R / W in all three rows, times (K-1)/K.
+
+</details>
+
+Fully sharded training needs as many tokens per device as DDP does, in both passes, and n does not matter: a larger model does not
+hide its messages any better. But a larger model needs more GPUs to fit. The next cell takes 0.4 of the speed that datasheets
+promise. Before you run it: how many tokens must a batch have on the fewest H100s that can keep 405 billion parameters?
+"""
+
+# %% reach folded=true
+millions = [0.1, 0.2, 0.5, 1, 2, 5, 10]  # tokens in a batch
+reach = {}
+for gpu, colour in {"A100": "#009E73", "H100": "#D55E00"}.items():
+    sheet = presets.ACCELERATORS[gpu]
+    needed = 0.4 * sheet.rate / (sheet.network / 8 / 8)  # tokens; 8 GPUs share a host's cards
+    most_gpus = [1 + 1e6 * tokens / needed for tokens in millions]
+    reach[f"{gpu}s wait for nothing below"] = millions, most_gpus, colour
+fewest = {billions: -(-16 * billions // sheet.capacity_gb) for billions in (70, 405)}
+floors = {}
+for billions, count in fewest.items():
+    label = f"{billions} billion parameters: {count:.0f} GPUs of 80 GB"
+    floors[label] = (millions, [count] * 7, "#767676")
+least = (fewest[405] - 1) * needed / 1e6
+show.curves(reach, "tokens in the batch (millions)", "GPUs", theory=floors, log="xy", points=False,
+            title=f"The {fewest[405]:.0f} H100s that keep 405 billion parameters need {least:.2f} million tokens",
+            ticks=millions, kind="derived")
+
+# %% [markdown]
+r"""
+Above its dashed line a model fits; below its slanted line no GPU waits. Where the two lines meet is the smallest batch that hides the
+sending: 0.63 million tokens for 405 billion parameters on 81 H100s, each of which has 7,800 tokens to compute. More GPUs need a
+larger batch, and so does a larger model, since it needs more GPUs. (An A100 computes a third as fast on half of the network, so it
+needs 5,000 tokens.) If the batch may not grow, a faster network helps, or hybrid sharding, since W is several times as large inside a
+host.
+"""
+
+# %% [markdown]
+r"""
 ## In three lines
 
-1. Of 16 bytes per parameter (counted), level 1 divides 8 by K, level 2 another 4, level 3 all; activations stay.
-2. Levels 1 and 2 send what DDP sends; level 3 sends 1.5 times as much: prefetch hides it, unless the link is too slow.
-3. Autocast, accumulation and clipping go into the same loop; accumulation and clipping must know that gradients are sharded.
+1. Of 16 bytes per parameter (counted), level 1 divides 8 by K, level 2 divides 4 more, and level 3 divides all. Activations stay whole.
+2. Levels 1 and 2 send as much as DDP. Level 3 sends 1.5 times as much, and prefetch hides it, unless the link is too slow.
+3. Autocast, accumulation and clipping go into the same loop. Accumulation and clipping must know that gradients are sharded.
 
 **Exercise:** [7](../exercises/07_sharding.ipynb), `exercises/07_sharding.ipynb`. **Next:**
 [8, pipelines](08_pipeline.ipynb): split the model itself.

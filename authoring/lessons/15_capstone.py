@@ -222,9 +222,8 @@ r"""
 Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of
 one rank alone, since ranks on one machine share cores and memory. What DDP's bar has beyond it is the communication that
 overlap did not hide. Is that more than the all-reduce alone takes? Then the rest is waiting for the other rank, and work
-of DDP's own: hooks, and copies into buckets. Is DDP's bar the *shorter* one? Messages make nothing faster: then two runs
-of the same thing differ by more than the messages take, on this machine, and it is not the messages that explain your
-gap.
+of DDP's own: hooks, and copies into buckets. Is DDP's bar the *shorter* one? Messages cannot shorten a step. Two runs of one
+program then differ here by more than the messages cost, and the gap is noise.
 
 `fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
 all-reduce, the bytes are not the reason. The last two bars are a part of it: on one rank it sends nothing to anybody, and still takes

@@ -23,8 +23,7 @@ WHAT_TO_DO = (
 
 class Inventory:
     """The parameters of `module` when it was wrapped; `averaged`, {name: parameter}, are those
-    whose gradients are averaged. `names` of others are ignored. Frozen ones are refused unless
-    some `may_be_unused`.
+    whose gradients are averaged, and `ignored` has the names of others. Some `may_be_unused`.
     """
 
     def __init__(self, module, averaged, ignored, may_be_unused):
@@ -52,35 +51,24 @@ class Inventory:
 
     @uncompiled
     def check(self):
-        """Raise RuntimeError, with the name of a parameter, if gradients would not be averaged."""
+        """Raise RuntimeError, with names, if a gradient would not be averaged, or be waited for."""
         held = self.now_held()
         same = len(held) == len(self.held) and all(map(is_, held, self.held))
         if same and list(map(trains, self.parameters)) == self.trained:
             return
-        difference = self.difference()
-        if difference:
-            raise RuntimeError(f"{difference}: {WHAT_TO_DO}")
+        trained = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad and name not in self.ignored:
+                trained[parameter] = name
+        known = {parameter: name for name, parameter in self.averaged.items()}
+        new = [trained[parameter] for parameter in trained.keys() - known.keys()]
+        lost = [known[parameter] for parameter in known.keys() - trained.keys()]
+        # Where all are frozen, as in a generator's turn, none is waited for.
+        if new or (len(lost) < len(known) and lost and not self.may_be_unused):
+            names = ", ".join(sorted({*new, *lost}))
+            raise RuntimeError(
+                f"parameters were exchanged, added, removed, frozen or unfrozen after wrapping:"
+                f" {names}. Nobody would average the gradients of new ones, and the others'"
+                f" gradients would wait for old ones: {WHAT_TO_DO}"
+            )
         self.note()
-
-    def difference(self):
-        """The words for a parameter that is another one than before; None if there is none."""
-        present = dict(self.module.named_parameters(remove_duplicate=False))
-        known = set(self.averaged.values())
-        for name, parameter in present.items():
-            if parameter.requires_grad and parameter not in known and name not in self.ignored:
-                return (
-                    f"parameter {name} was another one, frozen, or not there when the model was"
-                    " wrapped, so nobody would average its gradient"
-                )
-        missing = known.difference(present.values())
-        frozen = {parameter for parameter in known if not parameter.requires_grad}
-        refused = set() if frozen == known or self.may_be_unused else frozen
-        for name, parameter in self.averaged.items():
-            if parameter in missing:
-                return f"parameter {name} is no longer in the model that was wrapped"
-            if parameter in refused:
-                return (
-                    f"parameter {name} was frozen after the model was wrapped, and the other"
-                    " gradients would wait for its own; find_unused_parameters=True allows that"
-                )
-        return None

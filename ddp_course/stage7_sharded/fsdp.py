@@ -204,7 +204,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def after_forward(self, block, outputs):
         """Free the block after its forward pass, and put a hook on its outputs that runs when
-        backward reaches them.
+        backward reaches them. Raises RuntimeError for outputs in which no tensor is found.
         """
         version = block.shard._version
         found = tensors_in(outputs)

@@ -5,18 +5,20 @@ From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the 
 """
 
 import argparse
+import random
 import secrets
 import time
 from pathlib import Path
 
 from tabulate import tabulate
 
-from ddp_course.lab.learners_copy import find_copy, keep
+from ddp_course.lab.learners_copy import find_copy, keep, progress_in
 from ddp_course.lab.waiting import say_while
 from ddp_course.options import whole_number
-from ddp_exercises import SO_FAR
-from ddp_exercises.errors import GradingError
 
+from .. import SO_FAR
+from ..diagnosis import wrong_cases
+from ..errors import GradingError
 from ..grading import overview
 from ..grading.answers import Exercises, load_exercises
 from ..grading.grader import Judge, grade_one
@@ -25,10 +27,12 @@ from ..grading.prove import question_about
 from ..grading.report import rendered
 from ..grading.results import Result, TaskResult
 from ..grading.submissions import Item, exercise_of, read_submission
+from ..tasks import known_wrong, of_exercise
 
 # The learner's notebook is looked for here.
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
 
+SEEDS = 4
 QUESTIONS = 0  # This seed draws the inputs of questions: asked again, each is the same.
 
 
@@ -51,6 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a question about a right answer of yours; with the letter of a choice: is it right?",
     )
     parser.add_argument(
+        "--revisit",
+        action="store_true",
+        help="draw the inputs that show most of what you once got wrong",
+    )
+    parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
     )
 
@@ -62,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     exercises = load_exercises()
     if args.exercise is None:
         return where_am_i(exercises, args.html)
-    seed = secrets.randbelow(100_000)
+    seed = revisiting_seed(args.exercise) if args.revisit else secrets.randbelow(100_000)
     if args.exercise not in exercises:
         raise GradingError(
             f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
@@ -85,6 +94,24 @@ def main(args: argparse.Namespace) -> int:
         again = f"; the same inputs again in a cell: check(…, seed={seed})"
     print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
+
+
+def revisiting_seed(exercise: int) -> int:
+    """Of SEEDS random ones the seed whose inputs show in most cases the known wrong answers that
+    the learner once gave, in whichever exercise.
+    """
+    copy = find_copy()
+    names = progress_in(copy).get("misconceptions", {}).values() if copy else ()
+    counts = {}
+    for seed in random.sample(range(100_000), SEEDS):
+        judge = Judge(seed)
+        counts[seed] = 0
+        for task in of_exercise(exercise):
+            for place, known in enumerate(known_wrong(task.number), 1):
+                if known.name in names:
+                    evidence = judge.known(task)[place]  # The first one does nothing.
+                    counts[seed] += len(wrong_cases(task, evidence, judge.right(task)))
+    return max(counts, key=counts.__getitem__)
 
 
 def prove(result: Result, letter: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,7 +61,7 @@ def enter(folder: str, *other_folders: str) -> None:
     sys.addaudithook(partial(refuse, folders, secrets, shared_byte))
 
 
-def refuse_input(*_: object) -> str:
+def refuse_input(*_: Any, **__: Any) -> str:
     """Raise EOFError in words of our own: there is nobody who could type."""
     raise EOFError("your code asks for input(), and nobody types here: write the value itself")
 

@@ -46,11 +46,12 @@ class Question(NamedTuple):
 
 
 def question_about(result: Result, judge: Judge, seconds: float) -> Question | None:
-    """A question about one of the right answers of a submission, the same for the same answers and
-    seed. None if nothing can be asked about any.
+    """A question about one of the right answers of a submission, the same for the same learner,
+    answers and seed. None if nothing can be asked about any.
     """
     right_tasks = [task for task in result.tasks if task.answer and not task.message]
-    chance = random.Random(f"{judge.seed} {[task.answer for task in right_tasks]}")
+    answers = [task.answer for task in right_tasks]
+    chance = random.Random(f"{judge.seed} {result.learner} {answers}")
     for task in chance.sample(right_tasks, len(right_tasks)):
         said = what_is_said(task, judge, chance, seconds)
         faults = [message for message in said if message != RIGHT]

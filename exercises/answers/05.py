@@ -796,7 +796,7 @@ class Bucketed:
 
     def ready(self, parameter):
         self.count += 1
-        if self.count == sum(map(len, self.buckets)) - 1:
+        if self.count == sum(map(len, self.buckets)) - 1 and len(self.buckets) > 2:
             self.leave(self.buckets[:2])
 
     def leave(self, buckets):
@@ -806,7 +806,7 @@ class Bucketed:
 
     def backward(self, loss):
         loss.backward()
-        self.leave(self.buckets[2:])
+        self.leave(self.buckets[len(self.leaving) :])
         for bucket, flat, future in self.leaving:
             future.result()
             for parameter, piece in zip(bucket, flat.split([parameter.numel() for parameter in bucket])):

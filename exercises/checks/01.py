@@ -110,8 +110,12 @@ class RoomForOne:
         self.most = max(self.most, alive)
 
     def fault(self):
-        """In words, that activations of several micro-batches were kept; "" if not."""
-        if self.most <= 1:
+        """In words, that there was no forward pass, or that activations of several micro-batches were
+        kept; else "".
+        """
+        if self.most == 0:
+            return "there is no forward pass of the model"
+        if self.most == 1:
             return ""
         return (
             f"{self.most} graphs are kept at the same time, and memory has room for the activations of"

@@ -187,7 +187,11 @@ class TellWhenReady:
         torch.manual_seed(seed)
         model = Shared()
         watch = ReadyWatch(list(model.parameters()))
-        tell_when_ready(list(model.parameters()), watch.ready)
+
+        def ready(parameter):  # An answer may keep things in attributes of a function.
+            watch.note_call(parameter)
+
+        tell_when_ready(list(model.parameters()), ready)
         at_once = ""
         if watch.calls:
             at_once = f"ready is called {len(watch.calls)} times, and no gradient is ready"
@@ -228,8 +232,8 @@ class ReadyWatch:
     def note_gradient(self, parameter):
         self.newest = parameter
 
-    def ready(self, parameter):
-        """What an answer calls."""
+    def note_call(self, parameter):
+        """Note that an answer calls `ready`."""
         gradient = getattr(parameter, "grad", None)
         if gradient is not None:
             gradient = gradient.clone()

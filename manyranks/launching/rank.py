@@ -282,13 +282,14 @@ def describe(error: BaseException) -> dict:
         )
     if any(words in message for words in NO_MORE_THREADS):
         message += f" ({linux.PROCESS_LIMIT})"
+    waits = error.waits if isinstance(error, DeadlockError) else []
     return {
         "type_name": type(error).__name__,
         "message": message,
         "traceback": "".join(traceback.format_exception(type(error), error, frames)),
         "time": now,
         "consequence": is_broken_connection(error, message),
-        "waits": error.waits if isinstance(error, DeadlockError) else [],
+        "waits": waits,
     }
 
 

@@ -235,7 +235,7 @@ def test_what_is_no_answer_holds_no_property(number):
 # {task: {known wrong answer: the parts that it keeps}}
 PARTIAL = {
     "1.3": {
-        "four bytes": ["trained only"],
+        "lazy, four bytes": ["trained only"],
         "frozen too": ["dtypes"],
         "buffers too": ["dtypes"],
         "numbers": [],
@@ -244,16 +244,16 @@ PARTIAL = {
         "no batch": ["the model"],
         "no model": ["the batch"],
         "model once": ["the batch"],
-        "to itself too": [],
+        "lazy, to itself too": [],
     },
-    "7.1": {"highest of equals": ["fewest so far"], "largest first": [], "in turn": []},
+    "7.1": {"highest of equals": ["fewest so far"], "largest first": [], "lazy, in turn": []},
     "7.3": {
         "never says 0": ["enough"],
         "nothing but the total": ["never enough"],
         "levels from 0": [],
     },
     "8.1": {"in turn": ["complete"], "backward in reverse": ["forward first"], "no backward": []},
-    "8.4": {"before the first backward": ["GPipe and 1F1B"], "peak minus one": []},
+    "8.4": {"lazy, before the first backward": ["GPipe and 1F1B"], "peak minus one": []},
     "9.2": {
         "Enter sends nothing": ["Leave"],
         "Enter adds up twice": ["Leave"],

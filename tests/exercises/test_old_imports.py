@@ -7,8 +7,8 @@ import pytest
 from answers import edited, hand_in, submission_of
 
 from ddp_exercises.grading import grader
+from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.old_imports import WithoutOldImports
-from ddp_exercises.grading.submissions import load_exercises
 
 OLD = """import torch
 import torch.distributed as dist

@@ -8,13 +8,14 @@ import pytest
 from answers import of_kind, verdict_on
 
 from ddp_course.lab.learners_copy import PROGRESS
+from ddp_exercises.attempt import Evidence
 from ddp_exercises.commands import check
 from ddp_exercises.grading import overview, report
 from ddp_exercises.grading.grader import Judge
 from ddp_exercises.grading.prove import Question, mutations, question_about
 from ddp_exercises.grading.remarks import published
 from ddp_exercises.grading.results import Result, TaskResult, first_line
-from ddp_exercises.tasks import find, solution
+from ddp_exercises.tasks import find, known_wrong, solution
 
 MINE = "def chunk_to_send(me, turn, n):\n    return (me - turn + n) % n\n"
 
@@ -103,6 +104,27 @@ def test_where_you_are_says_what_asks_a_misconception_again(tmp_path):
     ]
     results[0].tasks[0].points = 1
     assert overview.asked_again(tmp_path, results) == []
+
+
+def test_revisiting_draws_what_shows_most_of_an_old_misconception(tmp_path, monkeypatch):
+    class Pretended(Judge):
+        """A judge for whom each known wrong answer is wrong in as many cases as the seed's last
+        digit says.
+        """
+
+        def __init__(self, seed):
+            wrong = Evidence({("the mean", case): {} for case in range(seed % 10)})
+            self.known = lambda task: [wrong] * (1 + len(known_wrong(task.number)))
+            self.right = lambda task: wrong
+
+    monkeypatch.setattr(check, "Judge", Pretended)
+    monkeypatch.setattr(check, "wrong_cases", lambda task, evidence, right: evidence.values)
+    monkeypatch.setattr(check, "find_copy", lambda: tmp_path)
+    monkeypatch.setattr(check.random, "sample", lambda *_: [11, 17, 13])
+    (tmp_path / PROGRESS).write_text('{"misconceptions": {"3.3": "no division"}}')
+    assert check.revisiting_seed(5) == 17
+    (tmp_path / PROGRESS).write_text('{"misconceptions": {"3.3": "of no other task"}}')
+    assert check.revisiting_seed(5) == 11
 
 
 def test_texts_stand_beside_their_rubric():

@@ -65,7 +65,7 @@ def test_what_is_gone_can_be_imported_and_each_use_names_it_and_what_needs_it():
 
 def test_a_function_whose_part_is_gone_names_it(monkeypatch):
     monkeypatch.delattr("torch.distributed.distributed_c10d._world")
-    with pytest.raises(ManyranksError, match=r"^counting messages needs .*_world"):
+    with pytest.raises(ManyranksError, match=r"counting messages needs .*_world"):
         torch_inside.messages()
 
 

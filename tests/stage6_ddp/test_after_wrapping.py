@@ -154,6 +154,8 @@ CHANGES = {
     compiled: None,
     all_frozen_and_unfrozen: None,
 }
+# What is unused may be frozen or removed.
+FOLLOWED = {("6 unused", "frozen"), ("6 unused", "layer_less")}
 WRAPPERS = {
     "6": DistributedDataParallel,
     "6 unused": lambda model, **group: DistributedDataParallel(
@@ -196,15 +198,22 @@ def outcomes():
 
 
 def test_other_parameters_are_followed_or_named():
-    by_rank = launch(outcomes, world_size=2, timeout=60)
+    by_rank = launch(outcomes, world_size=2, timeout=100)
     for told in by_rank:
         for (stage, name), words in told.items():
             expected = CHANGES[globals()[name]]
-            if expected is None or (stage == "5" and name.endswith("called_by_hand")):
+            if (stage, name) == ("5", "all_frozen_and_unfrozen"):
+                assert "frozen" in words, words  # Stage 5 expects every gradient in every pass.
+            elif (
+                expected is None
+                or (stage == "5" and name.endswith("called_by_hand"))
+                or (stage, name) in FOLLOWED
+            ):
                 assert words == "averaged", (stage, name, words)
-            elif words != "averaged":
-                assert words != "wrong", (stage, name)
-                assert expected in words, (stage, name, words)
+            else:
+                # Stage 5 names parameters that are there, and no lost ones.
+                word = "replaced" if stage == "5" else expected
+                assert word in words or "weakref" in words, (stage, name, words)
 
 
 def test_a_change_on_one_rank_ends_all():

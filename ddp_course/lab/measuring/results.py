@@ -137,9 +137,8 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
         counted = []  # It sends by a way on which nobody counts.
     messages = [traffic.messages_sent + traffic.messages_received for traffic in counted]
     losses = zip(*(rank.loss for rank in ranks), strict=True)
-    differences = [
-        max(of_ranks) for of_ranks in zip(*(rank.differences for rank in ranks), strict=True)
-    ]
+    of_ranks = [rank.differences for rank in ranks]
+    differences = [max(after_step) for after_step in zip(*of_ranks, strict=True)]
     return StageResult(
         stage=stage.key,
         name=stage.name,

@@ -1,4 +1,4 @@
-"""Each process with this on its path lacks every private part of torch but what messages need."""
+"""Each process with this on its path lacks every private part of torch but those of messages."""
 
 import pkgutil
 
