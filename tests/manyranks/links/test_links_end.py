@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from glob import glob
 from pathlib import Path
 
 import psutil
@@ -75,10 +76,11 @@ def holders(networks):
     names = {f"net:[{network}]" for network in networks}
     holding = []
     for pattern in ("[0-9]*/task/*/ns/net", "[0-9]*/fd/*"):
-        for link in Path("/proc").glob(pattern):
+        # This glob goes on where a process ends while its folder is read; that of Path raises.
+        for link in glob(f"/proc/{pattern}"):
             with contextlib.suppress(OSError):
                 if os.readlink(link) in names:
-                    holding.append(str(link))
+                    holding.append(link)
     return holding
 
 
