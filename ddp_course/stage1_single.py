@@ -1,17 +1,18 @@
 """Stage 1: one device. Forward, backward, update: everything later only adds to the middle."""
 
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from .losses import cross_entropy
 
-def train(model, batches, lr):
+
+def train(model, batches, lr, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on an iterable of (inputs, targets); return the loss of every step."""
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses

@@ -15,8 +15,9 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+
+from .losses import cross_entropy
 
 
 def scatter(tensor, devices):
@@ -87,9 +88,10 @@ class DataParallel(torch.nn.Module):
 
     def __init__(self, module, devices):
         super().__init__()
-        if not devices:
+        if not devices or isinstance(devices, int):
             raise ValueError(
-                "DataParallel needs at least one device, such as devices=['cpu', 'cpu']"
+                f"devices is {devices!r}; it must be a list with a device for each replica, such as"
+                " ['cpu', 'cpu']"
             )
         self.devices = [torch.device(device) for device in devices]
         self.module = module.to(self.devices[0])
@@ -109,19 +111,19 @@ class DataParallel(torch.nn.Module):
         self.replicas = self.outputs = self.gathered = None
 
 
-def train(model, batches, lr, devices=("cpu", "cpu")):
+def train(model, batches, lr, devices=("cpu", "cpu"), loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on whole batches; return the loss of every step.
 
     Each batch is split over `devices`.
     """
     parallel = DataParallel(model, devices)
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(parallel(inputs), targets)
-        loss.backward()
+        step_loss = loss(parallel(inputs), targets)
+        step_loss.backward()
         parallel.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses

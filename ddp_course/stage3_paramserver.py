@@ -14,10 +14,10 @@ step keep the replicas equal.
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from . import wire
+from .losses import cross_entropy
 from .missing import gradient_of
 from .replicas import check_replicas
 
@@ -88,18 +88,18 @@ def unflatten(flat, members):
         member.copy_(piece.view_as(member))
 
 
-def train(model, batches, lr, average=average_on_server):
+def train(model, batches, lr, average=average_on_server, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on this rank's share of each batch; return its losses."""
     broadcast_parameters(model)
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
         average(gradients(model))
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses
 
 

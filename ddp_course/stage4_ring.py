@@ -17,10 +17,10 @@ Distrib. Comput. 69 (2009).
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from . import wire
+from .losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters, flattened, gradients, unflatten
 
 
@@ -97,16 +97,16 @@ def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
         unflatten(flat, members)
 
 
-def train(model, batches, lr, average=average_on_ring):
+def train(model, batches, lr, average=average_on_ring, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on this rank's share of each batch; return its losses."""
     broadcast_parameters(model)
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
         average(gradients(model))
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from manyranks.torch_inside import after_backward
@@ -26,6 +25,7 @@ from manyranks.torch_inside import after_backward
 from . import wire
 from .before_bucketing import check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
+from .losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
 from .torch_private import uncompiled
@@ -180,15 +180,15 @@ class BucketedDDP(torch.nn.Module):
         )
 
 
-def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
+def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on this rank's share of each batch; return its losses."""
     parallel = BucketedDDP(model, bucket_cap_mb)
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(parallel(inputs), targets)
-        loss.backward()
+        step_loss = loss(parallel(inputs), targets)
+        step_loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses

@@ -39,10 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 from torch.optim import SGD
 
 from . import checkpoint, wire
+from .losses import cross_entropy
 from .mesh import mesh
 from .problems import TransformerBlock
 from .replicas import check_replicas
@@ -354,7 +355,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     return total
 
 
-def train(model, batches, lr, tensor=None):
+def train(model, batches, lr, tensor=None, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place, layers split over `tensor` ranks (default: all).
 
     It gets this mesh row's share of the batches.
@@ -363,14 +364,14 @@ def train(model, batches, lr, tensor=None):
     groups = mesh(data=dist.get_world_size() // tensor, tensor=tensor)
     parallelize(model, groups["tensor"])
     broadcast_parameters(model, group=groups["data"])
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
         average_on_ring(gradients(model), group=groups["data"])
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     restore(model)
     return losses

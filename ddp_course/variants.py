@@ -3,20 +3,20 @@
 These are the whole-gradient ring, ZeRO-1 and torch's DistributedDataParallel.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from manyranks.devices import rank_device
 
 from . import stage1_single, stage4_ring, wire
+from .losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
 
@@ -26,20 +26,26 @@ average_on_whole_ring = partial(
 train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
 
 
-def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float) -> list[float]:
+def train_with_sharded_optimizer(
+    model: nn.Module,
+    batches: Iterable,
+    lr: float,
+    loss: Callable = cross_entropy,
+    optimizer: type = SGD,
+) -> list[float]:
     """The loop of stage 1 with ZeRO-1.
 
     Its optimizer averages the gradients, and each rank updates its part.
     """
     broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
-    optimizer = ShardedOptimizer(model.parameters(), SGD, lr=lr)
+    sharded = ShardedOptimizer(model.parameters(), optimizer, lr=lr)
     losses = []
     for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        sharded.zero_grad()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
+        sharded.step()
+        losses.append(step_loss.item())
     return losses
 
 

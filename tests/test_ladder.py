@@ -6,6 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.optim import AdamW
 
 from ddp_course import (
     ladder,
@@ -15,6 +19,7 @@ from ddp_course import (
     stage4_ring,
     stage5_bucketed,
 )
+from manyranks import RankError, launch
 
 STAGES = [stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed]
 
@@ -70,3 +75,60 @@ def test_all_public_functions_of_the_stages_have_docstrings():
                 and not name.startswith("_")
             ):
                 assert member.__doc__, f"{stage.__name__}.{name}"
+
+
+def trained_by(key, loss, optimizer, targets):
+    """On a rank: the weights after two steps of a stage, and the losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    stage = ladder.STAGES[key]
+    rank, size = (dist.get_rank(), dist.get_world_size()) if stage.splits_batch else (0, 1)
+    inputs = torch.arange(48.0).reshape(8, 6).sin()
+    batch = inputs[rank::size], targets(inputs)[rank::size]
+    options = {"loss": loss, "optimizer": optimizer} if loss else {}
+    losses = stage.trainer({"devices": ["cpu", "cpu"]})(model, [batch] * 2, 0.1, **options)
+    return torch.nn.utils.parameters_to_vector(model.parameters()), losses
+
+
+def squares(inputs):
+    return inputs.square().sum(1, keepdim=True)
+
+
+def classes(inputs):
+    return torch.zeros(len(inputs), dtype=torch.long)
+
+
+OWN = [key for key in ladder.STAGES if key not in ("torch", "1")]
+
+
+def all_trained(*settings):
+    return {key: trained_by(key, *settings) for key in OWN}
+
+
+def test_every_stage_takes_a_loss_and_an_optimizer():
+    alone, losses = launch(trained_by, "1", mse_loss, AdamW, squares, world_size=1)[0]
+    assert losses[1] < losses[0]
+    for by_stage in launch(all_trained, mse_loss, AdamW, squares, world_size=2):
+        for key, (weights, _) in by_stage.items():
+            torch.testing.assert_close(weights, alone, rtol=0, atol=1e-5, msg=f"stage {key}")
+
+
+def refusals(targets):
+    """On a rank: what each stage says of these targets."""
+    words = {}
+    for key in [key for key in OWN if key != "8"]:
+        try:
+            trained_by(key, None, None, targets)
+        except ValueError as error:
+            words[key] = str(error)
+    return words
+
+
+@pytest.mark.parametrize("targets", [squares, classes])
+def test_targets_that_do_not_fit_are_refused_by_every_stage(targets):
+    for words in launch(refusals, targets, world_size=2):
+        assert words.keys() == set(OWN) - {"8"}
+        assert all("cross entropy needs classes as targets" in each for each in words.values())
+    # Of a pipeline only the last stage knows the targets.
+    with pytest.raises(RankError, match="rank 1: ValueError: cross entropy needs classes"):
+        launch(trained_by, "8", None, None, targets, world_size=2)

@@ -21,9 +21,9 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 2020.
 """
 
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from ..losses import cross_entropy
 from .bucket_sums import GradBucket
 from .ddp import DistributedDataParallel
 from .sync_batchnorm import SyncBatchNorm
@@ -31,18 +31,26 @@ from .sync_batchnorm import SyncBatchNorm
 __all__ = ["DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"]
 
 
-def train(model, batches, lr, bucket_cap_mb=None, all_reduce=None):
+def train(
+    model,
+    batches,
+    lr,
+    bucket_cap_mb=None,
+    all_reduce=None,
+    loss=cross_entropy,
+    optimizer=SGD,
+):
     """Train `model` in place on this rank's share of each batch.
 
     Return this rank's loss of every step.
     """
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, all_reduce=all_reduce)
-    optimizer = SGD(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(parallel(inputs), targets)
-        loss.backward()
+        step_loss = loss(parallel(inputs), targets)
+        step_loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses

@@ -26,28 +26,28 @@ to ZeRO-3.
 Sources: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """
 
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from ..losses import cross_entropy
 from .fsdp import FullyShardedDataParallel
 from .optimizer import ShardedOptimizer
 
 __all__ = ["FullyShardedDataParallel", "ShardedOptimizer", "train"]
 
 
-def train(model, batches, lr):
+def train(model, batches, lr, loss=cross_entropy, optimizer=SGD):
     """Train `model` in place on this rank's share of each batch.
 
     Return this rank's loss of every step.
     """
     parallel = FullyShardedDataParallel(model)
-    optimizer = SGD(parallel.parameters(), lr=lr)
+    optimizer = optimizer(parallel.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(parallel(inputs), targets)
-        loss.backward()
+        step_loss = loss(parallel(inputs), targets)
+        step_loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     parallel.restore()
     return losses

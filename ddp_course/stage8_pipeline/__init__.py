@@ -40,6 +40,7 @@ SC 2021 (interleaved); Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 import torch.distributed as dist
 from torch.optim import SGD
 
+from ..losses import cross_entropy
 from ..mesh import mesh
 from ..stage3_paramserver import broadcast_parameters
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
@@ -69,7 +70,16 @@ __all__ = [
 ]
 
 
-def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_one_backward):
+def train(
+    model,
+    batches,
+    lr,
+    stages=None,
+    microbatches=4,
+    schedule=one_forward_one_backward,
+    loss=cross_entropy,
+    optimizer=SGD,
+):
     """Train `model` in place as a pipeline over `stages` ranks (default: all).
 
     Return the loss of every step.
@@ -86,8 +96,8 @@ def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_
     own = [
         parts[stage] for stage, rank in homes.items() if rank == dist.get_rank(groups["pipeline"])
     ]
-    pipeline = Pipeline(own, microbatches, schedule, group=groups["pipeline"])
-    optimizer = SGD(pipeline.module.parameters(), lr=lr)
+    pipeline = Pipeline(own, microbatches, schedule, loss=loss, group=groups["pipeline"])
+    optimizer = optimizer(pipeline.module.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
