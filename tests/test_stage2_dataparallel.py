@@ -72,9 +72,10 @@ def test_an_exception_in_a_thread_reaches_the_caller():
         parallel(torch.randn(4, 5, dtype=torch.float64))
 
 
-def test_no_devices_is_refused():
-    with pytest.raises(ValueError, match="at least one device"):
-        stage2.DataParallel(tiny_model(), [])
+@pytest.mark.parametrize("devices", [[], 3])
+def test_what_is_no_list_of_devices_is_refused(devices):
+    with pytest.raises(ValueError, match="a list with a device for each replica"):
+        stage2.DataParallel(tiny_model(), devices)
 
 
 @pytest.mark.cuda
