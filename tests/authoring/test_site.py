@@ -39,12 +39,16 @@ def site(tmp_path_factory):
     others.
     """
     folder = tmp_path_factory.mktemp("site")
+    place = tmp_path_factory.mktemp("published") / "published.txt"
+    place.write_text("https://github.com/somebody/their-course\n")
     module = builder()
     module.draw = lambda recipes, most: {
         place: explorers.drawn(recipe, most if place.startswith(Path(RING).stem) else 2)
         for place, recipe in recipes.items()
     }
-    assert module.main(["--out", str(folder), "--pictures", "24"]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(elsewhere, "PUBLISHED", place)
+        assert module.main(["--out", str(folder), "--pictures", "24"]) == 0
     return folder
 
 
