@@ -500,10 +500,13 @@ def bars(
     theory: dict[str, Any] | None = None,
     width: float = 7.2,
     form: str = "{:.3g}",
-    kind: str = "measured",
     dash: str = "formula",
+    *,
+    kind: str,
 ) -> Picture:
     """One bar per label: `heights` is {label: number}.
+
+    `kind` says where the numbers come from: "measured", "virtual time", "counted", "derived".
 
     `theory`, {label: number}, is drawn as dashes across the bars, and `dash` says what they are.
     """
