@@ -336,9 +336,8 @@ a seed each check draws new numbers. If a fault is none of the known ones, the c
 ## On your GPUs
 
 Above, steps were measured on this machine's processor, and the roof was that of an emulated device. Here is a step on
-this machine's own GPU, or once more on its processor if it has none. On a GPU the model is so large that a step takes 50 ms or more: of a small one Python and the
-starting of kernels would take most of the time. On a processor the model is small and this does happen, so backward may take
-less than twice as long as forward there.
+this machine's own GPU, or, if it has none, how long one took on another machine's. The model is so large that a step takes 50 ms
+or more: of a small one Python and the starting of kernels would take most of the time.
 """
 
 # %% on-your-gpus

@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ...ladder import STAGES
+from ..measuring import facts
 from ..measuring.results import Comparison, StageResult
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
@@ -129,8 +130,11 @@ def panels(
 def compare_figure(results: Comparison) -> Picture:
     """The four panels of `ddp-course compare`: loss, step time, bytes sent, timeline.
 
-    They are made of its results.
+    They are made of its results. Of a processor as it is, where times tell nothing, one panel shows
+    the steps of a machine with a GPU instead.
     """
+    if results.measured_on and results.device == "cpu":
+        return figure_of_one_h200(results)
     stages = results.stages
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
@@ -159,6 +163,17 @@ def compare_figure(results: Comparison) -> Picture:
         title = f"{setting_of(results)}\n{textwrap.fill(message, 120)}"
         picture.suptitle(title, fontsize=11, fontweight="bold")
     return picture
+
+
+def figure_of_one_h200(results: Comparison) -> Picture:
+    """The step times of these stages on a machine of ours that has a GPU."""
+    step_ms = {row["name"]: row["step_ms"] for row in facts.rows("stages_on_one_h200")}
+    stages = [stage for stage in results.stages if stage.name in step_ms]
+    colours = {stage.name.replace(" ", "\n", 1): stage.colour for stage in stages}
+    heights = {stage.name.replace(" ", "\n", 1): step_ms[stage.name] for stage in stages}
+    title = "No GPU is here; one NVIDIA H200, which two ranks shared, needed so long"
+    kind = "measured on one NVIDIA H200, 2026-11-26"
+    return bars(heights, "a step (ms)", title, colours, form="{:.0f}", kind=kind)
 
 
 def setting_of(results: Comparison) -> str:
