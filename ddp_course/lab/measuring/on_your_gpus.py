@@ -61,8 +61,7 @@ def on_your_gpus(stages: str) -> Comparison:
         progress=True,
         **problem_options(size, steps),
     )
-    workers = {"1": "process", "2": "threads"}.get(stages, "processes")
-    results.measured_on = name_devices(names[:world_size], world_size, workers)
+    results.measured_on = name_devices(names[:world_size], world_size)
     if names:
         results.message = message(results, len(names))
     else:
@@ -168,10 +167,10 @@ def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
     return math.ceil(messages_ms / allowed_ms)
 
 
-def name_devices(names: list[str], ranks: int, workers: str = "processes") -> str:
-    """The devices: "4 × NVIDIA H100", or the processor with the `workers` that share it."""
+def name_devices(names: list[str], ranks: int) -> str:
+    """The devices: "4 × NVIDIA H100", or the processor."""
     if not names:
-        return f"this machine's processor: {ranks} {workers}"
+        return "this machine's processor"
     gpus = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
     return gpus if ranks == len(names) else f"{gpus}, shared by {ranks} ranks"
 

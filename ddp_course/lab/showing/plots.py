@@ -168,9 +168,12 @@ def compare_figure(results: Comparison) -> Picture:
 def figure_of_one_h200(results: Comparison) -> Picture:
     """The step times of these stages on a machine of ours that has a GPU."""
     step_ms = {row["name"]: row["step_ms"] for row in facts.rows("stages_on_one_h200")}
-    stages = [stage for stage in results.stages if stage.name in step_ms]
-    colours = {stage.name.replace(" ", "\n", 1): stage.colour for stage in stages}
-    heights = {stage.name.replace(" ", "\n", 1): step_ms[stage.name] for stage in stages}
+    heights = {}
+    colours = {}
+    for stage in results.stages:
+        label = stage.name.replace(" ", "\n", 1)
+        heights[label] = step_ms[stage.name]
+        colours[label] = stage.colour
     title = "No GPU is here; one NVIDIA H200, which two ranks shared, needed so long"
     kind = "measured on one NVIDIA H200, 2026-11-26"
     return bars(heights, "a step (ms)", title, colours, form="{:.0f}", kind=kind)
@@ -284,10 +287,11 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     formula_mb = {}
     colours = {}
     for stage in stages:
-        if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
+        if stage.bytes_sent_max is not None:
             label = textwrap.fill(stage.label, 12)
             sent_mb[label] = stage.bytes_sent_max / 1e6
-            formula_mb[label] = stage.bytes_formula / 1e6
+            if stage.bytes_formula is not None:
+                formula_mb[label] = stage.bytes_formula / 1e6
             colours[label] = stage.colour
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if sent_mb:

@@ -30,7 +30,7 @@ def test_without_gpus_it_runs_on_the_processor_and_says_so(capsys):
     assert [stage.stage for stage in results.stages] == ["1", "3", "torch"]
     assert results.max_abs_diff < 1e-5 and results.emulated_device is None
     figure = show.compare_figure(results)
-    assert results.measured_on == "this machine's processor: 2 processes"
+    assert results.measured_on == "this machine's processor"
     assert "one NVIDIA H200" in figure.alt and "times as fast" not in figure.alt
     rows = json.loads((ROOT / "results" / "gpu.json").read_text())["parts"]["lessons"]["rows"]
     of_others = {row["stage"]: row["step_ms"] for row in rows}
@@ -81,4 +81,4 @@ def test_a_batch_of_the_samples_that_are_needed_makes_the_gpus_as_fast_as_is_sai
 def test_devices_are_called_by_their_names():
     assert on_your_gpus.name_devices(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
     assert on_your_gpus.name_devices(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"
-    assert on_your_gpus.name_devices([], 2, "threads") == "this machine's processor: 2 threads"
+    assert on_your_gpus.name_devices([], 2) == "this machine's processor"
