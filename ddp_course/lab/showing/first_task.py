@@ -17,8 +17,7 @@ from .plots import Picture, bars
 
 Ring = Callable[[torch.Tensor], Any]
 RANKS = 4
-# How often a rank's sum has its own number, its left neighbour's, and so on: once is right.
-RIGHT = "1111"
+# How often a rank's sum has its own number, its left neighbour's, and so on, where it is wrong.
 REASONS = {
     "1000": "Nothing was added to `tensor`. Add what came in to it in place, with +=: `tensor = …`"
     " only gives a new tensor its name, which the caller does not see.",
@@ -38,12 +37,11 @@ def first_ring(ring: Ring) -> Picture | None:
     sums = launch(sum_of_powers, ring, world_size=RANKS)
     print("each rank's sum, of 1, 10, 100 and 1000:", *(f"{number:.0f}" for number in sums))
     counts = {counts_from_the_left(rank, number) for rank, number in enumerate(sums)}
-    if counts != {RIGHT}:
+    if counts != {"1111"}:
         print(what_is_wrong(ring, counts))
         return None
-    print("right: each digit counts how often one rank's number was added, and all are 1")
     ms = {}
-    ways: dict[str, Ring] = {"server": lambda tensor: average_on_server([tensor]), "my ring": ring}
+    ways = {"server": lambda tensor: average_on_server([tensor]), "my ring": ring}
     for name, average in ways.items():
         ms[name] = 1000 * time_collective(average, 2**20, RANKS, Link("200Mbit"))
     title = f"My ring: {ms['my ring']:.0f} ms, the server: {ms['server']:.0f} ms"
