@@ -25,7 +25,6 @@ REASONS = {
     " sent next must be what just came in.",
     "1331": "The whole sum was sent on, and so were numbers that the next rank has already. What is"
     " sent next must be what just came in, alone.",
-    "0001": "Each number replaced the one before it. Add what came in to `tensor`.",
 }
 
 
@@ -44,8 +43,12 @@ def first_ring(ring: Ring) -> Picture | None:
     ways = {"server": lambda tensor: average_on_server([tensor]), "my ring": ring}
     for name, average in ways.items():
         ms[name] = 1000 * time_collective(average, 2**20, RANKS, Link("200Mbit"))
-    title = f"My ring: {ms['my ring']:.0f} ms, the server: {ms['server']:.0f} ms"
-    return bars(ms, "time to average 1 MiB (ms)", title, kind="virtual time")
+    return bars(
+        ms,
+        "time to average 1 MiB (ms)",
+        f"My ring: {ms['my ring']:.0f} ms, the server: {ms['server']:.0f} ms",
+        kind="virtual time",
+    )
 
 
 def sum_of_powers(ring: Ring) -> float:
@@ -57,7 +60,7 @@ def sum_of_powers(ring: Ring) -> float:
 
 def counts_from_the_left(rank: int, number: float) -> str:
     """The digits of a sum, which count the ranks' numbers: this rank's, its left neighbour's, …"""
-    digits = f"{number:0{RANKS}.0f}"  # The first is the last rank's.
+    digits = f"{number:04.0f}"  # The first is the last rank's.
     own = RANKS - 1 - rank
     return digits[own:] + digits[:own]
 

@@ -174,9 +174,14 @@ def figure_of_one_h200(results: Comparison) -> Picture:
         label = stage.name.replace(" ", "\n", 1)
         heights[label] = step_ms[stage.name]
         colours[label] = stage.colour
-    title = "No GPU is here; one NVIDIA H200, which two ranks shared, needed so long"
-    kind = "measured on one NVIDIA H200, 2026-11-26"
-    return bars(heights, "a step (ms)", title, colours, form="{:.0f}", kind=kind)
+    return bars(
+        heights,
+        "a step (ms)",
+        "No GPU is here; one NVIDIA H200, which two ranks shared, needed so long",
+        colours,
+        form="{:.0f}",
+        kind="measured on one NVIDIA H200, 2026-11-26",
+    )
 
 
 def setting_of(results: Comparison) -> str:

@@ -161,9 +161,8 @@ class Prediction(ipywidgets.VBox):
         {answer: why it is or is not so}. Raises ValueError for an answer that was not to be chosen.
         """
         reasons = why or {}
-        for known in (answer, *reasons):
-            if known not in self.answers:
-                raise ValueError(f"{known!r} is not among the answers {self.answers}")
+        if answer not in self.answers:
+            raise ValueError(f"{answer!r} is not among the answers {self.answers}")
         guess = self.buttons.value
         line = f"The answer: {result} ({kind})."
         if guess is not None:
