@@ -119,7 +119,9 @@ show.timeline_figure(
 parts = {"forward": forward, "backward": backward, "update": update}
 print("bytes:", ", ".join(f"{name} {1000 * part:.1f} ms" for name, part in parts.items()))
 answers = dict(zip([0.5, 1, 2, 10], guess.answers))
-guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)])
+two = "For each product of forward there are two in backward: one for the weights, one for the inputs."
+why = {"half": two, "the same": two, "ten times": two}
+guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)], why=why)
 
 # %% [markdown]
 r"""

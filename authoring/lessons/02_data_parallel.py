@@ -90,7 +90,8 @@ weighted = error([1, 7, 16], [1 / 24, 7 / 24, 16 / 24])
 print(f"equal shards, plain mean:     {equal:.0e}")
 print(f"unequal shards, plain mean:   {unequal:.0e}")
 print(f"unequal shards, weighted:     {weighted:.0e}")
-guess.reveal(f"off by {unequal:.0e}", "no")
+why = {"yes": "One sample of a small shard would weigh more than one of a large shard."}
+guess.reveal(f"off by {unequal:.0e}", "no", why=why)
 
 # %% claim-1
 # NBVAL_CHECK_OUTPUT

@@ -291,7 +291,13 @@ show.curves(
 
 # %% reveal
 ratio = seconds[4] / seconds[2]
-guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers), kind="virtual time")
+why = {
+    1: "All gradients pass the server's one link, one after the other.",
+    2: "The server's own gradient does not travel: of 4 ranks 3 send, of 2 ranks 1 does.",
+    4: "The server's own gradient does not travel: of 4 ranks 3 send, of 2 ranks 1 does.",
+}
+nearest = show.widgets.nearest(ratio, guess.answers)
+guess.reveal(f"{ratio:.1f} times", nearest, "virtual time", why)
 
 # %% check-time
 # NBVAL_CHECK_OUTPUT

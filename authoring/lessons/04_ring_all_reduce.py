@@ -227,7 +227,12 @@ print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
 
 # %% reveal
 on_four = most_sent(ring_all_reduce, 4)
-guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
+why = {
+    "0.5 p": "A chunk is p/4, and each rank sends 3 of them to add up and 3 to share.",
+    "1 p": "A chunk is p/4, and each rank sends 3 of them to add up and 3 to share.",
+    "3 p": "That is the ring of whole gradients; a chunk is p/4, and is sent 6 times.",
+}
+guess.reveal(f"{on_four:g} p", f"{on_four:g} p", "counted", why)
 
 # %% [markdown]
 r"""

@@ -261,7 +261,12 @@ for cap in caps:
 for cap, ms in taken.items():
     print(f"buckets: {counts[cap]}, step {ms:.0f} ms")
 best_answer = show.widgets.nearest(counts[best_cap], guess.answers)
-guess.reveal(f"{counts[best_cap]} buckets", best_answer, kind="virtual time")
+why = {
+    1: "A single bucket is full when backward has ended, so nothing is hidden.",
+    2: "The last bucket, which nothing hides, is still a large part of all gradients.",
+    31: "Each bucket pays the latencies of six messages, and so many are no longer hidden.",
+}
+guess.reveal(f"{counts[best_cap]} buckets", best_answer, "virtual time", why)
 
 # %% [markdown]
 r"""
