@@ -189,6 +189,7 @@ show.bars(
     "held-out loss (nats)",
     f"After the same number of samples only differences above {spread:.2f} mean something",
     width=9.4,
+    kind="measured",
 )
 
 # %% reveal

@@ -213,6 +213,7 @@ show.bars(
     "samples per second",
     f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone",
     form="{:.0f}",
+    kind="measured",
 )
 
 # %% [markdown]

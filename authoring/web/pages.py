@@ -7,6 +7,7 @@ life.
 
 import base64
 import html
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +227,10 @@ def prediction(text: str, number: int) -> str:
 
 def reveal(ours: dict, number: int, line: str) -> str:
     """The line that answers prediction `number`."""
-    outcome = html.escape(line)  # "counted: 1.5 p": what it is, and the number
-    settings = f'data-number="{number}" data-right="{ours["right"]}" data-outcome="{outcome}"'
+    outcome = html.escape(line)  # "The answer: 1.5 p (counted)."
+    why = html.escape(json.dumps(ours.get("why", [])))
+    settings = (
+        f'data-number="{number}" data-right="{ours["right"]}" data-outcome="{outcome}"'
+        f' data-why="{why}"'
+    )
     return f'<p class="reveal" {settings} aria-live="polite">{outcome}</p>'

@@ -16,6 +16,7 @@ _HOMES = {
     "sketches": "sketches",
     "widgets": "widgets",
     "predict": "widgets",
+    "first_ring": "first_task",
     "command": "shell",
     "progress": "shell",
     "trace": "trace_plot",

@@ -1,6 +1,6 @@
 """Measurements for figures and to hold the simulator against.
 
-They were published by others, but for `elastic_job`.
+They were published by others, but for `elastic_job` and `stages_on_one_h200`.
 
 Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
 predictions of it assume.
