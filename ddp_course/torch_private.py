@@ -114,7 +114,9 @@ def is_collective(name: str) -> bool:
 
 @needing("a process group like another")
 def group_like(
-    group: dist.ProcessGroup | None, members: Sequence[int] | None = None, use: str = "communication"
+    group: dist.ProcessGroup | None,
+    members: Sequence[int] | None = None,
+    use: str = "communication",
 ) -> dist.ProcessGroup:
     """Make a process group with the backend and timeout of `group`, or of the whole job's.
 
@@ -240,13 +242,6 @@ class GroupOverAnother(ProcessGroup):
     def barrier(self, *arguments: Any) -> dist.Work:
         """Wait for all ranks."""
         return self.beneath.barrier(*arguments)
-
-    def _get_backend(self, device: Any) -> Any:
-        return self.beneath._get_backend(device)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
 
 for name in methods_of("all_gather_single"):
