@@ -10,15 +10,21 @@ is one that answers with functions of your own; torch cannot tell it from gloo o
 Each collective is over when its call returns, so nothing overlaps with the backward pass.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
+from torch import Tensor
 
 from .stage4_ring import allgather, reduce_scatter, ring_all_reduce
 from .torch_private import GroupOverAnother, group_like
 
 
 def register(
-    name="ring", all_reduce=ring_all_reduce, reduce_scatter=reduce_scatter, allgather=allgather
-):
+    name: str = "ring",
+    all_reduce: Callable = ring_all_reduce,
+    reduce_scatter: Callable = reduce_scatter,
+    allgather: Callable = allgather,
+) -> None:
     """Have `dist.new_group(backend=name)` make groups whose collectives are these functions.
 
     `all_reduce(tensor, group=…)` sums a tensor in place; `reduce_scatter(chunks, group=…)` and
@@ -43,27 +49,26 @@ class RingGroup(GroupOverAnother):
     def __init__(self, beneath, name, all_reduce, reduce_scatter, allgather):
         super().__init__(beneath, name)
         self.ring = all_reduce
-        self.halves = reduce_scatter, allgather
+        self.first_half = reduce_scatter
+        self.second_half = allgather
 
-    def add_up(self, tensor):
+    def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor in place."""
         self.ring(tensor, group=self.beneath)
 
-    def add_up_own(self, output, tensor):
+    def add_up_own(self, output: Tensor, tensor: Tensor) -> None:
         """Put the sum of the rank's own K-th of `tensor`, which stays as it is, into `output`."""
-        chunks = self.as_of_ring(list(tensor.clone().view(-1).chunk(self.size())))
-        first_half, _ = self.halves
-        first_half(chunks, group=self.beneath)
+        chunks = self.as_of_ring(list(tensor.clone().view(-1).tensor_split(self.size())))
+        self.first_half(chunks, group=self.beneath)
         finished = chunks[(self.rank() + 1) % self.size()]
         output.view(-1).copy_(finished)
 
-    def collect(self, output, tensor):
+    def collect(self, output: Tensor, tensor: Tensor) -> None:
         """Put the `tensor` of each rank, in their order, into `output`."""
-        chunks = list(output.view(-1).chunk(self.size()))
+        chunks = list(output.view(-1).tensor_split(self.size()))
         chunks[self.rank()].copy_(tensor.view(-1))
-        _, second_half = self.halves
-        second_half(self.as_of_ring(chunks), group=self.beneath)
+        self.second_half(self.as_of_ring(chunks), group=self.beneath)
 
-    def as_of_ring(self, chunks):
+    def as_of_ring(self, chunks: list[Tensor]) -> list[Tensor]:
         """Return the chunks so that the ring's chunk r+1, which rank r finishes, is torch's r."""
         return chunks[-1:] + chunks[:-1]

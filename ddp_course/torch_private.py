@@ -227,8 +227,8 @@ class GroupOverAnother(ProcessGroup):
             summed.div_(self.size())
         elif operation != dist.ReduceOp.SUM:
             raise ValueError(
-                f"the backend {self.own_name} adds up, and was asked for {operation}: use ReduceOp.SUM"
-                " or ReduceOp.AVG, or another group"
+                f"this group adds up, not {operation}: use ReduceOp.SUM or ReduceOp.AVG,"
+                " or another group"
             )
 
     def broadcast(self, *arguments: Any) -> dist.Work:

@@ -1,4 +1,4 @@
-"""torch's own training over a ring of the learner's: the right weights, and the ring's own bytes."""
+"""torch's own training over a ring of the learner's: right weights, and only the ring's bytes."""
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def asked_for_a_maximum():
 
 
 def test_what_a_ring_of_sums_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"adds up, and was asked for"):
+    with pytest.raises(ValueError, match=r"adds up, not"):
         launch(asked_for_a_maximum, world_size=2)
 
 

@@ -106,7 +106,6 @@ the first task. In step 0 of reduce-scatter, rank r sends chunk r to its right n
 chunk that has just come in from the left.
 """
 
-
 # %% task-4-1
 def chunk_to_send(rank, step, world_size):
     """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of reduce-scatter."""
@@ -116,12 +115,8 @@ def chunk_to_send(rank, step, world_size):
 show.source(task("4.1", chunk_to_send), click="Write it first, then open: one solution")
 
 # %% source-ring
-show.source(
-    ring_all_reduce,
-    stage4_ring.reduce_scatter,
-    stage4_ring.allgather,
-    click="Open after tasks 4.1 to 4.4: the ring",
-)
+show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
+            click="Open after tasks 4.1 to 4.4: the ring")
 
 # %% [markdown]
 r"""
@@ -313,9 +308,7 @@ for name, size in sizes.items():
 # %% claim-6
 # NBVAL_CHECK_OUTPUT
 claims.decide(
-    6,
-    "The time of ring all-reduce is independent of the number of devices.",
-    "virtual time",
+    6, "The time of ring all-reduce is independent of the number of devices.", "virtual time",
     {name: ratio < 1.25 for name, ratio in growth.items()},
     "The bandwidth term stays below 2 p/b, but 2(K-1) latencies grow with K, and a small message is all latency.",
 )
@@ -371,9 +364,7 @@ show.bars(
 # NBVAL_CHECK_OUTPUT
 eight, on_two, on_three, six = ratios
 assert 0.95 < eight < 1.05 and on_two < 0.6 and on_three > 1.5 and six > 1.5, ratios
-print(
-    "8 ranks: halving-doubling is as fast as the ring, and faster on 2 hosts of 4; slower on 3 hosts, and with 6 ranks"
-)
+print("8 ranks: halving-doubling is as fast as the ring, and faster on 2 hosts of 4; slower on 3 hosts, and with 6 ranks")
 
 # %% [markdown]
 r"""
@@ -476,9 +467,7 @@ print("mean loss of each epoch on rank 0:", ", ".join(f"{loss:.2f}" for loss in 
 # NBVAL_CHECK_OUTPUT
 assert losses[-1] < losses[0] / 2 and accuracy > 0.85, of_ranks
 assert len({accuracy for _, accuracy in of_ranks}) == 1, of_ranks
-print(
-    "the loss has more than halved, and all ranks have one model that is right for more than 85 % of new digits"
-)
+print("the loss has more than halved, and all ranks have one model that is right for more than 85 % of new digits")
 
 # %% [markdown]
 r"""

@@ -148,9 +148,7 @@ def faulty_ring(tensor, group=None):  # line 1
     incoming = torch.empty_like(max(chunks, key=len))  # line 4
     for step in range(size - 1):  # line 5
         own = chunks[(rank - step - 1) % size]  # line 6
-        wire.exchange(
-            chunks[(rank - step) % size], right, incoming[: len(own)], left, group
-        )  # line 7
+        wire.exchange(chunks[(rank - step) % size], right, incoming[: len(own)], left, group)  # line 7
         own += incoming[: len(own)]  # line 8
     for step in range(size - 1):  # line 9
         own = chunks[(rank - step) % size]  # line 10
