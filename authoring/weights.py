@@ -15,15 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air for mended faults.
     "manyranks": 41_000,
-<<<<<<< HEAD
     "ddp_course": 43_800,  # 2,700 of it guard models that change after they were wrapped or split.
     "ddp_course/lab": 28_000,  # 900 of it compare a learner's own training with the stages.
     "ddp_exercises": 28_500,  # 4,500 of it find odd answers, ask about them and show a class.
-=======
-    "ddp_course": 40_500,
-    "ddp_course/lab": 28_000,
-    "ddp_exercises": 23_500,
->>>>>>> front
     "ddp_predictions": 11_000,
 }
 HEAVIEST_ROOM = 15_000  # No room of the library may weigh more.
