@@ -27,6 +27,8 @@ class progress(tqdm):
     tqdm's own would stay in a notebook, in red, also where nothing failed.
     """
 
+    total: float | None
+
     def close(self) -> None:
         """End the bar."""
         if self.total and self.n < self.total:
