@@ -10,28 +10,28 @@ from .emulation import Emulation
 
 class Device:
     """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or
-    None for no limit.
+    None for no limit; or its name in `presets.ACCELERATORS`, such as "H100".
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
     meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
-    that are unreadable or out of range.
+    that are unreadable or out of range, and for a name that nobody knows.
     """
 
     def __init__(self, rate, memory=None):
-        self.rate = units.flops_per_second(rate)
-        self.memory = None if memory is None else units.bytes_per_second(memory)
         self.name = None
         self.link = None
-
-    @classmethod
-    def like(cls, name: str) -> "Device":
-        """Return the accelerator `name` of the table `presets.ACCELERATORS`; raises EmulationError
-        for a name that is not in it.
-        """
-        known = presets.accelerator(name)
-        device = cls(f"{known.rate}FLOP/s", f"{known.memory}B/s")
-        device.name = name
-        return device
+        self.capacity = None  # The bytes of its memory count where sizes alone are kept.
+        known = presets.accelerator(rate)
+        if known is not None:
+            self.name = rate
+            self.rate = known.rate
+            self.memory = known.memory
+            self.capacity = 1e9 * known.capacity_gb
+        else:
+            self.rate = presets.rate(rate)
+            self.memory = None
+        if memory is not None:
+            self.memory = units.bytes_per_second(memory)
 
     def __str__(self):
         memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""

@@ -2,7 +2,7 @@
 refused.
 """
 
-from .. import units
+from .. import presets, units
 from ..errors import EmulationError
 from . import modes
 
@@ -11,7 +11,7 @@ SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find
 
 class Link:
     """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as
-    "200Mbit" and "5ms".
+    "200Mbit" and "5ms"; or by the name that it has in `presets.LINKS`, such as "NVLink".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
     inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
@@ -20,7 +20,7 @@ class Link:
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
-        self.bandwidth = units.bits_per_second(bandwidth)
+        self.bandwidth = presets.bandwidth(bandwidth)
         if self.bandwidth < SLOWEST:
             raise EmulationError(
                 f'the bandwidth "{bandwidth}" is out of range; choose 1Mbit or more'

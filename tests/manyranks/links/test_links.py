@@ -49,6 +49,14 @@ def test_what_is_refused(option, values, words):
             Link(**{"mode": "virtual", option: value})
 
 
+def test_a_link_may_have_a_name():
+    assert Link("NVLink A100").bandwidth == 8 * 300e9
+    assert Link("NVLink").bandwidth == Link("NVLink H100").bandwidth == 8 * 450e9
+    assert Link("100Gbit Ethernet").bandwidth == Link("100Gbit").bandwidth
+    with pytest.raises(EmulationError, match=r'bandwidth "NVLonk".*200Mbit.*NVLink V100'):
+        Link("NVLonk")
+
+
 def test_more_hosts_than_ranks_and_nccl_are_refused():
     with pytest.raises(EmulationError, match="5 hosts for 3 ranks"):
         launch(dist.get_rank, world_size=3, device="cpu", link=Link(hosts=5))
