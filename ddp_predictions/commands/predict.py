@@ -101,14 +101,7 @@ def predict_table(source: Path, target: str | None) -> None:
     """Predict every line of a table; ValueError names the line and column that cannot be. A line
     whose GPU nobody knows says so in its last column, and what to give.
     """
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-    except (OSError, UnicodeError, csv.Error) as problem:
-        raise ValueError(f"cannot read {source} ({problem}); give a CSV file") from None
-    if not rows:
-        raise ValueError(f"{source} has no lines below its titles; write one line per run")
+    rows = read_table(source)
     errors = []
     # These are sets in order: their values do not count.
     titles: dict[str, Any] = {}
@@ -140,6 +133,19 @@ def predict_table(source: Path, target: str | None) -> None:
         sys.stdout.write(text.getvalue())
     for sentence in remarks(unknown, list(assumed), errors):
         print(sentence, file=sys.stderr)
+
+
+def read_table(source: Path) -> list[dict[str, Any]]:
+    """Return the lines of a table; raises ValueError if there are none, or they cannot be read."""
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (OSError, UnicodeError, csv.Error) as problem:
+        raise ValueError(f"cannot read {source} ({problem}); give a CSV file") from None
+    if not rows:
+        raise ValueError(f"{source} has no lines below its titles; write one line per run")
+    return rows
 
 
 def foretell(row: dict[str, Any]) -> list[str]:
