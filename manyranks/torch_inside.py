@@ -15,6 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -25,6 +32,10 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Tensors of such classes, as DTensor, have others inside.
 is_wrapper = is_traceable_wrapper_subclass_type
+# Operations of tensors without values raise one of these where a value is asked for.
+NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+# Within this block new tensors have values again.
+no_fake_tensors = unset_fake_temporarily
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = _get_current_dispatch_mode_stack
 # Backward passes have numbers from 0; -1 means no pass.
@@ -68,6 +79,58 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, run)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this block `owner.name` is `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have sizes and no values; real ones that came before may
+    take part in operations.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def group_of_operation(name: Any) -> dist.ProcessGroup:
+    """Return the process group that a collective which is an operation of torch names."""
+    if isinstance(name, dist.ProcessGroup):
+        return name
+    return distributed_c10d._resolve_process_group(name)
+
+
+# By the name of such an operation, without "_coalesced" and the "_" of one that works in place: the
+# group's method, and whether that is given the result first, and then the input.
+OPERATIONS = {
+    "all_reduce": ("allreduce", False),
+    "broadcast": ("broadcast", False),
+    "all_gather_into_tensor": ("_allgather_base", True),
+    "all_gather_into_tensor_out": ("_allgather_base", True),
+    "reduce_scatter_tensor": ("_reduce_scatter_base", True),
+    "all_to_all_single": ("alltoall_base", True),
+}
+
+
+def begin_operation(group: Any, name: str, inputs: Any, result: Any) -> list[tuple]:
+    """Begin, in a group, a collective that is an operation of torch; return each tensor of its
+    result with its work. Raises NotImplementedError for one that is not known.
+    """
+    plain = name.rstrip("_").removesuffix("_coalesced")
+    if plain not in OPERATIONS:
+        raise NotImplementedError(f"{name} is not known where tensors have sizes only")
+    method, result_first = OPERATIONS[plain]
+    begun = []
+    for output, given in zip(tensors_in(result), tensors_in(inputs), strict=True):
+        arguments = (output, given) if result_first else ([output], None)
+        begun.append((output, getattr(group, method)(*arguments)))
+    return begun
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .clock import advance, begin, local, moment, now, own, process, several_compute
+from .clock import advance, begin, local, moment, now, own, process, several_compute, virtual
 from .events import join, post, wait
 from .table import Table
 
@@ -25,6 +25,7 @@ __all__ = [
     "own",
     "post",
     "several_compute",
+    "virtual",
     "wait",
 ]
 

@@ -158,7 +158,8 @@ def release(table: Table, place: Place, moment: int) -> None:
     """Let a blocked thread go on at `moment`, or at its own clock if that is later."""
     if place.state != BLOCKED:
         return
-    place.clock = max(moment, place.clock)
+    if not place.stands:
+        place.clock = max(moment, place.clock)
     place.floor = place.clock
     place.timer = FOREVER
     place.awaits = 0

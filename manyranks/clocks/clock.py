@@ -121,6 +121,11 @@ def own() -> Clock | None:
     return local.clock
 
 
+def virtual() -> bool:
+    """Return whether this process's time is virtual."""
+    return process.table is not None
+
+
 def moment() -> int:
     """Return this thread's time in picoseconds; that of the real clock for a thread that has no
     clock.

@@ -19,17 +19,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from .. import torch_inside
-from . import events
+from . import events, recording, streams
 from .clock import TURN, ask, own, process
 
 
 class Work(dist.Work):
     """gloo's work, and a ticket for the moment of its end."""
 
-    def __init__(self, work: Any, ticket: events.Ticket):
+    def __init__(self, work: Any, ticket: events.Ticket, call: recording.Call | None = None):
         super().__init__()
         self.work = work
         self.ticket = ticket
+        self.call = call
+        self.on_stream = streams.are_on()
         self.ended: int | None = None
         self.finished = False
 
@@ -47,10 +49,16 @@ class Work(dist.Work):
             self.finished = True
 
     def wait_by_clock(self) -> int:
-        """Wait in virtual time; return the moment of the end."""
+        """Wait in virtual time, or have this thread's stream wait; return the moment of the end."""
         if self.ended is None:
-            self.ended = events.wait(self.ticket)
-        own().advance(self.ended)
+            wait = streams.end_of if self.on_stream else events.wait
+            self.ended = wait(self.ticket)
+            if self.call is not None:
+                self.call.end = self.ended
+        if self.on_stream:
+            streams.current().reach(self.ended)
+        else:
+            own().advance(self.ended)
         return self.ended
 
     def is_completed(self) -> bool:
@@ -101,7 +109,8 @@ class Future(torch.futures.Future):
         ended = self.work.wait_by_clock()
         self.work.finish()
         present = clock.moment
-        clock.moment = ended  # This may be earlier.
+        if not self.work.on_stream:
+            clock.moment = ended  # This may be earlier.
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
@@ -199,6 +208,26 @@ def nbytes_of(tensors: Any) -> int:
     return sum(map(nbytes_of, tensors))
 
 
+class Done:
+    """The work of a message or a collective of tensors that have sizes only: nothing is moved."""
+
+    def __init__(self, tensors: list):
+        self.tensors = tensors
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future that has its result."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
+
+    def _source_rank(self) -> int:
+        return 0
+
+
 class Group(dist.ProcessGroup):
     """A process group with clocks; torch makes it where a program asks for gloo."""
 
@@ -243,28 +272,53 @@ class Group(dist.ProcessGroup):
 
     group_name = property(getGroupName)
 
+    def begun(self, begin: Callable, *arguments: Any) -> Any:
+        """Have gloo `begin` an operation, and return its work; of tensors that have sizes only
+        nothing is moved.
+        """
+        tensors = torch_inside.tensors_in(*arguments)
+        if any(isinstance(tensor, torch_inside.FakeTensor) for tensor in tensors):
+            return Done(torch_inside.tensors_in(arguments[0]))
+        return begin(*arguments)
+
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
         """Join a collective of so many `steps`, each of which takes as long as a message of
         `nbytes`; gloo's `work` has begun.
         """
         table = process.table
         duration = steps * (table.latency + table.bytes_take(nbytes))
-        ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
-        return Work(work, ticket)
+
+        def join() -> Work:
+            call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
+            ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
+            return Work(work, ticket, call)
+
+        return streams.at_its_start(join)
+
+    def message(self, sending: bool, work: Any, tensors: list, peer: int, tag: int) -> Work:
+        """Post a send or a receive, which gloo's `work` has begun."""
+        table = process.table
+        nbytes = nbytes_of(tensors)
+        rank = self.members[peer]
+
+        def post() -> Work:
+            name = "send" if sending else "receive"
+            duration = table.latency + table.bytes_take(nbytes)
+            call = recording.note_call(name, (table.rank, rank), nbytes, duration)
+            ticket = events.post(sending, nbytes, rank, self.number, tag)
+            return Work(work, ticket, call)
+
+        return streams.at_its_start(post)
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
-        work = self.inner.send(tensors, peer, tag)
-        nbytes = nbytes_of(tensors)
-        ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
-        return Work(work, ticket)
+        work = self.begun(self.inner.send, tensors, peer, tag)
+        return self.message(True, work, tensors, peer, tag)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a receive."""
-        work = self.inner.recv(tensors, peer, tag)
-        nbytes = nbytes_of(tensors)
-        ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
-        return Work(work, ticket)
+        work = self.begun(self.inner.recv, tensors, peer, tag)
+        return self.message(False, work, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list, tag: int) -> Any:
         """Wait for the oldest message from any rank, and post its receive."""
@@ -276,14 +330,17 @@ class Group(dist.ProcessGroup):
         parts = [output.chunk(self.size()) for output in outputs]
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
-        work = self.inner.allgather_coalesced(by_member, inputs, *opts)
+        work = self.begun(self.inner.allgather_coalesced, by_member, inputs, *opts)
         steps = direct_steps(self.size())
         return self.timed("all_gather", work, nbytes_of(inputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
-        """Wait for all members."""
+        """Wait for all members; where there are streams, the host waits for them first."""
+        streams.synchronize()
         work = self.inner.barrier(**opts)
-        return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
+        barrier = self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
+        barrier.on_stream = False
+        return barrier
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""
@@ -294,7 +351,7 @@ def add_collective(torch_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
-        work = getattr(self.inner, form.method)(*arguments)
+        work = self.begun(getattr(self.inner, form.method), *arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()

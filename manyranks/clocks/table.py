@@ -73,6 +73,7 @@ class Place(Structure):
         "awaits",  # the key of the entry whose booking lets it go on; 0 for none
         "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
         "from_any",  # 1 if it waits for a message from any rank
+        "stands",  # 1 if its clock stands still while it waits: a stream waits, and no host
         "clock",  # the thread's own time when it was blocked, or when it is to go on
         "number",  # the threads of a rank are numbered in the order of their starts
     )

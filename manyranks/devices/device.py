@@ -13,13 +13,15 @@ class Device:
     None for no limit; or its name in `presets.ACCELERATORS`, such as "H100".
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
-    meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
+    meanwhile, so results equal those of any run, bit for bit. With `streams` the host runs ahead
+    of the device, as with a GPU (docs/VIRTUAL_TIME.md). Raises EmulationError for numbers
     that are unreadable or out of range, and for a name that nobody knows.
     """
 
-    def __init__(self, rate, memory=None):
+    def __init__(self, rate, memory=None, streams=False):
         self.name = None
         self.link = None
+        self.streams = streams
         self.capacity = None  # The bytes of its memory count where sizes alone are kept.
         known = presets.accelerator(rate)
         if known is not None:

@@ -12,6 +12,7 @@ that was moved to "cpu:1" is on emulated device 1, and so are all results that a
 there; a copy from one device to another takes the time of the bus.
 """
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import clocks
+from ..clocks import recording, streams
 from ..errors import EmulationError
-from ..torch_inside import TorchDispatchMode, around, dispatch_modes, tensors_in
+from ..torch_inside import TorchDispatchMode, around, dispatch_modes, is_wrapper, tensors_in
 from . import roofline
 
 # Each of these is called when a copy between devices begins; the copy runs in the block it returns.
@@ -75,7 +77,11 @@ class Emulation:
             raise EmulationError(
                 "this process emulates a device already; leave that emulation first"
             )
+        if self.device.streams and clocks.own() is None:
+            raise EmulationError("a device has streams where time is virtual: in a launch")
         self.stack = ExitStack()
+        if self.device.streams:
+            self.stack.enter_context(streams.installed())
         for owner, name in (
             (torch.nn.Module, "__call__"),
             (torch.autograd, "_engine_run_backward"),
@@ -104,12 +110,16 @@ class Emulation:
         """Perform one operation on emulated device `number`, and let the device's time for it
         pass.
         """
+        if roofline.yields_a_value(operation):
+            streams.wait_for_value()
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
         # Traffic matters where memory has a limit, and where tensors are on several devices.
         traffic_matters = self.device.memory or self.home or operation is TO_COPY
         takes_time = formula or (moves and traffic_matters)
-        if not (self.active and takes_time):
+        # gloo's own threads inherit the mode, but have no clock: what they copy takes no time.
+        of_transport = clocks.virtual() and clocks.own() is None
+        if of_transport or not (self.active and takes_time):
             return operation(*args, **kwargs)
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
@@ -136,6 +146,8 @@ class Emulation:
         if clocks.several_compute():
             clocks.own().take_turn()
         start = max(self.moment(), self.free_at[number])
+        if streams.are_on():
+            start = streams.current().start()
         end = start + round(seconds * 1e12)
         self.free_at[number] = end
         self.busy[number] += seconds
@@ -145,7 +157,11 @@ class Emulation:
             self.operations.append(
                 Operation(name, number, flops, nbytes, bound, start / 1e12, end / 1e12)
             )
-        self.reach(end)
+        if streams.are_on():
+            streams.book(start, end)
+        else:
+            recording.note_operation(number, start, end)
+            self.reach(end)
 
     def moment(self) -> int:
         """Return this thread's time in picoseconds; 0 where no time passes."""
@@ -199,6 +215,8 @@ class OnDevice(TorchDispatchMode):
         self.number = number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # A DTensor's operation comes again, with this rank's own part.
         return self.emulation.perform(self.number, func, args, kwargs or {})
 
 
@@ -228,3 +246,12 @@ def full_speed() -> None:
     """
     if Emulation.current is not None:
         Emulation.current.stop()
+
+
+def work_at_full_speed_in_child() -> None:
+    """A process that this one forks, such as a worker of a DataLoader, is not on the device."""
+    if Emulation.current is not None:
+        Emulation.current.active = False
+
+
+os.register_at_fork(after_in_child=work_at_full_speed_in_child)
