@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -36,6 +36,8 @@ is_wrapper = is_traceable_wrapper_subclass_type
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 # Within this block new tensors have values again.
 no_fake_tensors = unset_fake_temporarily
+# Within this block no mode sees what is done, not even in threads that begin to work then.
+unseen_by_modes = torch._C._DisableTorchDispatch
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = _get_current_dispatch_mode_stack
 # Backward passes have numbers from 0; -1 means no pass.
@@ -97,6 +99,44 @@ def fake_tensors() -> Any:
     take part in operations.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# By this method modules are moved, and converted to other types.
+CONVERSION = (torch.nn.Module, "_apply")
+
+
+def convert_without_values(
+    run: Callable, module: Any, function: Callable, recurse: bool = True
+) -> Any:
+    """Convert a module whose parameters have sizes only by `function`: torch would swap the
+    tensors, which it refuses for those that its own cache refers to.
+    """
+    parameters = list(module.parameters(recurse=False))
+    if not any(isinstance(parameter, FakeTensor) for parameter in parameters):
+        return run(module, function, recurse)
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module.named_parameters(recurse=False):
+        with torch.no_grad():
+            converted = function(parameter)
+        if converted is not parameter:
+            module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = function(buffer)
+    return module
+
+
+def code_of(operation: Any) -> Callable | None:
+    """Return the Python code of an operation of `fully_shard`, which copies between parameters and
+    what is gathered; None for another operation.
+    """
+    if operation.namespace != "fsdp":
+        return None
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    name = operation.overloadpacket.__name__
+    usual = getattr(_fsdp_collectives, name, None)
+    return getattr(_fsdp_collectives, f"{name}_cuda", usual)
 
 
 def group_of_operation(name: Any) -> dist.ProcessGroup:

@@ -45,7 +45,8 @@ class Work(dist.Work):
     def finish(self) -> None:
         """Wait for gloo, once: a second wait for one message would be for the next."""
         if not self.finished:
-            self.work.wait()
+            with torch_inside.unseen_by_modes():
+                self.work.wait()
             self.finished = True
 
     def wait_by_clock(self) -> int:
@@ -279,14 +280,15 @@ class Group(dist.ProcessGroup):
         tensors = torch_inside.tensors_in(*arguments)
         if any(isinstance(tensor, torch_inside.FakeTensor) for tensor in tensors):
             return Done(torch_inside.tensors_in(arguments[0]))
-        return begin(*arguments)
+        with torch_inside.unseen_by_modes():  # What gloo copies is no work of the device.
+            return begin(*arguments)
 
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
         """Join a collective of so many `steps`, each of which takes as long as a message of
         `nbytes`; gloo's `work` has begun.
         """
         table = process.table
-        duration = steps * (table.latency + table.bytes_take(nbytes))
+        duration = steps * table.step_takes(nbytes, self.members)
 
         def join() -> Work:
             call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
@@ -303,7 +305,7 @@ class Group(dist.ProcessGroup):
 
         def post() -> Work:
             name = "send" if sending else "receive"
-            duration = table.latency + table.bytes_take(nbytes)
+            duration = table.step_takes(nbytes, (table.rank, rank))
             call = recording.note_call(name, (table.rank, rank), nbytes, duration)
             ticket = events.post(sending, nbytes, rank, self.number, tag)
             return Work(work, ticket, call)

@@ -25,7 +25,14 @@ import torch
 from .. import clocks
 from ..clocks import recording, streams
 from ..errors import EmulationError
-from ..torch_inside import TorchDispatchMode, around, dispatch_modes, is_wrapper, tensors_in
+from ..torch_inside import (
+    TorchDispatchMode,
+    around,
+    code_of,
+    dispatch_modes,
+    is_wrapper,
+    tensors_in,
+)
 from . import roofline
 
 # Each of these is called when a copy between devices begins; the copy runs in the block it returns.
@@ -217,6 +224,10 @@ class OnDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_wrapper, types)):
             return NotImplemented  # A DTensor's operation comes again, with this rank's own part.
+        code = code_of(func)
+        if code is not None:
+            with self:  # What it calls is performed, operation by operation.
+                return code(*args, **(kwargs or {}))
         return self.emulation.perform(self.number, func, args, kwargs or {})
 
 

@@ -144,9 +144,7 @@ def is_of_whole_numbers(operation: Any, args: tuple, kwargs: dict) -> bool:
 def refusal(name: str, advice: str) -> NoValue:
     """Return the error of a question for a value, with the line that asks, and advice."""
     line = line_of(sys._getframe())
-    return NoValue(
-        f"{line} asks for a value ({name}), and with sizes only there is none; {advice}"
-    )
+    return NoValue(f"{line} asks for a value ({name}), and with sizes only there is none; {advice}")
 
 
 def as_value(answer: float, operation: Any, args: tuple) -> Any:
@@ -172,6 +170,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
                 stack.enter_context(around(owner, name, with_values))
         # What the workers of a DataLoader send has values.
         stack.enter_context(around(reductions, "rebuild_tensor", with_values))
+        stack.enter_context(around(*torch_inside.CONVERSION, torch_inside.convert_without_values))
         stack.enter_context(around(torch.Tensor, "__format__", with_value_of))
         stack.enter_context(around(torch.Tensor, "numpy", mode.numpy))
         stack.enter_context(mode)

@@ -58,7 +58,9 @@ def launch(
             check_arguments(fn, args, kwargs)
         world_size = check_request(world_size, device, timeout, link)
         if answer is not None and not sizes_only:
-            raise ValueError(f"answer is {answer!r}, but there are values: it needs sizes_only=True")
+            raise ValueError(
+                f"answer is {answer!r}, but there are values: it needs sizes_only=True"
+            )
         with pack_call(fn, args, kwargs) as call:
             setting = describe_launch(
                 world_size, device, timeout, link, progress, sizes_only, answer, call

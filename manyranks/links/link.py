@@ -14,12 +14,13 @@ class Link:
     "200Mbit" and "5ms"; or by the name that it has in `presets.LINKS`, such as "NVLink".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
+    `inside` is the bandwidth of each rank's link inside its host, such as "NVLink A100": without it
+    nothing takes time there. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
     or "hosts": real sockets on virtual hosts, in real time. Raises EmulationError for values that
     cannot be read, or are not possible here; the message says which are.
     """
 
-    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
+    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual", inside=None):
         self.bandwidth = presets.bandwidth(bandwidth)
         if self.bandwidth < SLOWEST:
             raise EmulationError(
@@ -32,6 +33,9 @@ class Link:
                 " rank"
             )
         self.hosts = hosts
+        self.inside = None if inside is None else presets.bandwidth(inside)
+        if inside is not None and mode != "virtual":
+            raise EmulationError(f'links inside hosts need virtual time; leave out mode="{mode}"')
         self.mode_class = modes.choose(mode, self.latency)
         self.mode = mode
 
@@ -41,6 +45,8 @@ class Link:
     def __str__(self):
         latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
         hosts = f", {self.hosts} hosts" if self.hosts else ""
+        if self.inside:
+            hosts += f" with {self.inside / 1e6:g} Mbit/s inside"
         return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.mode_class.title}"
 
     def check(self, world_size: int, backend: str = "gloo") -> None:
@@ -63,7 +69,8 @@ class Link:
         """
         count = self.hosts or world_size
         host_of_rank = [rank * count // world_size for rank in range(world_size)]
-        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency)
+        inside = {"inside": self.inside} if self.inside else {}
+        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency, **inside)
 
     def describe(self) -> dict:
         """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
@@ -74,4 +81,5 @@ class Link:
             "bandwidth_bits_s": self.bandwidth,
             "latency_s": self.latency,
             "hosts": self.hosts,
+            "inside_bits_s": self.inside,
         }

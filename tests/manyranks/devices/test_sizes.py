@@ -125,9 +125,11 @@ def large_tensors(count):
 
 def test_memory_is_that_of_live_storage_and_may_run_out():
     assert launch(large_tensors, 3, world_size=1, sizes_only=True) == [3_000_000_000]
-    with pytest.raises(RankError, match=r"out of memory at test_sizes.py line .*16 of 16 GB") as caught:
+    with pytest.raises(RankError) as caught:
         launch(large_tensors, 17, world_size=1, sizes_only=True, device=Device("laptop"))
     assert caught.value.type_name == "OutOfMemory"
+    assert "out of memory at test_sizes.py line" in caught.value.message
+    assert caught.value.message.endswith("17 of 16 GB")
 
 
 def test_what_cannot_be_is_refused():
