@@ -114,8 +114,9 @@ def convert_without_values(
     parameters = list(module.parameters(recurse=False))
     if not any(isinstance(parameter, FakeTensor) for parameter in parameters):
         return run(module, function, recurse)
-    for child in module.children() if recurse else ():
-        child._apply(function)
+    if recurse:
+        for child in module.children():
+            child._apply(function)
     for name, parameter in module.named_parameters(recurse=False):
         with torch.no_grad():
             converted = function(parameter)

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from ..clocks.stalls import line_of
-from ..errors import ManyranksError
+from ..errors import OutOfMemoryError
 from ..torch_inside import around, tensors_in
 
 BLOCK = 512  # CUDA's caching allocator hands out multiples of so many bytes.
-
-
-class OutOfMemory(ManyranksError, torch.OutOfMemoryError):
-    """A rank's tensors need more than its device has, as they would on a GPU."""
 
 
 class Memory:
@@ -37,7 +33,7 @@ class Memory:
         self.references: dict[int, weakref.ref] = {}
 
     def note(self, *operands: Any) -> None:
-        """Count the storages of tensors that are not counted yet; raises OutOfMemory."""
+        """Count the storages of tensors that are not counted yet; raises OutOfMemoryError."""
         for tensor in tensors_in(*operands):
             storage = tensor.untyped_storage()
             if id(storage) not in self.sizes:
@@ -54,7 +50,7 @@ class Memory:
         return freed
 
     def count(self, key: int, nbytes: int) -> None:
-        """Note how many bytes a storage takes from now on; raises OutOfMemory."""
+        """Note how many bytes a storage takes from now on; raises OutOfMemoryError."""
         whole = -(-nbytes // BLOCK) * BLOCK
         self.live += whole - self.sizes.get(key, 0)
         self.sizes[key] = whole
@@ -63,7 +59,7 @@ class Memory:
             self.live -= whole
             self.sizes[key] = 0
             gigabytes = f"{needed / 1e9:.4g} of {self.capacity / 1e9:.4g} GB"
-            raise OutOfMemory(f"out of memory at {line_of(sys._getframe())}: {gigabytes}")
+            raise OutOfMemoryError(f"out of memory at {line_of(sys._getframe())}: {gigabytes}")
         self.peak = max(self.peak, self.live)
 
     def resize(self, run: Callable, storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 
 from .. import torch_inside
 from ..clocks.stalls import line_of
-from ..errors import ManyranksError
+from ..errors import NoValueError
 from ..torch_inside import TorchDispatchMode, around, is_wrapper, replaced
 from .memory import Memory
 
@@ -46,10 +46,6 @@ FIXED_SIZE = (
     "the size of its result follows from values: write it with a fixed size, as in"
     " `torch.where(mask, x, 0)` for `x[mask]`"
 )
-
-
-class NoValue(ManyranksError, RuntimeError):
-    """A program asks for a value, and its tensors have sizes only."""
 
 
 class Counted(TorchDispatchMode):
@@ -85,7 +81,7 @@ class SizesOnly(Counted):
         self.works = WeakKeyDictionary()  # of collectives that nobody has waited for, by storage
 
     def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
-        """Return the operation's result, or the answer to a question. Raises NoValue."""
+        """Return the operation's result, or the answer to a question. Raises NoValueError."""
         if not self.active or is_of_whole_numbers(operation, args, kwargs):
             with torch_inside.no_fake_tensors():
                 return operation(*args, **kwargs)
@@ -98,7 +94,7 @@ class SizesOnly(Counted):
         return result
 
     def value(self, operation: Any, args: tuple) -> Any:
-        """Return the answer to a question; raises NoValue, with what to do, if there is none."""
+        """Return the answer to a question; raises NoValueError, with advice, if there is none."""
         name = operation.overloadpacket.__name__.strip("_")
         if torch.Tag.data_dependent_output not in operation.tags:
             raise refusal(name, FIXED_SIZE)
@@ -108,7 +104,7 @@ class SizesOnly(Counted):
 
     @staticmethod
     def numpy(run: Callable, tensor: torch.Tensor, **options: Any) -> Any:
-        """Return a tensor's NumPy array; raises NoValue for one without values."""
+        """Return a tensor's NumPy array; raises NoValueError for one without values."""
         if isinstance(tensor, torch_inside.FakeTensor):
             raise refusal("numpy", ASK_ELSEWHERE)
         return run(tensor, **options)
@@ -141,10 +137,12 @@ def is_of_whole_numbers(operation: Any, args: tuple, kwargs: dict) -> bool:
     return dtype in WHOLE
 
 
-def refusal(name: str, advice: str) -> NoValue:
+def refusal(name: str, advice: str) -> NoValueError:
     """Return the error of a question for a value, with the line that asks, and advice."""
     line = line_of(sys._getframe())
-    return NoValue(f"{line} asks for a value ({name}), and with sizes only there is none; {advice}")
+    return NoValueError(
+        f"{line} asks for a value ({name}), and with sizes only there is none; {advice}"
+    )
 
 
 def as_value(answer: float, operation: Any, args: tuple) -> Any:

@@ -89,9 +89,8 @@ def describe_launch(
         progress=progress,
         sizes_only=sizes_only,
         answer=answer,
-        computes=bool(
-            emulated or progress or sizes_only
-        ),  # both are asked for where something is trained
+        # These are asked for where something is trained.
+        computes=bool(emulated or progress or sizes_only),
     )
 
 

@@ -73,13 +73,15 @@ class Link:
         self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency, **inside)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
+        """Return what JSON can hold: mode, bandwidths (bits per second), latency (seconds) and
         hosts.
         """
-        return {
+        described = {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
             "latency_s": self.latency,
             "hosts": self.hosts,
-            "inside_bits_s": self.inside,
         }
+        if self.inside:
+            described["inside_bits_s"] = self.inside
+        return described

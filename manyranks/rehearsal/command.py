@@ -17,7 +17,9 @@ from .rehearse import Request, orders_of, rehearse
 from .report import Report
 from .trace import trace
 
-FAILED, IMPOSSIBLE, DIFFERENT = 1, 2, 3
+FAILED = 1
+IMPOSSIBLE = 2
+DIFFERENT = 3
 KEPT = ("step_s", "collectives", "bytes", "hidden", "peak_bytes")  # --expect compares these.
 
 

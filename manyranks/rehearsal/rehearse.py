@@ -47,7 +47,9 @@ class Request:
         if self.between is not None and not self.hosts:
             raise EmulationError("--between joins hosts: say how many, as in --hosts 2")
         name = self.device.name
-        inside = None if self.link is None else f"{presets.bandwidth(self.link, name)}bit"
+        inside = None
+        if self.link is not None:
+            inside = f"{presets.bandwidth(self.link, name)}bit"
         self.emulated = None
         if self.between is not None:
             self.emulated = Link(self.between, self.latency, self.hosts, inside=inside)
@@ -66,7 +68,7 @@ class Request:
             "hosts": self.hosts or 1,
             "device": self.device.describe(),
             "streams": self.device.streams,
-            "link": self.emulated.describe() if self.emulated else None,
+            "link": self.emulated and self.emulated.describe(),
             "sizes_only": self.sizes_only,
             "answer": self.answer,
         }
@@ -88,7 +90,7 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
         sizes_only=request.sizes_only,
         answer=request.answer,
         timeout=request.timeout,
-        progress=("rehearsal", True) if request.progress else False,
+        progress=request.progress and ("rehearsal", True),
     )
     return Report(path, request.describe(), told)
 

@@ -56,7 +56,8 @@ class Report:
         self.request = request
         self.told = told
         self.peaks = [each.peak for each in told]
-        self.steps = [self.parts(number) for number in range(min(len(t.steps) for t in told))]
+        fewest = min(len(each.steps) for each in told)
+        self.steps = [self.parts(number) for number in range(fewest)]
         self.last = max(self.steps[-1], key=lambda step: step.seconds) if self.steps else None
         self.sites = self.sites_of(self.last) if self.last else []
 
@@ -106,12 +107,13 @@ class Report:
         if self.last is None:
             return {"steps": 0}
         sent = self.last.hidden + self.last.exposed
+        hidden = self.last.hidden / sent if sent else 1.0
         return {
             "steps": len(self.steps),
             "step_s": self.last.seconds,
             "computing_s": self.last.computing,
             "communication_s": sent,
-            "hidden": self.last.hidden / sent if sent else 1.0,
+            "hidden": hidden,
             "collectives": sum(site.times for site in self.sites),
             "bytes": round(sum(site.nbytes for site in self.sites)),
             "peak_bytes": max(self.peaks),
@@ -123,7 +125,7 @@ class Report:
             "script": self.path,
             "request": self.request,
             "summary": self.summary(),
-            "steps": [[asdict(step) for step in ranks] for ranks in self.steps],
+            "steps": [list(map(asdict, ranks)) for ranks in self.steps],
             "sites": [asdict(site) for site in self.sites],
             "peak_bytes": self.peaks,
             "mistakes": list(self.mistakes()),

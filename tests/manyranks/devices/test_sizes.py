@@ -90,7 +90,7 @@ def asks(question):
 def test_a_question_for_a_value_is_refused_with_its_line_and_advice(question):
     with pytest.raises(RankError) as caught:
         launch(asks, question, world_size=1, sizes_only=True)
-    assert caught.value.type_name == "NoValue"
+    assert caught.value.type_name == "NoValueError"
     assert "test_sizes.py line" in caught.value.message
     advice = "torch.where(mask, x, 0)" if question == "mask" else "--answer 0"
     assert advice in caught.value.message
@@ -127,7 +127,7 @@ def test_memory_is_that_of_live_storage_and_may_run_out():
     assert launch(large_tensors, 3, world_size=1, sizes_only=True) == [3_000_000_000]
     with pytest.raises(RankError) as caught:
         launch(large_tensors, 17, world_size=1, sizes_only=True, device=Device("laptop"))
-    assert caught.value.type_name == "OutOfMemory"
+    assert caught.value.type_name == "OutOfMemoryError"
     assert "out of memory at test_sizes.py line" in caught.value.message
     assert caught.value.message.endswith("17 of 16 GB")
 

@@ -12,8 +12,12 @@ from manyranks.clocks import streams
 from manyranks.errors import EmulationError
 
 FLOPS = 100e9
-WIDTH, HEADS, LAYERS, VOCABULARY = 128, 4, 4, 512
-BATCH, SEQ = 2, 64
+WIDTH = 128
+HEADS = 4
+LAYERS = 4
+VOCABULARY = 512
+BATCH = 2
+SEQ = 64
 
 
 def sharded_steps(steps, has_values, reshard=True):

@@ -33,7 +33,8 @@ for epoch in range(args.epochs):
     for number, (inputs, targets) in enumerate(loader, 1):
         inputs, targets = inputs.cuda(non_blocking=True), targets.to(device)
         last = number % args.accumulate == 0
-        with nullcontext() if last else model.no_sync():
+        averaging = nullcontext() if last else model.no_sync()
+        with averaging:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()
