@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from .. import torch_inside
+from ..clocks import stalls
 from ..clocks.stalls import line_of
 from ..errors import NoValueError
 from ..torch_inside import TorchDispatchMode, around, is_wrapper, replaced
@@ -162,6 +163,8 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
     mode = SizesOnly(memory, answer)
     with ExitStack() as stack:
         stack.enter_context(memory.counting())
+        # A rank may be busy for long, and virtual time stands still meanwhile.
+        stack.enter_context(replaced(stalls, "PATIENCE_S", 60.0))
         stack.enter_context(torch_inside.fake_tensors())
         for name in OBJECTS:
             for owner in (dist, dist.distributed_c10d):
