@@ -214,7 +214,7 @@ every operation exactly the roofline's time. A real one stays below.
 """
 
 # %% roofline
-device = Device.like("A100")
+device = Device("A100")
 with device.emulate(record=True, sleep=False) as emulation:
     stage1_single.train(text.model(), text.batches(32, 1), lr=0.1)
 with device.emulate(record=True, sleep=False) as product:
