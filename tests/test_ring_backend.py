@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ddp_course import Link, launch, ring_backend, stage4_ring, wire
+from manyranks import RankError
 
 STEPS = 3
 
@@ -129,7 +130,7 @@ def asked_for_a_maximum():
 
 
 def test_what_a_ring_of_sums_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"adds up, not"):
+    with pytest.raises(RankError, match=r"adds up, not"):
         launch(asked_for_a_maximum, world_size=2)
 
 
