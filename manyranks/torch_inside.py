@@ -131,5 +131,5 @@ def wait_for_futures_with(wait: Callable, collect_all: Callable) -> None:
     by `collect_all(futures)`.
     """
     run = torch.futures.Future.wait
-    torch.futures.Future.wait = lambda future: wait(run, future)  # type: ignore[method-assign]
+    setattr(torch.futures.Future, "wait", lambda future: wait(run, future))  # noqa: B010 (as above)
     torch._C._collect_all = collect_all

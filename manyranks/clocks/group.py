@@ -109,10 +109,11 @@ class Future(torch.futures.Future):
     virtual time.
     """
 
+    has_thread = False  # One looks after the callbacks.
+
     def __init__(self, work: Work):
         super().__init__()
         self.work = work
-        self.has_thread = False  # One looks after the callbacks.
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
@@ -164,10 +165,11 @@ class Future(torch.futures.Future):
 class Following(Future):
     """The future of a callback, which runs when the future `before` is complete."""
 
+    has_thread = True  # that of the future before
+
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
-        self.has_thread = True  # that of the future before
 
     def complete(self) -> None:
         """Wait for what the callback waits for; then it runs."""
@@ -178,7 +180,7 @@ class All(Future):
     """The future that is complete once all of some futures are."""
 
     def __init__(self, futures: list):
-        super().__init__(None)
+        torch.futures.Future.__init__(self)
         self.futures = futures
 
     def complete(self) -> None:
@@ -259,7 +261,9 @@ class FromAny:
 
     @classmethod
     def make_room(cls, group: int, tag: int) -> None:
-        """A receive from a named rank will be posted: begin those from any rank that come first."""
+        """A receive from a named rank will be posted: begin those from any rank that come first.
+        Raises RuntimeError if one of them has no message yet.
+        """
         if not cls.unmatched:
             return
         clock: Any = own()

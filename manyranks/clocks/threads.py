@@ -287,8 +287,8 @@ def only_its_own_pipe(selector: Any) -> bool:
 
 
 def refuse(run: Callable, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the start of a pool of processes: its threads wait for processes, which have no clock,
-    and for each other.
+    """Around the start of a pool of processes, whose threads wait for processes, which have no
+    clock, and for each other. Raises RuntimeError in a thread with a clock.
     """
     if own() is not None:
         pool._state = None  # Python asks for it when it drops the pool.
