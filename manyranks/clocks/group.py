@@ -328,9 +328,8 @@ def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
     if not isinstance(tensors, torch.Tensor):
         return sum(map(nbytes_of, tensors))
-    if tensors.is_sparse:
-        return nbytes_of([tensors._indices(), tensors._values()])
-    return tensors.numel() * tensors.element_size()
+    parts = torch_inside.parts_of([tensors])
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 class Group(dist.ProcessGroup):

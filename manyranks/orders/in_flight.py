@@ -41,6 +41,7 @@ from ..torch_inside import (
     TorchDispatchMode,
     around,
     is_wrapper,
+    parts_of,
     tensors_in,
     tree_map_only,
     without_modes,
@@ -364,17 +365,6 @@ def home_of(tensor: torch.Tensor) -> torch.Tensor:
     program does with its own. Of a sparse one, whole parts are replaced.
     """
     return tensor if tensor.is_sparse else tensor.detach()
-
-
-def parts_of(tensors: list) -> list[torch.Tensor]:
-    """Return the tensors that hold the elements of tensors: a sparse one has two."""
-    parts: list = []
-    for tensor in tensors:
-        if tensor.is_sparse:
-            parts += [tensor._indices(), tensor._values()]
-        else:
-            parts.append(tensor)
-    return parts
 
 
 def is_own_part(receives: range, sends: range, rank: int, place: int) -> bool:
