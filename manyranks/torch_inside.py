@@ -76,6 +76,17 @@ def tensors_in(*operands: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def parts_of(tensors: list) -> list[torch.Tensor]:
+    """Return the tensors that hold the elements of tensors: a sparse one has two."""
+    parts: list = []
+    for tensor in tensors:
+        if tensor.is_sparse:
+            parts += [tensor._indices(), tensor._values()]
+        else:
+            parts.append(tensor)
+    return parts
+
+
 @contextmanager
 def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
     """Within this block `owner.name(…)` is `hook(run, …)`, where `run` is the original function.

@@ -108,10 +108,11 @@ class Work(torch_inside.WorkOfGloo):
 class Future(torch.futures.Future):
     """The future of a `Work`, or one that follows from it: its `wait` takes virtual time."""
 
+    has_thread = False  # One looks after the callbacks.
+
     def __init__(self, work: Work | None):
         super().__init__()
         self.work = work
-        self.has_thread = False  # One looks after the callbacks.
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
@@ -165,10 +166,11 @@ class Future(torch.futures.Future):
 class Following(Future):
     """The future of a callback, which runs when the future `before` is complete."""
 
+    has_thread = True  # that of the future before
+
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
-        self.has_thread = True  # that of the future before
 
     def complete(self) -> None:
         """Wait for what the callback waits for; then it runs."""
@@ -179,7 +181,7 @@ class All(Future):
     """The future that is complete once all of some futures are."""
 
     def __init__(self, futures: list):
-        super().__init__(None)
+        torch.futures.Future.__init__(self)
         self.futures = futures
 
     def complete(self) -> None:
@@ -262,7 +264,10 @@ class FromAny:
 
     @classmethod
     def make_room(cls, group: int, tag: int) -> None:
-        """A receive from a named rank will be posted: begin those from any rank that come first."""
+        """A receive from a named rank will be posted: begin those from any rank that come first.
+
+        Raises RuntimeError if one of them has no message yet.
+        """
         if not cls.unmatched:
             return
         clock: Any = own()
@@ -324,9 +329,8 @@ def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
     if not isinstance(tensors, torch.Tensor):
         return sum(map(nbytes_of, tensors))
-    if tensors.is_sparse:
-        return nbytes_of([tensors._indices(), tensors._values()])
-    return tensors.numel() * tensors.element_size()
+    parts = torch_inside.parts_of([tensors])
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 class Done:
