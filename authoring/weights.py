@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air for mended faults.
     "manyranks": 41_000,
-    "ddp_course": 44_000,  # 600 of it let torch train over a ring of one's own; 2,700 guard models that change after they were wrapped or split.
+    "ddp_course": 44_000,  # 2,700 guard models that change later, 600 are torch over an own ring.
     "ddp_course/lab": 28_000,  # 900 of it compare a learner's own training with the stages.
     "ddp_exercises": 28_500,  # 4,500 of it find odd answers, ask about them and show a class.
     "ddp_predictions": 11_000,
