@@ -31,6 +31,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(3)
+
 # %% [markdown]
 r"""
 ## Ranks and messages

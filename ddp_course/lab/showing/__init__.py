@@ -16,6 +16,7 @@ _HOMES = {
     "sketches": "sketches",
     "widgets": "widgets",
     "predict": "widgets",
+    "questions": "opening",
     "command": "shell",
     "progress": "shell",
     "trace": "trace_plot",
