@@ -22,6 +22,9 @@ from ddp_course import Device, problems, stage1_single
 from ddp_course.lab import on_your_gpus, show, timeline
 from ddp_exercises import check, task
 
+# %% opening-questions
+show.questions(1)
+
 # %% [markdown]
 r"""
 ## The loop

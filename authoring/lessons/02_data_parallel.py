@@ -32,6 +32,9 @@ from ddp_exercises import task
 
 K = 4  # how many devices; 2 works as well
 
+# %% opening-questions
+show.questions(2)
+
 # %% [markdown]
 r"""
 ## Why averaging is right

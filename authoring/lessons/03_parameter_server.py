@@ -31,6 +31,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(3)
+
 # %% [markdown]
 r"""
 ## Ranks and messages
@@ -210,6 +213,27 @@ for rank in range(K):
 dealt = torch.cat([problems.shard(12, rank, K) for rank in range(K)])
 assert sorted(dealt.tolist()) == list(range(12))
 print("every sample once, no overlap")
+
+# %% [markdown]
+r"""
+Some texts say that each device gets "a different randomly generated batch". A rank could indeed draw its share at random, without
+asking the others. Every sample is then as likely as any other, so the average is still a fair estimate of the gradient. But
+what does an epoch see? Of 1,200 samples each of K ranks draws a K-th for itself:
+"""
+
+# %% random-batches folded=true
+# NBVAL_CHECK_OUTPUT
+generator = torch.Generator().manual_seed(0)
+drawn = [torch.randperm(1200, generator=generator)[: 1200 // K] for rank in range(K)]
+missed = 1 - len(torch.cat(drawn).unique()) / 1200
+assert abs(missed - (1 - 1 / K) ** K) < 0.03, missed
+print("drawn by each rank for itself, (1 - 1/K) to the power of K of all samples are seen by nobody (counted)")
+
+# %% [markdown]
+r"""
+With four ranks this is nearly a third of the data in each epoch, and other samples count twice or more. A sampler that deals out
+shows every sample exactly once. The shares are different, but nothing generates them: they are parts of one shuffled epoch.
+"""
 
 # %% [markdown]
 r"""

@@ -31,6 +31,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(4)
+
 # %% [markdown]
 r"""
 ![Four ranks on a circle, an arrow from each to the next: four links, all busy at the same time](../docs/figures/ring.svg)

@@ -28,6 +28,9 @@ from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(5)
+
 # %% [markdown]
 r"""
 ## In which order do gradients appear?

@@ -36,6 +36,9 @@ from manyranks.errors import LaunchError, RankError
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(6)
+
 # %% [markdown]
 r"""
 ## The same loop, three classes

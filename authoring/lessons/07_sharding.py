@@ -34,6 +34,9 @@ from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(7)
+
 # %% [markdown]
 r"""
 ## Count the memory

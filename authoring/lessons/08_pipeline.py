@@ -30,6 +30,9 @@ from ddp_exercises import task
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
 
+# %% opening-questions
+show.questions(8)
+
 # %% [markdown]
 r"""
 ## Cut the model

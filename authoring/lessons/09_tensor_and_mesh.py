@@ -31,6 +31,9 @@ from manyranks import presets
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
 
+# %% opening-questions
+show.questions(9)
+
 # %% [markdown]
 r"""
 ## What memory is made of

@@ -29,6 +29,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(14)
+
 # %% [markdown]
 r"""
 ## Three ways out

@@ -175,6 +175,8 @@ def markdown_of(output, page: Page, predictions: list, language: str | None) -> 
         return ""
     if "explorer" in ours:
         return explorer(output, page)
+    if "questions" in ours:
+        return "".join(map(opening_question, ours["questions"]))
     if "right" in ours:
         return reveal(ours, len(predictions) - 1, text)
     if WIDGET in data and "( )" in text:
@@ -223,6 +225,17 @@ def prediction(text: str, number: int) -> str:
         radio = f'<input type="radio" name="prediction-{number}" value="{place}">'
         inside += f"<label>{radio} {words}</label>"
     return f'<fieldset class="prediction" data-number="{number}">{inside}</fieldset>'
+
+
+def opening_question(question: dict) -> str:
+    """A question about an earlier lesson; its answers and their reasons are behind a click."""
+    items = ""
+    for answer, reason in question["answers"].items():
+        verdict = "right" if answer == question["right"] else "no"
+        items += f"<li>{html.escape(answer)}: {verdict}. {html.escape(reason)}</li>"
+    choices = html.escape("; ".join(question["answers"]))
+    words = f"<b>{html.escape(question['ask'])}</b> {choices}"
+    return f"<details><summary>{words}</summary><ul>{items}</ul></details>"
 
 
 def reveal(ours: dict, number: int, line: str) -> str:

@@ -30,8 +30,8 @@ def progress_in(copy: Path) -> dict[str, Any]:
     """What is kept in a copy.
 
     It is {"tasks": {task: solved}, "guesses": {question: right}, "misconceptions": {task: a known
-    wrong answer that was given}, "visited": seconds since 1970};
-    keys of which nothing is known are missing.
+    wrong answer that was given}, "questions": {"NN name": right in the opening of lesson NN},
+    "visited": seconds since 1970}; keys of which nothing is known are missing.
     """
     try:
         return json.loads((copy / PROGRESS).read_text(encoding="utf-8"))

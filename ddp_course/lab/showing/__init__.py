@@ -17,6 +17,7 @@ _HOMES = {
     "widgets": "widgets",
     "predict": "widgets",
     "first_ring": "first_task",
+    "questions": "opening",
     "command": "shell",
     "progress": "shell",
     "trace": "trace_plot",
