@@ -144,20 +144,12 @@ class Reader:
         return bits
 
 
-def read_run(row: Row) -> tuple[Run, list[str]]:
-    """(The run of a row, what is assumed, in words).
+def read_gpu(reader: Reader) -> tuple[str, presets.Accelerator]:
+    """(The GPU's name, what is known of it).
 
-    Raises ValueError, which names the field, for one that cannot be, such as a GPU that is not
-    known.
+    Raises UnknownAccelerator for one of which too little is known.
     """
-    reader = Reader(row)
-    fields = reader.fields
-    if "# GPUs" in row:  # Only gpt_step_ms_a100_3d.csv has this title.
-        for column, value in GPT_TABLE.items():
-            if column not in fields:
-                fields[column] = reader.assume(column, value)
-    shape = read_shape(reader)
-    gpu = str(fields.get("gpu"))
+    gpu = str(reader.fields.get("gpu"))
     gpu = presets.ALIASES.get(gpu, gpu)
     known = presets.ACCELERATORS.get(gpu)
     if known is None or not known.cycles:  # Without its cycles attention is not foretold.
@@ -166,6 +158,22 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
             f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
             f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
         )
+    return gpu, known
+
+
+def read_run(row: Row) -> tuple[Run, list[str]]:
+    """(The run of a row, what is assumed, in words).
+
+    Raises ValueError, which names the field, for one that cannot be.
+    """
+    reader = Reader(row)
+    fields = reader.fields
+    if "# GPUs" in row:  # Only gpt_step_ms_a100_3d.csv has this title.
+        for column, value in GPT_TABLE.items():
+            if column not in fields:
+                fields[column] = reader.assume(column, value)
+    shape = read_shape(reader)
+    gpu, known = read_gpu(reader)
     way = reader.text("way", "fsdp")
     fields["way"] = WAY_NAMES.get(way.lower(), way)
     pure = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed") == "bf16 pure"

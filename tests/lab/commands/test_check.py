@@ -42,11 +42,11 @@ def test_checks_and_guesses_count_and_the_next_task_is_named(copy, capsys):
         guess.reveal("2", answer)
     capsys.readouterr()
     lines = lines_of(capsys)
-    assert lines[5].split() == ["4", "1", "of", "13", "4.2"]
+    assert lines[5].split() == ["4", "1", "of", "15", "4.2"]
     assert lines[-1].startswith("right in 1 of 2 guesses; last visit: ")
     with pytest.raises(Exception, match=r"Exercise 4\.1"):  # What was right may become wrong again.
         check("4.1", lambda rank, step, world_size: rank)
-    assert lines_of(capsys)[5].split() == ["4", "0", "of", "13", "4.1"]
+    assert lines_of(capsys)[5].split() == ["4", "0", "of", "15", "4.1"]
 
 
 def test_an_unsolved_task_is_not_wrong(copy, capsys):
@@ -68,7 +68,7 @@ def test_the_page_has_points_and_own_figures_and_loads_nothing(copy, capsys):
     nbformat.write(nbformat.v4.new_notebook(), copy / "notebooks" / "05_bucketed_ddp.ipynb")
     lines_of(capsys, "--html", str(copy / "mine.html"))
     page = (copy / "mine.html").read_text()
-    assert "<td>1 of 13</td>" in page and page.count("data:image/png;base64,aW1hZ2U=") == 1
+    assert "<td>1 of 15</td>" in page and page.count("data:image/png;base64,aW1hZ2U=") == 1
     assert "http" not in page and "<script" not in page
     assert "prefers-color-scheme: dark" in page
 
