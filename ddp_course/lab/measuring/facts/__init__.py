@@ -1,9 +1,7 @@
-"""Measurements for figures and to hold the simulator against.
+"""Published measurements, which figures show and against which the simulator is held.
 
-They were published by others, but for `elastic_job`.
-
-Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
-predictions of it assume.
+Others published them; `elastic_job` alone was measured here. Each table is a CSV file in this
+folder; `sources.csv` says where it comes from, and what predictions of it assume.
 """
 
 import csv
