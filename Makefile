@@ -8,7 +8,7 @@ PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-c
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick test-library lab versions gpu gpu-rehearsal bench notebooks site lint clean
+.PHONY: help setup tools compare test test-lessons test-rest test-all test-quick test-library lab versions gpu gpu-rehearsal bench notebooks publish site lint clean
 
 help:  # this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -112,6 +112,9 @@ notebooks: tools  ## build and run the notebooks from authoring/lessons
 
 site: tools  # the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
+
+publish: tools  # where the course is published, for badges and links: make publish URL=https://github.com/owner/name
+	$(BIN)/python authoring/build.py --publish "$(URL)"
 
 versions: tools  ## try torch in fresh environments, for docs/VERSIONS.md: make versions ARGS="2.14.1 2.15.0"
 	$(BIN)/python authoring/versions.py $(ARGS)

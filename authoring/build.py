@@ -1,26 +1,27 @@
 """Build what is made from sources: `python authoring/build.py [--check] [--execute] [--only 04]`.
 
+`--publish https://github.com/owner/name` first says where the course is published (elsewhere.py).
+
     authoring/lessons/NN_topic.py            ->  notebooks/NN_topic.ipynb
     authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and
                                                  solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
+    authoring/published.txt                  ->  where README.md begins, badges of notebooks
     authoring/drawings.py                    ->  docs/figures/iteration_NN.svg
-    figures stored in notebooks/             ->  docs/figures/lesson_NN_*.png, for README.md
     authoring/clinic/*.py                    ->  exercises/clinic/patient_NN.py
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
 else after its first words, and its id is made of the name, so that a rebuild is the same to the
 byte. Outputs of cells whose source did not change are kept. In exercises nbgrader's markers count:
 what stands between `### BEGIN SOLUTION` and `### END SOLUTION` becomes a NotImplementedError, what
-stands between the HIDDEN TESTS markers goes. Lessons and exercises, never solutions, get badges and
-a cell that installs the course on Colab (elsewhere.py). With `folded=true` a cell's code is behind
-a click. A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its
-check.
+stands between the HIDDEN TESTS markers goes. Lessons and exercises, never solutions, get links to
+each other, and once the course is published badges and a cell that installs it on Colab. With
+`folded=true` a cell's code is behind a click. A cell `answer-4-2` is the learner's answer to task
+4.2; `check-4-2` with `points=2` is its check.
 """
 
 import argparse
-import base64
 import hashlib
 import json
 import os
@@ -54,7 +55,6 @@ MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
 NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b", re.IGNORECASE)
 TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
 TASK_TITLE = re.compile(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", re.MULTILINE)
-README_FIGURES = (("04", "half-way"), ("07", "prefetch"), ("08", "four"))  # (lesson, cell)
 PATIENT = re.compile(r"^# %% (\d+) (.+)$", re.MULTILINE)
 HEALTHY = "Healthy: it trains for three epochs."
 WIDGET_ID = re.compile(r"[0-9a-f]{32}")
@@ -82,9 +82,12 @@ def main(arguments=None):
         action="append",
         help="only lessons whose name starts so; repeatable",
     )
+    parser.add_argument("--publish", metavar="URL", help="where the course is published")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
+        if args.publish is not None:
+            elsewhere.publish(args.publish, args.root)
         built = build_all(args.root, args.only)
         if args.check:
             return report_differences(args.root, built, complete=not args.only)
@@ -93,7 +96,7 @@ def main(arguments=None):
             keep_outputs(notebook, path)
             write(notebook, path)
         return execute_all(args.root, built) if args.execute else 0
-    except SourceError as error:
+    except ValueError as error:  # Among them are SourceErrors.
         print(f"build.py: {error}", file=sys.stderr)
         return 2
 
@@ -106,8 +109,6 @@ def write_documents(root):
     if (root / "docs" / "figures").exists():
         for path, drawing in pictures(root).items():
             path.write_text(drawing, encoding="utf-8")
-        for path, png in stored_figures(root).items():
-            path.write_bytes(png)
     for path, script in patients(root).items():
         path.write_text(script, encoding="utf-8")
 
@@ -339,11 +340,16 @@ def without_outputs(path):
 
 
 def readme(root):
-    """The text of README.md with the caption of its figure and the table of `ladder.py`, each
-    between its two marks.
+    """The text of README.md with where its commands are typed, the caption of its figure, and the
+    table of `ladder.py`, each between its two marks.
     """
     text = (root / "README.md").read_text()
-    for mark, part in {"caption": caption(root), "ladder": ladder_table()}.items():
+    parts = {
+        "caption": caption(root),
+        "where": elsewhere.first_words(),
+        "ladder": ladder_table(),
+    }
+    for mark, part in parts.items():
         before, _, after = text.split(f"<!-- {mark} -->")
         text = f"{before}<!-- {mark} -->\n\n{part}\n\n<!-- {mark} -->{after}"
     return text
@@ -379,20 +385,6 @@ def pictures(root):
     """{path: text} of the drawings of an iteration."""
     folder = root / "docs" / "figures"
     return {folder / name: drawing for name, drawing in drawings.iterations().items()}
-
-
-def stored_figures(root):
-    """{path: PNG} of the README's figures, as they are stored in lessons."""
-    figures = {}
-    for number, name in README_FIGURES:
-        [path] = (root / "notebooks").glob(f"{number}_*.ipynb")
-        cells = {cell.id: cell for cell in nbformat.read(path, as_version=4).cells}
-        for output in cells[name].outputs:
-            png = output.get("data", {}).get("image/png")
-            if png:
-                figure = root / "docs" / "figures" / f"lesson_{number}_{name}.png"
-                figures[figure] = base64.b64decode(png)
-    return figures
 
 
 def caption(root):

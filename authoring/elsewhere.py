@@ -1,8 +1,9 @@
 """Badges that open a notebook on somebody else's machine, and the cell that installs the course
 there.
 
-The repository's address is in pyproject.toml, under [project.urls], and nowhere else. Where it is
-not set, no notebook has a badge, and the cell installs from a wheel beside it or from PyPI.
+published.txt says at which address the course is published, or "nowhere": then no notebook has a
+badge or the cell. `make publish URL=https://github.com/owner/name` writes the address there and
+into all that repeats it; `make publish URL=nowhere` takes it out again.
 """
 
 import re
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
-ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED = Path(__file__).with_name("published.txt")
+ADDRESS = re.compile(r"https://github\.com/[\w.-]+/[\w.-]*[\w-]")
 # These are the ids of the two cells.
 BADGES = "open-elsewhere"
 INSTALL = "install-elsewhere"
@@ -34,12 +36,43 @@ if hosted and not importlib.util.find_spec("ddp_course"):
 
 def repository() -> str:
     """The address of the course's repository on GitHub, such as https://github.com/owner/name; ""
-    where it has none.
+    while it is published nowhere.
     """
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    pattern = r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$'
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1] if found else ""
+    address = PUBLISHED.read_text(encoding="utf-8").strip()
+    return "" if address == "nowhere" else address
+
+
+def publish(address: str, root: Path) -> None:
+    """Write the address, or "nowhere", into published.txt, and into pyproject.toml and CITATION.cff
+    of `root`. Raises ValueError for an address of another form.
+    """
+    if address != "nowhere" and not ADDRESS.fullmatch(address):
+        raise ValueError(
+            f"{address!r} is no address of the form https://github.com/owner/name: badges and links"
+            ' are made of its two names. Without an address give "nowhere"'
+        )
+    PUBLISHED.write_text(f"{address}\n", encoding="utf-8")
+    project = f'[project.urls]\nRepository = "{address}"\n\n'
+    citation = f"repository-code: {address}\n"
+    # Each line stands before the one that is named here, where there is an address.
+    for name, line, below in (
+        ("pyproject.toml", project, "[project.scripts]\n"),
+        ("CITATION.cff", citation, "abstract: "),
+    ):
+        text = (root / name).read_text(encoding="utf-8")
+        old = re.escape(line).replace(re.escape(address), r'[^\n"]+')
+        text = re.sub(old, "", text)
+        if address != "nowhere":
+            text = text.replace(below, line + below, 1)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def first_words() -> str:
+    """How README.md says where its commands are typed: after a clone, or in this folder."""
+    home = repository()
+    if home:
+        return f"`git clone {home} && cd {home.rpartition('/')[2]}`, and there:"
+    return "In this folder:"
 
 
 def addresses(path: str) -> dict[str, str]:
@@ -61,8 +94,8 @@ def addresses(path: str) -> dict[str, str]:
 
 
 def cells(folder: str, topic: str, other: str | None) -> list:
-    """The two cells: badges, with a link to the `other` notebook (exercise or lesson) of this
-    `topic`, and install.
+    """The cells below the title: badges, with a link to the `other` notebook (exercise or lesson)
+    of this `topic`, and install. While the course is published nowhere only the links are there.
     """
     lines = []
     for place, address in addresses(f"{folder}/{topic}.ipynb").items():
@@ -73,11 +106,13 @@ def cells(folder: str, topic: str, other: str | None) -> list:
         links.append(f"[{kind} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     if topic != FIRST:
         links.append(f"[Map of the course](../notebooks/{FIRST}.ipynb)")
-    lines.append(" · ".join(links))
+    if links:
+        lines.append(" · ".join(links))
+    found = []
+    if lines:
+        found.append(new_markdown_cell("\n".join(lines), id=BADGES))
     home = repository()
-    course = f"ddp-course @ git+{home}" if home else "ddp-course"
-    install = INSTALLING.format(course=course, needed=list(NEEDED))
-    return [
-        new_markdown_cell("\n".join(lines).rstrip(), id=BADGES),
-        new_code_cell(install, id=INSTALL, metadata=FOLDED),
-    ]
+    if home:
+        install = INSTALLING.format(course=f"ddp-course @ git+{home}", needed=list(NEEDED))
+        found.append(new_code_cell(install, id=INSTALL, metadata=FOLDED))
+    return found

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from manyranks.this_torch import needing, part
+from manyranks.torch_inside import ProcessGroup, methods_of
 
 Future = part("torch._C:Future", "stage 6's hooks that communicate")
 BatchNorm = part("torch.nn.modules.batchnorm:_BatchNorm", "stage 6's SyncBatchNorm")
@@ -108,16 +109,21 @@ def is_collective(name: str) -> bool:
 
 
 @needing("a process group like another")
-def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a process group with the backend and timeout of `group`.
+def group_like(
+    group: dist.ProcessGroup | None,
+    members: Sequence[int] | None = None,
+    use: str = "communication",
+) -> dist.ProcessGroup:
+    """Make a process group with the backend and timeout of `group`, or of the whole job's.
 
-    It has all its ranks, or only its `members`.
+    It has all its ranks, or only its `members`. Groups of the same ranks differ in their `use`.
 
     Only the new group's ranks call this, all of them together. Every rank of the job would have to
     call `dist.new_group`; with `use_local_synchronization` that derives a name from the number of
     groups that a rank is in, which may differ between ranks. So this calls the inner part of
     `dist.new_group`.
     """
+    group = group or default_group()
     everyone = dist.get_process_group_ranks(group)
     members = range(len(everyone)) if members is None else members
     ranks = [everyone[member] for member in members]
@@ -128,10 +134,119 @@ def group_like(group: dist.ProcessGroup, members: Sequence[int] | None = None) -
         distributed_c10d.Backend(dist.get_backend_config(group)),
         default_store(),
         # All members are a range here, so that two of two ranks get another name than all ranks.
-        distributed_c10d.GroupName(f"{group.group_name} communication {members}"),
+        distributed_c10d.GroupName(f"{group.group_name} {use} {members}"),
         timeout=timeout_of(group),
     )
     distributed_c10d._world.pg_group_ranks[group_of_own] = {
         rank: place for place, rank in enumerate(ranks)
     }
     return group_of_own
+
+
+class Done(dist.Work):
+    """An operation that is over."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        super().__init__()
+        self.future: torch.futures.Future = torch.futures.Future()
+        self.future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future that has the tensors."""
+        return self.future
+
+
+class GroupOverAnother(ProcessGroup):
+    """A process group whose sums and gathers are a subclass's, for torch's own training.
+
+    They are `add_up(tensor)`, `add_up_own(output, tensor)` and `collect(output, tensor)`, and are
+    over when they return. What carries no gradients, the group `beneath` does. torch itself
+    refuses every other collective: nothing passes the subclass by.
+    """
+
+    def __init__(self, beneath: dist.ProcessGroup, name: str):
+        super().__init__(beneath.rank(), beneath.size())
+        self.beneath: Any = beneath
+        self.own_name = name
+        self.sums = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many sums were taken: a launch asks whether its ranks have met."""
+        return self.sums
+
+    def getBackendName(self) -> str:
+        """Return a name that is no backend of torch's."""
+        return "own"
+
+    def getGroupName(self) -> str:
+        """Return the name by which torch finds this group."""
+        return self.own_name
+
+    group_name = property(getGroupName)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
+        """Sum each tensor in place."""
+        for tensor in tensors:
+            self.add_up(tensor)
+            self.finish(tensor, options)
+        return Done(tensors)
+
+    def scatter_sums(self, output: Any, tensor: Any, options: Any = None) -> dist.Work:
+        """Put the sum of this rank's part of `tensor` into `output`."""
+        self.add_up_own(output, tensor)
+        self.finish(output, options)
+        return Done([output])
+
+    def gather_all(self, output: Any, tensor: Any, options: Any = None) -> dist.Work:
+        """Put the `tensor` of each rank into `output`."""
+        self.collect(output, tensor)
+        return Done([output])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], *options: Any
+    ) -> dist.Work:
+        """Put each of the `tensors` of each rank into an output, as `full_tensor` asks for."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.collect(output, tensor)
+        return Done(outputs)
+
+    def finish(self, summed: torch.Tensor, options: Any) -> None:
+        """Make a mean of a sum where that is asked for, as `fully_shard` does.
+
+        Raises ValueError for a maximum, a product and the like.
+        """
+        self.sums += 1
+        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
+        if operation == dist.ReduceOp.AVG:
+            summed.div_(self.size())
+        elif operation != dist.ReduceOp.SUM:
+            raise ValueError(
+                f"this group adds up, not {operation}: use ReduceOp.SUM or ReduceOp.AVG,"
+                " or another group"
+            )
+
+    def broadcast(self, *arguments: Any) -> dist.Work:
+        """Copy one rank's tensors to all ranks."""
+        return self.beneath.broadcast(*arguments)
+
+    def allgather(self, *arguments: Any) -> dist.Work:
+        """Gather a list of tensors, as torch's DDP does with the shapes of parameters."""
+        return self.beneath.allgather(*arguments)
+
+    def barrier(self, *arguments: Any) -> dist.Work:
+        """Wait for all ranks."""
+        return self.beneath.barrier(*arguments)
+
+
+for name in methods_of("all_gather_single"):
+    setattr(GroupOverAnother, name, GroupOverAnother.gather_all)
+for name in methods_of("reduce_scatter_single"):
+    setattr(GroupOverAnother, name, GroupOverAnother.scatter_sums)

@@ -77,6 +77,10 @@ def models() -> dict[str, Row]:
         return {row.pop("name"): row for row in csv.DictReader(file)}
 
 
+class UnknownAccelerator(ValueError):
+    """A row's GPU is in no table; other rows may be foretold."""
+
+
 class Reader:
     """The fields of a row by our names; `assumed` collects what had to be assumed, in words."""
 
@@ -158,7 +162,10 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
     known = presets.ACCELERATORS.get(gpu)
     if known is None or not known.cycles:  # Without its cycles attention is not foretold.
         names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
-        raise reader.wrong("gpu", f"choose one of {', '.join([*names, *presets.ALIASES])}")
+        raise UnknownAccelerator(
+            f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
+            f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
+        )
     way = reader.text("way", "fsdp")
     fields["way"] = WAY_NAMES.get(way.lower(), way)
     pure = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed") == "bf16 pure"

@@ -8,6 +8,8 @@
     │   └── DeadlockError    under virtual time nothing can go on; also a RuntimeError
     ├── MismatchError        ranks entered one collective with unlike tensors; also a RuntimeError
     ├── EmulationError       a link or device that cannot be had; also a ValueError
+    ├── NoValueError         with sizes only, a program asks for a value; also a RuntimeError
+    ├── OutOfMemoryError     with sizes only, a device has too little memory; also a RuntimeError
     └── NotFiniteError       a gradient with NaN or infinite elements
 
 A setting that cannot work raises a plain ValueError or TypeError.
@@ -185,6 +187,14 @@ class MismatchError(ManyranksError, RuntimeError):
 
 class EmulationError(ManyranksError, ValueError):
     """An emulated link or device has impossible values, or cannot be had on this machine."""
+
+
+class NoValueError(ManyranksError, RuntimeError):
+    """A program asks for a value, and its tensors have sizes only."""
+
+
+class OutOfMemoryError(ManyranksError, RuntimeError):
+    """The tensors of a rank need more than its device has, as they would on a GPU."""
 
 
 class NotFiniteError(ManyranksError):

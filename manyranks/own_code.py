@@ -48,4 +48,8 @@ register(
 )
 LIBRARY = packages[__package__]
 # In a rank these files call the program, whose own lines are those that they have called.
-CALLING = (os.path.join(HERE, "launching", "rank.py"), os.path.join(HERE, "launching", "cell.py"))
+CALLING = (
+    os.path.join(HERE, "launching", "rank.py"),
+    os.path.join(HERE, "launching", "cell.py"),
+    os.path.join(HERE, "rehearsal", "script.py"),
+)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from . import units
 from .errors import EmulationError
 
+NVLINK = "NVLink"  # Without an accelerator's name it is the newest that LINKS has.
+
 
 class Accelerator(NamedTuple):
     """An accelerator by its numbers.
@@ -61,17 +63,78 @@ with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
         )
 
 
-def bandwidth(text: str) -> float:
+def bandwidth(text: str | int, accelerator_name: str | None = None) -> float:
     """The bits per second of a link of LINKS, or of a text such as "25Gbit".
 
-    Raises EmulationError for others.
+    "NVLink" alone is that of the accelerator, or else the newest. Raises EmulationError for others.
     """
-    return LINKS[text].bandwidth if text in LINKS else units.bits_per_second(text)
+    if text == NVLINK:
+        name = ALIASES.get(str(accelerator_name), accelerator_name)
+        own_link = ACCELERATORS[name].link if name in ACCELERATORS else ""
+        newest = [link for link in LINKS if link.startswith(NVLINK)][-1]
+        text = own_link if own_link.startswith(NVLINK) else newest
+    if text in LINKS:
+        return LINKS[str(text)].bandwidth
+    try:
+        return units.bits_per_second(text)
+    except EmulationError as error:
+        names = ", ".join([NVLINK, *LINKS])
+        raise EmulationError(f"{error}; or give the name of a link: {names}") from None
 
 
-def accelerator(name: str) -> Accelerator:
-    """The entry `name` of ACCELERATORS; raises EmulationError for a name that is not in it."""
-    name = ALIASES.get(name, name)
-    if name not in ACCELERATORS:
-        raise EmulationError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
-    return ACCELERATORS[name]
+def accelerator(name: str) -> Accelerator | None:
+    """The entry of ACCELERATORS with this name, which may be an alias; None for another name."""
+    return ACCELERATORS.get(ALIASES.get(name, name))
+
+
+def rate(text: str | int) -> float:
+    """The flops per second of a text such as "2GFLOP/s".
+
+    Raises EmulationError, which names the known accelerators too, for other text.
+    """
+    try:
+        return units.flops_per_second(text)
+    except EmulationError as error:
+        names = ", ".join([*ACCELERATORS, *ALIASES])
+        raise EmulationError(
+            f'unknown device "{text}": {error}; or choose one of {names}'
+        ) from None
+
+
+def teach(text: str) -> str:
+    """Add an accelerator to ACCELERATORS from a text such as "X1=500TFLOP/s,2TB/s".
+
+    Return its name.
+
+    After the two rates there may be the memory's size ("96GB"), the link inside a host (a name in
+    LINKS) and the network of all cards of a host ("3200Gbit"). They are the A100's where they are
+    not given, and so are the cycles for each flop. Raises EmulationError for other text.
+    """
+    name, _, words = text.partition("=")
+    rates = [word.strip() for word in words.split(",")]
+    more = rates[2:]
+    usual = ACCELERATORS["A100"]
+    if not (name.strip() and len(rates) > 1):
+        raise EmulationError(
+            f'cannot read the accelerator "{text}"; write it like X1=500TFLOP/s,2TB/s or'
+            " X1=500TFLOP/s,2TB/s,96GB,NVLink H100,3200Gbit"
+        )
+    flops = units.flops_per_second(rates[0])
+    known = usual._replace(
+        rate=flops,
+        memory=units.bytes_per_second(rates[1]),
+        cycles=usual.cycles * flops / usual.rate,
+    )
+    for word in more:
+        known = known._replace(**detail(word))
+    ACCELERATORS[name.strip()] = known
+    return name.strip()
+
+
+def detail(word: str) -> dict:
+    """The field of an Accelerator that a word stands for: a link's name, a size or a bandwidth."""
+    if word in LINKS:
+        return {"link": word}
+    if word.lower().endswith("bit"):
+        return {"network": units.bits_per_second(word)}
+    return {"capacity_gb": units.size(word) / 1e9}

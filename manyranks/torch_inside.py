@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from .this_torch import gone, needing, part
 
+SIZES = "tensors that have sizes only"
 # This is torch's own class, also after `make_groups_with`.
 Gloo: Any = part("torch.distributed:ProcessGroupGloo", "virtual time")
 ProcessGroup: Any = dist.ProcessGroup  # The stubs overload its methods as no class can follow.
@@ -35,6 +36,16 @@ is_wrapper = part(
 )
 # Within this context no mode of this thread sees operations.
 without_modes = part("torch.utils._python_dispatch:_disable_current_modes", "an emulated device")
+# Operations of tensors without values raise one of these where a value is asked for.
+NO_VALUE = (
+    part("torch._subclasses.fake_tensor:DataDependentOutputException", SIZES),
+    part("torch._subclasses.fake_tensor:DynamicOutputShapeException", SIZES),
+)
+FakeTensor = part("torch._subclasses.fake_tensor:FakeTensor", SIZES)
+# Within this block new tensors have values again.
+no_fake_tensors = part("torch._subclasses.fake_tensor:unset_fake_temporarily", SIZES)
+# Within this block no mode sees what is done, not even in threads that begin to work then.
+unseen_by_modes = part("torch._C:_DisableTorchDispatch", "an emulated device")
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = part(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "an emulated device"
@@ -65,6 +76,17 @@ def tensors_in(*operands: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def parts_of(tensors: list) -> list[torch.Tensor]:
+    """Return the tensors that hold the elements of tensors: a sparse one has two."""
+    parts: list = []
+    for tensor in tensors:
+        if tensor.is_sparse:
+            parts += [tensor._indices(), tensor._values()]
+        else:
+            parts.append(tensor)
+    return parts
+
+
 @contextmanager
 def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
     """Within this block `owner.name(…)` is `hook(run, …)`, where `run` is the original function.
@@ -83,6 +105,103 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, run)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this block `owner.name` is `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have sizes and no values.
+
+    Real ones that came before may take part in operations.
+    """
+    return part("torch._subclasses.fake_tensor:FakeTensorMode", SIZES)(allow_non_fake_inputs=True)
+
+
+# By this method modules are moved, and converted to other types.
+CONVERSION = (torch.nn.Module, "_apply")
+
+
+def convert_without_values(
+    run: Callable, module: Any, function: Callable, recurse: bool = True
+) -> Any:
+    """Convert a module whose parameters have sizes only by `function`.
+
+    torch would swap the tensors, which it refuses for those that its own cache refers to.
+    """
+    parameters = list(module.parameters(recurse=False))
+    if not any(isinstance(parameter, FakeTensor) for parameter in parameters):
+        return run(module, function, recurse)
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for name, parameter in module.named_parameters(recurse=False):
+        with torch.no_grad():
+            converted = function(parameter)
+        if converted is not parameter:
+            module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = function(buffer)
+    return module
+
+
+def code_of(operation: Any) -> Callable | None:
+    """Return the Python code of an operation of `fully_shard`, None for another operation.
+
+    Such an operation copies between parameters and what is gathered.
+    """
+    if operation.namespace != "fsdp":
+        return None
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    name = operation.overloadpacket.__name__
+    usual = getattr(_fsdp_collectives, name, None)
+    return getattr(_fsdp_collectives, f"{name}_cuda", usual)
+
+
+def group_of_operation(name: Any) -> dist.ProcessGroup:
+    """Return the process group that a collective which is an operation of torch names."""
+    if isinstance(name, dist.ProcessGroup):
+        return name
+    return distributed_c10d._resolve_process_group(name)
+
+
+# By the name of such an operation, without "_coalesced" and the "_" of one that works in place: the
+# newest name of the group's method, and whether it is given the result first, and then the input.
+OPERATIONS = {
+    "all_reduce": ("allreduce", False),
+    "broadcast": ("broadcast", False),
+    "all_gather_into_tensor": ("all_gather_single", True),
+    "all_gather_into_tensor_out": ("all_gather_single", True),
+    "reduce_scatter_tensor": ("reduce_scatter_single", True),
+    "all_to_all_single": ("all_to_all_single", True),
+}
+
+
+def begin_operation(group: Any, name: str, inputs: Any, result: Any) -> list[tuple]:
+    """Begin, in a group, a collective that is an operation of torch.
+
+    Return each tensor of its result with its work. Raises NotImplementedError for one that is not
+    known.
+    """
+    plain = name.rstrip("_").removesuffix("_coalesced")
+    if plain not in OPERATIONS:
+        raise NotImplementedError(f"{name} is not known where tensors have sizes only")
+    newest, result_first = OPERATIONS[plain]
+    method, *_ = methods_of(newest)
+    begun = []
+    for output, given in zip(tensors_in(result), tensors_in(inputs), strict=True):
+        arguments = (output, given) if result_first else ([output], None)
+        begun.append((output, getattr(group, method)(*arguments)))
+    return begun
 
 
 @needing("work at the end of a backward pass")

@@ -39,6 +39,11 @@ def bytes_per_second(text: str | int) -> float:
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
+def size(text: str | int) -> float:
+    """Parse bytes such as "80GB"; raises EmulationError for other text."""
+    return _parse(text, MEMORY, "size", "80GB (B, kB, MB, GB or TB)")
+
+
 def _parse(text, units, what, example, zero=False):
     match = re.fullmatch(
         r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(?:/s)?\s*", str(text), re.IGNORECASE

@@ -3,92 +3,31 @@ r"""
 # Start here
 
 You know how to train a network on one device. In this course you build what turns one device into many:
-**distributed data parallel training** (DDP). Each lesson adds one idea, runs it, plots it, and holds it against
-PyTorch's own and against a formula.
+**distributed data parallel training** (DDP). The whole of it rests on one sentence: if each device computes the gradient of
+its share of a batch, the average of these gradients is the gradient of the whole batch. So all devices can make the same
+update, as long as each gets that average, and how it gets there fast is what you will build. Each lesson adds one idea, runs
+it, plots it, and holds it against PyTorch's own and against a formula.
 
 **After this lesson you can**
 
 - start several processes from a notebook cell and get a result back from each,
+- write a ring that adds up what all of them have,
 - read the comparison figure that the whole course works towards,
 - say what this machine will and will not show you.
 
 *25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
 run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 05 on, some cells show a single
-line and three dots, as the next one does: it installs the course where it is missing, the others measure or draw. Run them like
-all others; a click on the dots shows their code.
+line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
 """
 
 # %% imports
+import torch
 import torch.distributed as dist
 
-from ddp_course import launch
+from ddp_course import launch, wire
 from ddp_course.lab import compare, doctor, on_your_gpus, show
 
 K = 4  # how many ranks to train on; 2 works as well
-
-# %% [markdown]
-r"""
-## A map of the course
-
-| lesson | what you build | the idea | possible because |
-|---|---|---|---|
-| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? | the chain rule goes from layer to layer: one walk back from the loss finds all gradients |
-| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients | the gradient of a mean is the mean of the gradients |
-| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages | an update depends on weights and gradients alone: ranks that agree on both stay equal |
-| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time | a sum can be taken in any order, and piece by piece |
-| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute | backward finishes one layer after the other, and the sum of a bucket needs no other bucket |
-| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why | zeros change no sum, and gradients of micro-batches add up before anybody sends them |
-| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only | the optimizer's step is elementwise, and a layer's weights are needed only while it computes |
-| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data | layers compose: a layer needs nothing but what the layer before it gives |
-| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways | a matrix product splits by columns and by rows |
-| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning | |
-| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were | |
-| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm | |
-| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured | |
-| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost | |
-| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured | |
-
-Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
-The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how to read on:
-
-- **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
-- **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
-  communication.
-- **Everything**: a lesson and its exercise at a time, about 30 hours.
-
-On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
-until its cell is run again.
-
-## Where you are
-
-When you come back, run this cell again: points and the next task of each exercise, and how many of your guesses were right.
-It says the same as `ddp-course check` in a terminal, which with `--html FILE` writes a page to keep. (Outside a copy of
-the course, such as here where it was stored, one line says how to make one.)
-"""
-
-# %% where-you-are
-_ = show.command("ddp-course check")
-
-# %% [markdown]
-r"""
-## This machine
-
-The course needs no GPU. Where there is none, every *rank* is a process on the CPU, and the links between them are
-made slow enough to see. What each place can show:
-
-| opened | what you have there |
-|---|---|
-| on Linux | everything, virtual hosts too, where the system allows them (lesson 12) |
-| on macOS | everything but virtual hosts |
-| in Codespaces | as on macOS: containers forbid virtual hosts; take a machine with at least two cores |
-| on Binder | the same with little memory and about one core: set `K = 2` |
-| on Colab, Kaggle | the same on two cores; with a GPU, if you ask for one, which all ranks share; no terminal for `make` |
-
-The doctor looks at the machine that this notebook runs on, and has the last word:
-"""
-
-# %% this-machine
-_ = doctor.main()
 
 # %% [markdown]
 r"""
@@ -112,13 +51,56 @@ squares
 
 # %% [markdown]
 r"""
-A cell like the next one is a *check*: it prints one line, and raises an error if something is wrong.
+A cell like the next one is a *check*: it prints one line, and raises an error if something is wrong. (The comment in its
+first line is for the tests of the course: what the cell prints is the same everywhere.)
 """
 
 # %% check-launch
 # NBVAL_CHECK_OUTPUT
 assert squares == [rank**2 for rank in range(K)]
 print("one result from each rank, in rank order")
+
+# %% [markdown]
+r"""
+## Your turn: a ring
+
+Each rank has a gradient, and all of them need the sum. One rank could collect all gradients and send the sum back: a
+*server*. But then everything passes the link of that rank, and the others wait. In a **ring** nobody waits: rank r has a left
+and a right neighbour. Everyone sends to the right and receives from the left, all at the same time. What came in is added to
+the sum, and is what is sent on next. After K-1 rounds everyone has the sum.
+
+Write the two lines, and run the cell. It runs your ring on four ranks that begin with 1, 10, 100 and 1000, so that each digit of
+a sum counts how often one rank's number was added. If the sum is right, it shows your ring's time beside the server's.
+"""
+
+
+# %% your-ring
+def my_ring(tensor):
+    """Every rank ends with the sum of all ranks' tensors."""
+    _, world_size, left, right = wire.neighbours()
+    outgoing = tensor.clone()
+    for _ in range(world_size - 1):
+        incoming = torch.empty_like(tensor)
+        wire.exchange(outgoing, right, incoming, left)
+        ...  # your turn: two lines
+
+
+show.first_ring(my_ring)
+
+# %% [markdown]
+r"""
+<details><summary>The two lines</summary>
+
+```python
+        tensor += incoming
+        outgoing = incoming
+```
+
+</details>
+
+With them the ring takes half the server's time (virtual time, which the next part explains), and all links are busy all the time.
+Lesson 04 cuts the gradient into pieces, which halves the time again.
+"""
 
 # %% [markdown]
 r"""
@@ -182,7 +164,15 @@ show.compare_figure(results)
 # %% reveal
 speed_up = {stage.stage: stage.speed_up for stage in results.stages}
 best = max(speed_up.values())
-guess.reveal(f"{best:.1f} times", show.widgets.nearest(best, guess.answers), kind="virtual time")
+why = {
+    1.2: f"So little is won if all wait for a server: {speed_up['3']:.1f} times.",
+    2: f"A ring alone wins {speed_up['4']:.1f}; buckets send while the backward pass computes.",
+    3.5: f"{K} devices compute {K} times as fast, and buckets hide nearly all of the sending.",
+    8: f"{K} devices compute {K} times as fast as one, and sending takes time besides.",
+}
+guess.reveal(
+    f"{best:.1f} times", show.widgets.nearest(best, guess.answers), "virtual time", why
+)
 
 # %% what-you-will-build
 labels = {stage.stage: stage.name.replace(" ", "\n", 1) for stage in results.stages}
@@ -249,22 +239,86 @@ print("the bytes counted are the bytes of the formulas")
 r"""
 ## On your GPUs
 
-The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on what this
-machine has, in real time. With GPUs there are as many ranks as GPUs, at least two, and a GPT so large that one of them needs
-50 ms or more for a step. Without GPUs two processes share the processor and train a small GPT. No speed-up is to be expected then, and two runs
-differ: whatever else the machine does can multiply every bar, and no order of the stages means anything here. White in a row counts as compute.
-Lessons 01 to 09, 12 and 15 have such a cell near their end.
+The figures above are in virtual time, and the same on every machine. The next one is not: the same stages on the GPUs of this
+machine, in real time. There are as many ranks as GPUs, at least two, and a GPT so large that one GPU needs 50 ms or more
+for a step. Without a GPU two processes train a small GPT on the processor, which shows that all end with the same weights; times
+would say nothing there, so the figure shows what another machine measured.
 
 On one NVIDIA H200, which two ranks had to share, a step of 25,515,264 parameters and 256 samples took 64 ms on the GPU alone,
 145 ms with the server, 139 ms with the ring and 104 ms with buckets. Nothing could become faster there, but what buckets
 hide can be seen: the ring adds 76 ms to the single device's time, buckets add 41.
 (Both differences are taken before rounding.)
+Lessons 01 to 09, 12 and 15 have such a cell near their end.
 """
 
 # %% on-your-gpus
 yours = on_your_gpus("3,4,5,torch")
 assert yours.max_abs_diff < 1e-4, "some strategy's weights are not one device's"
 show.compare_figure(yours)
+
+# %% [markdown]
+r"""
+## A map of the course
+
+| lesson | what you build | the idea | possible because |
+|---|---|---|---|
+| 01 | [one device](01_single_device.ipynb) | forward, backward, update: where does the time go? | the chain rule goes from layer to layer: one walk back from the loss finds all gradients |
+| 02 | [DataParallel](02_data_parallel.ipynb) | split the batch, not the model; averages of gradients are gradients | the gradient of a mean is the mean of the gradients |
+| 03 | [parameter server](03_parameter_server.ipynb) | one process per device; one of them collects and averages | an update depends on weights and gradients alone: ranks that agree on both stay equal |
+| 04 | [ring all-reduce](04_ring_all_reduce.ipynb) | no server: everyone talks to a neighbour, all the time | a sum can be taken in any order, and piece by piece |
+| 05 | [bucketed DDP](05_bucketed_ddp.ipynb) | talk while you still compute | backward finishes one layer after the other, and the sum of a bucket needs no other bucket |
+| 06 | [complete DDP](06_complete_ddp.ipynb) | everything that PyTorch's DDP can do, and why | zeros change no sum, and gradients of micro-batches add up before anybody sends them |
+| 07 | [sharding](07_sharding.ipynb) | each rank keeps a part of the state only | the optimizer's step is elementwise, and a layer's weights are needed only while it computes |
+| 08 | [pipeline](08_pipeline.ipynb) | split the model by layers, not the data | layers compose: a layer needs nothing but what the layer before it gives |
+| 09 | [tensor and mesh](09_tensor_and_mesh.ipynb) | split the layers too, and combine the ways | a matrix product splits by columns and by rows |
+| 10 | [batch size and learning rate](10_batch_size_and_learning_rate.ipynb) | what more devices do to learning | |
+| 11 | [when things fail](11_when_things_fail.ipynb) | killed, hung, slow: read the error, go on exactly where you were | |
+| 12 | [many machines](12_many_machines.ipynb) | two hosts, rings inside and between them, torchrun and Slurm | |
+| 13 | [predict before you buy](13_predict_before_you_buy.ipynb) | one model of a step, held against what others measured | |
+| 14 | [communicate less](14_communicate_less.ipynb) | fewer bytes, less often, without waiting: time won, accuracy lost | |
+| 15 | [capstone](15_capstone.ipynb) | your own model and data, predicted, trained, measured | |
+
+Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
+The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how to read on:
+
+- **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
+- **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
+  communication.
+- **Everything**: a lesson and its exercise at a time, about 30 hours.
+
+On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
+until its cell is run again.
+
+## Where you are
+
+When you come back, run this cell again: points and the next task of each exercise, and how many of your guesses were right.
+It says the same as `ddp-course check` in a terminal, which with `--html FILE` writes a page to keep. (Outside a copy of
+the course, such as here where it was stored, one line says how to make one.)
+"""
+
+# %% where-you-are
+_ = show.command("ddp-course check")
+
+# %% [markdown]
+r"""
+## This machine
+
+The course needs no GPU. Where there is none, every *rank* is a process on the CPU, and the links between them are
+emulated. What each place can show:
+
+| opened | what you have there |
+|---|---|
+| on Linux | everything, virtual hosts too, where the system allows them (lesson 12) |
+| on macOS | everything but virtual hosts |
+| in Codespaces | as on macOS: containers forbid virtual hosts; take a machine with at least two cores |
+| on Binder | the same with little memory and about one core: set `K = 2` |
+| on Colab, Kaggle | the same on two cores; with a GPU, if you ask for one, which all ranks share; no terminal for `make` |
+
+The doctor looks at the machine that this notebook runs on, and has the last word:
+"""
+
+# %% this-machine
+_ = doctor.main()
 
 # %% [markdown]
 r"""

@@ -22,6 +22,9 @@ from ddp_course import Device, problems, stage1_single
 from ddp_course.lab import on_your_gpus, show, timeline
 from ddp_exercises import check, task
 
+# %% opening-questions
+show.questions(1)
+
 # %% [markdown]
 r"""
 ## The loop
@@ -119,7 +122,9 @@ show.timeline_figure(
 parts = {"forward": forward, "backward": backward, "update": update}
 print("bytes:", ", ".join(f"{name} {1000 * part:.1f} ms" for name, part in parts.items()))
 answers = dict(zip([0.5, 1, 2, 10], guess.answers))
-guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)])
+two = "For each product of forward there are two in backward: one for the weights, one for the inputs."
+why = {"half": two, "the same": two, "ten times": two}
+guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)], why=why)
 
 # %% [markdown]
 r"""
@@ -212,7 +217,7 @@ every operation exactly the roofline's time. A real one stays below.
 """
 
 # %% roofline
-device = Device.like("A100")
+device = Device("A100")
 with device.emulate(record=True, sleep=False) as emulation:
     stage1_single.train(text.model(), text.batches(32, 1), lr=0.1)
 with device.emulate(record=True, sleep=False) as product:
@@ -336,9 +341,8 @@ a seed each check draws new numbers. If a fault is none of the known ones, the c
 ## On your GPUs
 
 Above, steps were measured on this machine's processor, and the roof was that of an emulated device. Here is a step on
-this machine's own GPU, or once more on its processor if it has none. On a GPU the model is so large that a step takes 50 ms or more: of a small one Python and the
-starting of kernels would take most of the time. On a processor the model is small and this does happen, so backward may take
-less than twice as long as forward there.
+this machine's own GPU, or, if it has none, how long one took on another machine's. The model is so large that a step takes 50 ms
+or more: of a small one Python and the starting of kernels would take most of the time.
 """
 
 # %% on-your-gpus

@@ -32,6 +32,9 @@ from ddp_exercises import task
 
 K = 4  # how many devices; 2 works as well
 
+# %% opening-questions
+show.questions(2)
+
 # %% [markdown]
 r"""
 ## Why averaging is right
@@ -90,7 +93,8 @@ weighted = error([1, 7, 16], [1 / 24, 7 / 24, 16 / 24])
 print(f"equal shards, plain mean:     {equal:.0e}")
 print(f"unequal shards, plain mean:   {unequal:.0e}")
 print(f"unequal shards, weighted:     {weighted:.0e}")
-guess.reveal(f"off by {unequal:.0e}", "no")
+why = {"yes": "One sample of a small shard would weigh more than one of a large shard."}
+guess.reveal(f"off by {unequal:.0e}", "no", why=why)
 
 # %% claim-1
 # NBVAL_CHECK_OUTPUT
@@ -332,6 +336,7 @@ show.bars(
     busy,
     "processor time / wall time",
     f"Large products: {of_large:.1f} cores busy; tiny ones: {of_tiny:.1f}; Python: {of_python:.1f}",
+    kind="measured",
 )
 
 # %% [markdown]
@@ -371,6 +376,7 @@ show.bars(
     "time for the same work (ms)",
     f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1",
     form="{:.0f}",
+    kind="measured",
 )
 
 # %% [markdown]
@@ -415,9 +421,8 @@ nothing to do. (The thin line in between: outputs come in, and their gradient go
 ## On your GPUs
 
 The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
-Without GPUs two threads share the processor. They share a row, too; forward takes longest, since it copies the model out and
-gathers the outputs, and the short first piece of backward is the loss's, up to these outputs. So copies count as compute here,
-and their bytes are not counted: torch makes them, not the course's wire.
+Copies count as compute here, and their bytes are not counted: torch makes them, not the course's wire. Without a GPU the figure
+shows what one NVIDIA H200 needed, which two replicas shared.
 """
 
 # %% on-your-gpus

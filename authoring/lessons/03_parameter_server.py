@@ -26,10 +26,13 @@ import torch.distributed as dist
 
 from ddp_course import Link, average_on_server, broadcast_parameters, launch, problems
 from ddp_course import stage2_dataparallel, stage3_paramserver, wire
-from ddp_course.lab import claims, on_your_gpus, show, timing
+from ddp_course.lab import claims, compare, on_your_gpus, show, timing
 from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
+
+# %% opening-questions
+show.questions(3)
 
 # %% [markdown]
 r"""
@@ -213,6 +216,27 @@ print("every sample once, no overlap")
 
 # %% [markdown]
 r"""
+Some texts say that each device gets "a different randomly generated batch". A rank could indeed draw its share at random, without
+asking the others. Every sample is then as likely as any other, so the average is still a fair estimate of the gradient. But
+what does an epoch see? Of 1,200 samples each of K ranks draws a K-th for itself:
+"""
+
+# %% random-batches folded=true
+# NBVAL_CHECK_OUTPUT
+generator = torch.Generator().manual_seed(0)
+drawn = [torch.randperm(1200, generator=generator)[: 1200 // K] for rank in range(K)]
+missed = 1 - len(torch.cat(drawn).unique()) / 1200
+assert abs(missed - (1 - 1 / K) ** K) < 0.03, missed
+print("drawn by each rank for itself, (1 - 1/K) to the power of K of all samples are seen by nobody (counted)")
+
+# %% [markdown]
+r"""
+With four ranks this is nearly a third of the data in each epoch, and other samples count twice or more. A sampler that deals out
+shows every sample exactly once. The shares are different, but nothing generates them: they are parts of one shuffled epoch.
+"""
+
+# %% [markdown]
+r"""
 ## The server
 
 All gradients go to rank 0 and the average comes back. All arrows of the picture pass through the server's one link. (Our server only averages,
@@ -291,7 +315,13 @@ show.curves(
 
 # %% reveal
 ratio = seconds[4] / seconds[2]
-guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers), kind="virtual time")
+why = {
+    1: "All gradients pass the server's one link, one after the other.",
+    2: "The server's own gradient does not travel: of 4 ranks 3 send, of 2 ranks 1 does.",
+    4: "The server's own gradient does not travel: of 4 ranks 3 send, of 2 ranks 1 does.",
+}
+nearest = show.widgets.nearest(ratio, guess.answers)
+guess.reveal(f"{ratio:.1f} times", nearest, "virtual time", why)
 
 # %% check-time
 # NBVAL_CHECK_OUTPUT
@@ -448,7 +478,7 @@ Even this server's time grows with K. Lesson 04 gets rid of the growth.
 ## On your GPUs
 
 The same on the devices of this machine, in real time: with GPUs, gradients travel by NCCL, one rank's after the other's, and
-all other GPUs wait. Without GPUs two processes share the processor.
+all other GPUs wait. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
 """
 
 # %% on-your-gpus
@@ -483,7 +513,63 @@ very close to what lesson 04 does.
 Yes, if no rank draws other random numbers before it builds the model, and all load the same checkpoint. The broadcast
 makes it certain instead of likely.
 </details>
+"""
 
+# %% [markdown]
+r"""
+## Yours in the comparison
+
+What you write can stand beside the course's stages and PyTorch's own: in the table, in the figure, in virtual time. Here is a
+training function as you would write it, with an average of one gradient at a time. Run it, then change it. Let the server keep
+its sum to itself, average in the first step alone, or leave out the broadcast: the row says by how much the weights differ from one
+device's, and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
+servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second.
+"""
+
+
+# %% my-average
+def my_average(gradient):
+    """Replace a gradient by its mean over the ranks, in place."""
+    if dist.get_rank() != 0:
+        wire.send(gradient, 0)
+        wire.recv(gradient, 0)
+        return
+    others = range(1, dist.get_world_size())
+    for other in others:
+        incoming = torch.empty_like(gradient)
+        wire.recv(incoming, other)
+        gradient += incoming
+    gradient /= dist.get_world_size()
+    for other in others:
+        wire.send(gradient, other)
+
+
+# %% my-train
+def my_train(model, batches, lr):
+    """Train on this rank's share of each batch; return the losses."""
+    broadcast_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        for parameter in model.parameters():
+            my_average(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# %% yours-in-the-comparison
+results = compare.run(
+    "digits", world_size=K, stages="1,3,torch", device="cpu", progress=True, yours={"my server": my_train}
+)
+print(compare.table(results))
+show.compare_figure(results)
+
+# %% [markdown]
+r"""
 ## In three lines
 
 1. Equal weights at the start (a broadcast) and equal gradients in every step keep K replicas one model.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercise 4: build the ring
 #
-# Small steps to the all-reduce of lesson 4, a choice of ranks, and a ring to mend. Run the check below each answer as often
+# Small steps to the all-reduce of lesson 4, a choice of ranks, a ring to mend, and your ring under torch. Run the check below each answer as often
 # as you like: it starts four ranks, draws new numbers every time, counts what you send, and says what is wrong.
 #
 # Stuck? `hint("4.1")` gives the first of three hints for a task, and
@@ -10,7 +10,7 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course import wire
+from ddp_course import ring_backend, wire
 from ddp_exercises import check, hint
 
 
@@ -183,3 +183,31 @@ def mended_ring(tensor, group=None):
 
 # %% check-4-6 points=2
 check("4.6", the_bug, mended_ring)
+
+
+# %% [markdown]
+# ## 4.7 Your ring under torch's own training
+#
+# *10 minutes · medium*
+#
+# Train `model` with torch's own `torch.nn.parallel.DistributedDataParallel`, and let `all_reduce` carry every gradient; your ring
+# of 4.4 is such a function. `ring_backend.register("mine", all_reduce=all_reduce)` gives torch a backend of that name,
+# `dist.new_group(backend=...)` makes a group of it, and torch's class takes a `process_group`. The loss is the cross entropy, and the
+# optimizer is SGD with the learning rate `lr`.
+# %% answer-4-7
+def train_over(all_reduce, model, batches, lr):
+    """Train `model` in place on (inputs, targets), with torch's own class and the sums of `all_reduce`."""
+    ### BEGIN SOLUTION
+    ring_backend.register("mine", all_reduce=all_reduce)
+    group = dist.new_group(backend="mine")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(wrapped(inputs), targets).backward()
+        optimizer.step()
+    ### END SOLUTION
+
+
+# %% check-4-7 points=2
+check("4.7", train_over)

@@ -21,11 +21,15 @@ import torch.distributed as dist
 
 from ddp_course import BucketedDDP, Device, Link, average_on_server, launch, problems
 from ddp_course import stage1_single, stage3_paramserver, stage4_ring, stage5_bucketed
-from ddp_course.lab import claims, on_your_gpus, show, simulate, theory, timeline, traces
+from ddp_course.lab import claims, compare, on_your_gpus, show, simulate
+from ddp_course.lab import theory, timeline, traces
 from ddp_exercises import task
 from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
+
+# %% opening-questions
+show.questions(5)
 
 # %% [markdown]
 r"""
@@ -261,7 +265,12 @@ for cap in caps:
 for cap, ms in taken.items():
     print(f"buckets: {counts[cap]}, step {ms:.0f} ms")
 best_answer = show.widgets.nearest(counts[best_cap], guess.answers)
-guess.reveal(f"{counts[best_cap]} buckets", best_answer, kind="virtual time")
+why = {
+    1: "A single bucket is full when backward has ended, so nothing is hidden.",
+    2: "The last bucket, which nothing hides, is still a large part of all gradients.",
+    31: "Each bucket pays the latencies of six messages, and so many are no longer hidden.",
+}
+guess.reveal(f"{counts[best_cap]} buckets", best_answer, "virtual time", why)
 
 # %% [markdown]
 r"""
@@ -490,8 +499,7 @@ r"""
 ## On your GPUs
 
 Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. In the timeline hidden communication
-lies below the backward pass. On a processor communication takes cores from the backward pass, so that hiding it gains
-little, and buckets may even take longer than the ring.
+lies below the backward pass. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
 """
 
 # %% on-your-gpus
@@ -644,7 +652,50 @@ The batch feeds as many H100s as V100s. The network cards of a host have become 
 the V100s lies on that of the H100s. The line of the A100s lies above both: they have four times a V100's network and only 2.5
 times its speed. H100s with one card of 100 Gbit/s per host reach a thirtieth of K, since their R/W is 32 times as large. All
 lines are equally steep: twice the batch feeds twice the devices. The size of the model plays no part in any of them.
+"""
 
+# %% [markdown]
+r"""
+## Yours in the comparison
+
+Here each gradient is averaged by a hook as soon as it is there, on the ring of lesson 04. There is one bucket per parameter, and no
+thread: while a gradient travels, nobody computes. So nothing is hidden, and the steps take about as long as the ring's. Let
+`BucketedDDP` do it, or write a thread of your own (exercise 5 shows how), and watch the hatched part go. If a
+gradient is averaged twice or never, the row says from which step on the weights differ from one device's.
+"""
+
+
+# %% my-train
+def average_at_once(parameter):
+    """Average a gradient over the ranks; the backward pass waits for it."""
+    parameter.grad /= dist.get_world_size()
+    stage4_ring.ring_all_reduce(parameter.grad.view(-1))
+
+
+def my_train(model, batches, lr):
+    """Train on this rank's share of each batch; return the losses."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average_at_once)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# %% yours-in-the-comparison
+results = compare.run(
+    "digits", world_size=K, stages="1,4,5,torch", device="cpu", progress=True, yours={"at once": my_train}
+)
+print(compare.table(results))
+show.compare_figure(results)
+
+# %% [markdown]
+r"""
 ## In three lines
 
 1. Gradients appear last layer first, so buckets can travel while backward still computes, whether a ring adds them up or a server.

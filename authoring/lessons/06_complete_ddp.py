@@ -29,12 +29,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
 from ddp_course import problems, ring_all_reduce, script, stage5_bucketed, stage6_ddp, wire
-from ddp_course.lab import claims, on_your_gpus, show
+from ddp_course.lab import claims, compare, on_your_gpus, show
 from ddp_exercises import task
 from manyranks import audit
 from manyranks.errors import LaunchError, RankError
 
 K = 4  # how many ranks; 2 works as well
+
+# %% opening-questions
+show.questions(6)
 
 # %% [markdown]
 r"""
@@ -595,8 +598,7 @@ r"""
 ## On your GPUs
 
 The complete wrapper runs beside torch's on the devices of this machine, in real time. Both use the same backend, so on GPUs
-their times should be close. Where two processes share a processor, either wrapper may come out ahead, by a third or more: the
-processes disturb each other, and a few steps are too few to average that out.
+their times should be close. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
 """
 
 # %% on-your-gpus
@@ -750,6 +752,37 @@ the first block's input needs no gradient. With DDP, mind three things:
 - Write `DistributedDataParallel(torch.compile(model))`. The other way round, the compiler stumbles over DDP's own `forward`.
 - The compiler knows only torch's class. Under ours a model stays one graph, so what the compiler gains is lost with the overlap.
 """
+
+# %% [markdown]
+r"""
+## Yours in the comparison
+
+The core that you read or wrote above, `CanBeQuiet`, trains here beside the complete wrapper and PyTorch's own. Change a line of its
+cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on.
+"""
+
+
+# %% my-train
+def my_train(model, batches, lr):
+    """Train on this rank's share of each batch; return the losses."""
+    parallel = CanBeQuiet(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# %% yours-in-the-comparison
+results = compare.run(
+    "digits", world_size=K, stages="1,6,torch", device="cpu", progress=True, yours={"my core": my_train}
+)
+print(compare.table(results))
+show.compare_figure(results)
 
 # %% [markdown]
 r"""

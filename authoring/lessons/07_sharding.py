@@ -34,6 +34,9 @@ from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(7)
+
 # %% [markdown]
 r"""
 ## Count the memory
@@ -742,7 +745,8 @@ r"""
 ## On your GPUs
 
 Sharded training runs on the devices of this machine, in real time, beside the complete wrapper of lesson 06. It sends 3(K-1)/K p,
-counted below, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory.
+counted below, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory. Without a GPU the figure shows what
+one NVIDIA H200 needed.
 """
 
 # %% on-your-gpus

@@ -30,6 +30,9 @@ from ddp_exercises import task
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
 
+# %% opening-questions
+show.questions(8)
+
 # %% [markdown]
 r"""
 ## Cut the model
@@ -635,7 +638,7 @@ r"""
 The pipeline runs on the devices of this machine, in real time, as 1F1B with four micro-batches. Each device waits while the
 pipeline fills and empties, and for the slowest part. *Compute* is all time but the waiting for others. It includes Python's time
 between two operations, which the lanes leave white. (The thin *communication* before the update is the average over all ranks with
-the same stage. Here each stage has one rank, so nothing is sent.)
+the same stage. Here each stage has one rank, so nothing is sent.) Without a GPU the figure shows what one NVIDIA H200 needed.
 """
 
 # %% on-your-gpus

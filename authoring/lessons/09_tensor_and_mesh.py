@@ -31,6 +31,9 @@ from manyranks import presets
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
 
+# %% opening-questions
+show.questions(9)
+
 # %% [markdown]
 r"""
 ## What memory is made of
@@ -484,8 +487,8 @@ and one from the back.
 
 ## On your GPUs
 
-Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: on
-a processor that is slower than one device, and between GPUs it depends on what joins them. *Compute* is all but
+Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: what
+they cost depends on what joins the GPUs. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared. *Compute* is all but
 waiting for others, Python between two operations included, which the lanes leave white. (The last thin
 *communication* is the average over all ranks with the same slices. Here there is one, so it sends nothing.)
 """

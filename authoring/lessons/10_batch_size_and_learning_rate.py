@@ -29,6 +29,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(10)
+
 # %% [markdown]
 r"""
 ## Predict: the same batch on more devices
@@ -189,7 +192,7 @@ for before, steps in show.progress([(0, 0), (0, 40), (40, 80), (80, 160)]):
     critical[f"after {steps} steps"] = critical_batch(model, problem)
 low, *_, high = sorted(critical.values())
 title = f"Noise and gradient are equally long at {low:.0f} to {high:.0f} samples"
-show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
+show.bars(critical, "critical batch size (samples)", title, form="{:.0f}", kind="measured")
 
 # %% [markdown]
 r"""

@@ -41,6 +41,9 @@ from manyranks.errors import LaunchError, LaunchTimeout
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(11)
+
 # %% [markdown]
 r"""
 ## Predict: one rank raises

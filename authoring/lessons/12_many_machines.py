@@ -27,6 +27,9 @@ from manyranks import links
 
 K = 4  # how many ranks, on two hosts; 2 works as well
 
+# %% opening-questions
+show.questions(12)
+
 # %% [markdown]
 r"""
 ## Two hosts

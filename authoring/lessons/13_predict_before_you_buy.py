@@ -27,6 +27,9 @@ from ddp_predictions.answers import predict
 from ddp_predictions.plans import decide, score
 from manyranks.presets import ACCELERATORS, LINKS
 
+# %% opening-questions
+show.questions(13)
+
 # %% [markdown]
 r"""
 ## A question worth money

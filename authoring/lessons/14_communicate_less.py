@@ -29,6 +29,9 @@ from ddp_exercises import task
 
 K = 4  # how many ranks; 2 works as well
 
+# %% opening-questions
+show.questions(14)
+
 # %% [markdown]
 r"""
 ## Three ways out
@@ -189,6 +192,7 @@ show.bars(
     "held-out loss (nats)",
     f"After the same number of samples only differences above {spread:.2f} mean something",
     width=9.4,
+    kind="measured",
 )
 
 # %% reveal

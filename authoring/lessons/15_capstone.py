@@ -36,6 +36,9 @@ FOLDER = Path("runs")  # where the runs write
 DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU per rank, or the processor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
 
+# %% opening-questions
+show.questions(15)
+
 # %% [markdown]
 r"""
 ## Where you are
@@ -213,6 +216,7 @@ show.bars(
     "samples per second",
     f"Measured on {yours['devices']}: {after / before:.1f} times the samples per second of one rank alone",
     form="{:.0f}",
+    kind="measured",
 )
 
 # %% [markdown]

@@ -7,6 +7,7 @@ life.
 
 import base64
 import html
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,6 +175,8 @@ def markdown_of(output, page: Page, predictions: list, language: str | None) -> 
         return ""
     if "explorer" in ours:
         return explorer(output, page)
+    if "questions" in ours:
+        return "".join(map(opening_question, ours["questions"]))
     if "right" in ours:
         return reveal(ours, len(predictions) - 1, text)
     if WIDGET in data and "( )" in text:
@@ -224,8 +227,23 @@ def prediction(text: str, number: int) -> str:
     return f'<fieldset class="prediction" data-number="{number}">{inside}</fieldset>'
 
 
+def opening_question(question: dict) -> str:
+    """A question about an earlier lesson; its answers and their reasons are behind a click."""
+    items = ""
+    for answer, reason in question["answers"].items():
+        verdict = "right" if answer == question["right"] else "no"
+        items += f"<li>{html.escape(answer)}: {verdict}. {html.escape(reason)}</li>"
+    choices = html.escape("; ".join(question["answers"]))
+    words = f"<b>{html.escape(question['ask'])}</b> {choices}"
+    return f"<details><summary>{words}</summary><ul>{items}</ul></details>"
+
+
 def reveal(ours: dict, number: int, line: str) -> str:
     """The line that answers prediction `number`."""
-    outcome = html.escape(line)  # "counted: 1.5 p": what it is, and the number
-    settings = f'data-number="{number}" data-right="{ours["right"]}" data-outcome="{outcome}"'
+    outcome = html.escape(line)  # "The answer: 1.5 p (counted)."
+    why = html.escape(json.dumps(ours.get("why", [])))
+    settings = (
+        f'data-number="{number}" data-right="{ours["right"]}" data-outcome="{outcome}"'
+        f' data-why="{why}"'
+    )
     return f'<p class="reveal" {settings} aria-live="polite">{outcome}</p>'

@@ -29,6 +29,7 @@ def progress_in(copy: Path) -> dict[str, Any]:
     - "tasks": {task: whether it is solved}
     - "guesses": {question: whether the guess was right}
     - "misconceptions": {task: the known wrong answer that was given}
+    - "questions": {"NN name": whether it was answered right in the opening of lesson NN}
     - "visited": seconds since 1970
     """
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 
+from ddp_course.lab import questions
 from ddp_course.lab.learners_copy import progress_in
 from ddp_exercises.tasks import find, known_wrong
 
@@ -33,22 +34,29 @@ def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
 
 
 def sentence(copy: Path) -> str:
-    """How many guesses were right, and when something was checked or guessed last."""
+    """How many guesses and questions were right, and when something was checked or guessed last."""
     progress = progress_in(copy)
     if not progress:
         return "nothing was checked or guessed yet"
     last_visit = time.strftime("%d %B, %H:%M", time.localtime(progress["visited"]))
     guesses = progress.get("guesses", {}).values()
     count = f"right in {sum(guesses)} of {len(guesses)} guesses" if guesses else "no guess yet"
+    answers = questions.answered(copy).values()
+    if answers:
+        count += f", and in {sum(answers)} of {len(answers)} questions that lessons open with"
     return f"{count}; last visit: {last_visit}"
 
 
 def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
     """A line for each known wrong answer that the learner gave once, and may give again.
 
-    An open task of a later exercise knows it as well.
+    An open task of a later exercise knows it as well. Each question of an opening whose answer was
+    wrong has a line, too.
     """
+    known = questions.read_questions()
     lines = []
+    for name in questions.wrong_so_far(copy):
+        lines.append(f"wrong so far: {questions.title(known[name])}")
     open_tasks = [
         task.id for result in results for task in result.tasks if task.points < task.possible
     ]

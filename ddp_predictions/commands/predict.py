@@ -5,14 +5,16 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ddp_course import files
+from manyranks import presets
 
 from ..answers import Answer, answer_of
-from ..runs import read_run
+from ..runs import UnknownAccelerator, read_run
 
 TEXTS = {  # The options that are fields of a run, with their help.
     "model": "a name such as llama-3.1-8b, gpt2-xl, mpt-7b",
@@ -30,6 +32,7 @@ TEXTS = {  # The options that are fields of a run, with their help.
     "inside": 'link between GPUs of a host, such as "PCIe 4"',
     "precision": '"bf16 mixed" or "bf16 pure"',
 }
+NOT_FORETOLD = "not foretold"  # the column that says why
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="config.json of a model on Hugging Face")
     for name, text in TEXTS.items():
         parser.add_argument(f"--{name}", help=text)
+    parser.add_argument(
+        "--accelerator",
+        action="append",
+        default=[],
+        metavar="NAME=FLOP/s,BYTES/s",
+        help='one that no table has, as in "X1=500TFLOP/s,2TB/s", and where they are known its'
+        ' size, link and network, as in ",96GB,NVLink H100,3200Gbit"; may be given several times',
+    )
     parser.add_argument("--decide", action="store_true", help="choose the way; --batch: sequences")
     parser.add_argument("--batch", help="sequences of a whole step")
     parser.add_argument("--figure", type=Path, help="write the picture to this PNG file")
@@ -48,6 +59,8 @@ def main(args: argparse.Namespace) -> None:
 
     Raises ValueError for a table and a run together.
     """
+    for text in args.accelerator:
+        presets.teach(text)
     names = [name.replace("-", "_") for name in (*TEXTS, "batch")]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.file:
@@ -88,34 +101,32 @@ def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def predict_table(source: Path, target: str | None) -> None:
-    """Predict every line of a table; ValueError names the line and column that cannot be."""
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-    except (OSError, UnicodeError, csv.Error) as problem:
-        raise ValueError(f"cannot read {source} ({problem}); give a CSV file") from None
-    if not rows:
-        raise ValueError(f"{source} has no lines below its titles; write one line per run")
+    """Predict every line of a table; ValueError names the line and column that cannot be.
+
+    A line whose GPU nobody knows says so in its last column, and what to give.
+    """
+    rows = read_table(source)
     errors = []
     # These are sets in order: their values do not count.
     titles: dict[str, Any] = {}
     assumed: dict[str, None] = {}
+    unknown: list[str] = []  # lines of the table
     for number, row in enumerate(rows, 2):
         if None in row:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
         try:
-            run, defaults = read_run(row)
-            answer = answer_of(run, defaults)
-            error = error_of(answer, row)
+            defaults = foretell(row)
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None
-        row |= answer.columns()
-        if error is not None:
-            row["error"] = f"{error:+.3f}"
-            errors.append(abs(error))
+        if NOT_FORETOLD in row:
+            unknown.append(str(number))
+            continue
+        if "error" in row:
+            errors.append(abs(float(row["error"])))
         titles.update(row)
         assumed.update(dict.fromkeys(defaults))
+    if unknown:  # This column comes last.
+        titles[NOT_FORETOLD] = None
     text = io.StringIO()
     writer = csv.DictWriter(text, titles, lineterminator="\n")
     writer.writeheader()
@@ -124,11 +135,56 @@ def predict_table(source: Path, target: str | None) -> None:
         files.replace_file(Path(target), text.getvalue().encode())
     else:
         sys.stdout.write(text.getvalue())
+    for sentence in remarks(unknown, list(assumed), errors):
+        print(sentence, file=sys.stderr)
+
+
+def read_table(source: Path) -> list[dict[str, Any]]:
+    """Return the lines of a table; raises ValueError if there are none, or they cannot be read."""
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (OSError, UnicodeError, csv.Error) as problem:
+        raise ValueError(f"cannot read {source} ({problem}); give a CSV file") from None
+    if not rows:
+        raise ValueError(f"{source} has no lines below its titles; write one line per run")
+    return rows
+
+
+def foretell(row: dict[str, Any]) -> list[str]:
+    """Add what is foretold to a row of a table, or why its GPU forbids that.
+
+    Return what is assumed. Raises ValueError for a row that cannot be.
+    """
+    try:
+        run, assumed = read_run(row)
+    except UnknownAccelerator as wrong:
+        row[NOT_FORETOLD] = str(wrong)
+        return []
+    answer = answer_of(run, assumed)
+    error = error_of(answer, row)
+    row |= answer.columns()
+    if error is not None:
+        row["error"] = f"{error:+.3f}"
+    return assumed
+
+
+def remarks(unknown: list[str], assumed: list[str], errors: list[float]) -> Iterator[str]:
+    """Yield what there is to say of a table.
+
+    These are the lines whose GPU is `unknown`, what is assumed, and how large the errors are.
+    """
+    if unknown:
+        yield (
+            f"Not foretold, for their GPU is unknown: line {', '.join(unknown)}; the column"
+            f' "{NOT_FORETOLD}" says what to give.'
+        )
     if assumed:
-        print(f"Assumed where a line says nothing: {'; '.join(assumed)}.", file=sys.stderr)
+        yield f"Assumed where a line says nothing: {'; '.join(assumed)}."
     if errors:
         words = f"median error of {len(errors)} lines: {median(errors):.1%}"
-        print(f"{words}, worst {max(errors):.1%}", file=sys.stderr)
+        yield f"{words}, worst {max(errors):.1%}"
 
 
 def error_of(answer: Answer, row: dict[str, Any]) -> float | None:

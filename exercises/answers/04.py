@@ -652,3 +652,56 @@ def the_bug():
 
 
 mended_ring = ring_all_reduce
+
+
+# %% 4.7 right: small buckets
+#- DistributedDataParallel(model, process_group=group)
+#+ DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-4)
+# %% 4.7 right: another name, and momentum of zero
+#- "mine", all_reduce
+#+ "round", all_reduce
+#- backend="mine"
+#+ backend="round"
+#- SGD(model.parameters(), lr=lr)
+#+ SGD(model.parameters(), lr=lr, momentum=0.0)
+# %% 4.7 told: lazy, by hand after backward | torch's own DistributedDataParallel was never called
+def train_over(all_reduce, model, batches, lr):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+
+
+# %% 4.7 told: lazy, torch's own group | torch's class adds up by other means
+#- DistributedDataParallel(model, process_group=group)
+#+ DistributedDataParallel(model)
+# %% 4.7 told: lazy, the course's ring | torch's class adds up by other means
+#- register("mine", all_reduce=all_reduce)
+#+ register("mine")
+# %% 4.7 told: lazy, added up once more | outside of a backward pass, so by you
+#- DistributedDataParallel(model, process_group=group)
+#+ DistributedDataParallel(model)
+#-         optimizer.step()
+#+         for parameter in model.parameters():
+#+             all_reduce(parameter.grad)
+#+             parameter.grad /= dist.get_world_size()
+#+         optimizer.step()
+# %% 4.7 wrong: gradients are never cleared | gradients add up from step to step: clear them before each backward pass
+#-         optimizer.zero_grad()
+#+         pass
+# %% 4.7 wrong: divided once more | torch's class has divided by K: the gradients are means already
+#-         optimizer.step()
+#+         for parameter in model.parameters():
+#+             parameter.grad /= dist.get_world_size()
+#+         optimizer.step()
+# %% 4.7 wrong: one batch only | the numbers of one step: go through all batches
+#-         optimizer.step()
+#+         optimizer.step()
+#+         break
+# %% 4.7 wrong: never updated | the weights have not changed: where is the optimizer's step?
+#-         optimizer.step()
+#+         pass

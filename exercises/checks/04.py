@@ -9,19 +9,23 @@ import torch.distributed as dist
 from ddp_course import wire
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
-from ddp_exercises.tasks import task
+from ddp_exercises.tasks import load_tasks, task
+from manyranks.torch_inside import around, backward_pass
 
 from .shared import (
     NO_TENSOR,
     RING,
     as_sum,
     in_words,
+    noted_ring,
     require,
     tensors,
     unequal_lengths,
     worlds,
 )
 
+ONE = load_tasks(1)  # Exercise 1 has a little net.
+TorchDDP = torch.nn.parallel.DistributedDataParallel
 LOOP = {
     "ranks": 4,
     "forbidden": RING + COLLECTIVES,
@@ -344,3 +348,58 @@ class FindTheBugInTheRing:
                 if len(tensor) > size:
                     yield "mended", f"{case}, as a sum", as_sum(tensor, of_ranks[:size])
                 yield "mended", case, tensor
+
+
+NO_TORCH = "torch's own DistributedDataParallel was never called: wrap the model in it, and call what you get"
+NOT_CALLED = (
+    "all_reduce was never called: torch's class adds up by other means; hand it a group of your backend,"
+    " as process_group"
+)
+BY_HAND = (
+    "all_reduce was called outside of a backward pass, so by you: torch's class calls it, if its group is"
+    " one of your backend"
+)
+
+
+@task(
+    "4.7",
+    "train_over",
+    {"weights": 1, "the ring": 1},
+    ranks=4,
+    bound=1e-9,
+    hang="does every rank make the group, and go through all of its batches?",
+)
+class TrainOver:
+    """torch's DDP over a group of a learner's own: the weights, and who added up."""
+
+    def draw(random):
+        count = random.randrange(3, 5)
+        return {
+            "seed": random.randrange(10**6),
+            "batches": [ONE.batches_of(random, count, 4) for _ in range(4)],
+            "lr": random.randrange(1, 5) / 10,
+        }
+
+    def probe(train_over, seed, batches, lr):
+        model, _ = ONE.small_model(seed)
+        added, calls = noted_ring(None)
+        by_hand = []
+        forward_passes = []
+
+        def all_reduce(tensor, group=None):
+            if backward_pass() == -1:
+                by_hand.append(tensor)
+            return added(tensor, group)
+
+        def noted(forward, *arguments, **named):
+            forward_passes.append(None)
+            return forward(*arguments, **named)
+
+        with around(TorchDDP, "forward", noted):
+            train_over(all_reduce, model, batches[dist.get_rank()], lr)
+        require(forward_passes, NO_TORCH)
+        require(calls, NOT_CALLED)
+        require(not by_hand, BY_HAND)
+        yield "weights", "the weights after all steps", ONE.weights(model)
+        numbers = sum(numbers for _, numbers in calls)
+        yield "the ring", "numbers that all_reduce has added up, in all steps", numbers

@@ -6,6 +6,7 @@ There is no process of that name: whoever stops, or passes the moment for which 
 does its work. All functions are called under the table's lock.
 """
 
+from collections.abc import Sequence
 from ctypes import byref, memset, sizeof
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -25,6 +26,7 @@ from .table import (
     Entry,
     Place,
     Table,
+    Ways,
     least,
     where,
 )
@@ -135,15 +137,22 @@ def needs_order(table: Table, entry: Entry) -> bool:
     if entry.kind == NEW_GROUP:
         return True
     if entry.kind == MESSAGE:
-        same_host = table.hosts[entry.first] == table.hosts[entry.second]
-        return bool(table.byte or table.latency) and not same_host
-    return entry.duration > 0 and len(hosts_of(table, entry)) > 1
+        return table.step_takes(1 << 40, (entry.first, entry.second)) > 0
+    return entry.duration > 0
 
 
-def hosts_of(table: Table, entry: Entry) -> set[int]:
-    """Return the hosts of a collective's members."""
+def members_of(table: Table, entry: Entry) -> list[int]:
+    """Return the ranks that take part in a collective."""
     members = table.members[entry.group]
-    return {host for host, member in zip(table.hosts, members, strict=True) if member}
+    return [rank for rank in range(table.ranks) if members[rank]]
+
+
+def ways_of(table: Table, ranks: Sequence[int]) -> list[Ways]:
+    """Return the ways that these ranks use: on one host each its own, else those of their hosts."""
+    if table.on_one_host(ranks):
+        return [table.ways_inside[rank] for rank in ranks]
+    hosts = dict.fromkeys(table.hosts[rank] for rank in ranks)  # in the order of ranks
+    return [table.ways[host] for host in hosts]
 
 
 def book(table: Table, entry: Entry) -> None:
@@ -177,23 +186,25 @@ def book_message(table: Table, entry: Entry) -> None:
     """Book a message on the way out of its sender's host and on the way in of its receiver's."""
     if not needs_order(table, entry):
         return
-    source = table.ways[table.hosts[entry.first]]
-    target = table.ways[table.hosts[entry.second]]
-    duration = table.bytes_take(entry.nbytes)
+    ranks = (entry.first, entry.second)
+    source, target = ways_of(table, ranks)
+    duration = table.step_takes(entry.nbytes, ranks)
+    latency = 0 if table.on_one_host(ranks) else table.latency
+    duration -= latency
     start = max(entry.moment, source.out)
     entry.departs = source.out = start + duration
-    entry.arrives = target.into = max(start + table.latency, target.into) + duration
+    entry.arrives = target.into = max(start + latency, target.into) + duration
 
 
 def book_collective(table: Table, entry: Entry) -> None:
-    """Book a collective on all ways of its members' hosts.
+    """Book a collective on all ways of its members.
 
-    Without bytes it uses no way, on one host it takes no time.
+    Without bytes it uses no way; without a duration, as on one host that has no links inside, it
+    takes no time.
     """
-    hosts = hosts_of(table, entry)
-    if len(hosts) == 1:
+    if not entry.duration:
         return
-    ways = [table.ways[host] for host in hosts] if entry.has_bytes else []
+    ways = ways_of(table, members_of(table, entry)) if entry.has_bytes else []
     start = entry.moment
     for way in ways:
         start = max(start, way.out, way.into)
@@ -206,7 +217,8 @@ def release(table: Table, place: Place, moment: int) -> None:
     """Let a blocked thread go on at `moment`, or at its own clock if that is later."""
     if place.state != BLOCKED:
         return
-    place.clock = max(moment, place.clock)
+    if not place.stands:
+        place.clock = max(moment, place.clock)
     place.floor = place.clock
     place.timer = FOREVER
     place.awaits = 0

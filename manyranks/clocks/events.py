@@ -104,7 +104,10 @@ def join(group: int, members: list[int], duration: int, has_bytes: bool, name: s
 
 
 def join_new_group(name: str, members: list[int]) -> int:
-    """Make a group with all its members; return its number."""
+    """Make a group with all its members; return its number.
+
+    Raises RuntimeError if the launch has made too many.
+    """
     table = process.table
     digest = hashlib.sha256(name.encode()).digest()
     key = int.from_bytes(digest[:7], "big")  # seven bytes are never too many for a field

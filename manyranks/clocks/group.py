@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import torch_inside
-from . import events, stalls, threads
+from . import events, recording, stalls, streams, threads
 from .clock import TURN, ask, in_real_time, own, process, take_turn
 from .table import ANY, POLL_S, plain_lock, real_sleep
 
@@ -24,9 +24,11 @@ from .table import ANY, POLL_S, plain_lock, real_sleep
 class Work(torch_inside.WorkOfGloo):
     """gloo's work, and a ticket for the moment of its end."""
 
-    def __init__(self, work: Any, ticket: events.Ticket):
+    def __init__(self, work: Any, ticket: events.Ticket, call: recording.Call | None = None):
         super().__init__(work)
         self.ticket = ticket
+        self.call = call
+        self.on_stream = streams.are_on()
         self.ended: int | None = None
         self.finished = False
         self.future: Future | None = None
@@ -56,16 +58,23 @@ class Work(torch_inside.WorkOfGloo):
     def finish(self) -> None:
         """Wait for gloo, once: a second wait for one message would be for the next."""
         if not self.finished:
-            self.work.wait()
+            with torch_inside.unseen_by_modes():
+                self.work.wait()
             self.finished = True
 
     def wait_by_clock(self) -> int:
-        """Wait in virtual time; return the moment of the end."""
+        """Wait in virtual time, or have this thread's stream wait; return the moment of the end."""
         if self.future is not None:
             take_turn()  # The callbacks' thread may have waited, and given up the ticket.
         if self.ended is None:
-            self.ended = events.wait(self.ticket)
-        own().advance(self.ended)
+            wait = streams.end_of if self.on_stream else events.wait
+            self.ended = wait(self.ticket)
+            if self.call is not None:
+                self.call.end = self.ended
+        if self.on_stream:
+            streams.current().reach(self.ended)
+        else:
+            own().advance(self.ended)
         return self.ended
 
     def is_completed(self) -> bool:
@@ -99,10 +108,11 @@ class Work(torch_inside.WorkOfGloo):
 class Future(torch.futures.Future):
     """The future of a `Work`, or one that follows from it: its `wait` takes virtual time."""
 
+    has_thread = False  # One looks after the callbacks.
+
     def __init__(self, work: Work | None):
         super().__init__()
         self.work = work
-        self.has_thread = False  # One looks after the callbacks.
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
@@ -115,7 +125,8 @@ class Future(torch.futures.Future):
             return
         self.work.finish()
         present = clock.moment
-        clock.moment = ended  # This may be earlier.
+        if not self.work.on_stream:
+            clock.moment = ended  # This may be earlier.
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
@@ -155,10 +166,11 @@ class Future(torch.futures.Future):
 class Following(Future):
     """The future of a callback, which runs when the future `before` is complete."""
 
+    has_thread = True  # that of the future before
+
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
-        self.has_thread = True  # that of the future before
 
     def complete(self) -> None:
         """Wait for what the callback waits for; then it runs."""
@@ -169,7 +181,7 @@ class All(Future):
     """The future that is complete once all of some futures are."""
 
     def __init__(self, futures: list):
-        super().__init__(None)
+        torch.futures.Future.__init__(self)
         self.futures = futures
 
     def complete(self) -> None:
@@ -238,7 +250,8 @@ class FromAny:
         """Have gloo receive from the sender."""
         group = self.group
         events.count_received(sender, group.number, self.tag)
-        self.work = group.gloo.recv(self.tensors, group.members.index(sender), self.tag)
+        peer = group.members.index(sender)
+        self.work = group.moved(group.gloo.recv, self.tensors, peer, self.tag)
         events.drop(self.ticket)
 
     def wait(self) -> None:
@@ -251,7 +264,10 @@ class FromAny:
 
     @classmethod
     def make_room(cls, group: int, tag: int) -> None:
-        """A receive from a named rank will be posted: begin those from any rank that come first."""
+        """A receive from a named rank will be posted: begin those from any rank that come first.
+
+        Raises RuntimeError if one of them has no message yet.
+        """
         if not cls.unmatched:
             return
         clock: Any = own()
@@ -313,9 +329,28 @@ def nbytes_of(tensors: Any) -> int:
     """Return the bytes of tensors in lists of lists."""
     if not isinstance(tensors, torch.Tensor):
         return sum(map(nbytes_of, tensors))
-    if tensors.is_sparse:
-        return nbytes_of([tensors._indices(), tensors._values()])
-    return tensors.numel() * tensors.element_size()
+    parts = torch_inside.parts_of([tensors])
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+class Done:
+    """The work of a message or a collective of tensors that have sizes only: nothing is moved."""
+
+    def __init__(self, tensors: list):
+        self.tensors = tensors
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future that has its result."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
+
+    def _source_rank(self) -> int:
+        return 0
 
 
 class Group(torch_inside.InPlaceOfGloo):
@@ -342,23 +377,56 @@ class Group(torch_inside.InPlaceOfGloo):
 
     group_name = property(getGroupName)
 
+    def begun(self, begin: Callable, *arguments: Any) -> Any:
+        """Have gloo `begin` an operation in this thread's turn; return its work."""
+        take_turn(to_post=True)
+        return self.moved(begin, *arguments)
+
+    def moved(self, begin: Callable, *arguments: Any) -> Any:
+        """Have gloo `begin` an operation; return its work.
+
+        Of tensors that have sizes only nothing is moved.
+        """
+        tensors = torch_inside.tensors_in(*arguments)
+        if any(isinstance(tensor, torch_inside.FakeTensor) for tensor in tensors):
+            return Done(torch_inside.tensors_in(arguments[0]))
+        with torch_inside.unseen_by_modes():  # What gloo copies is no work of the device.
+            return begin(*arguments)
+
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
         """Join a collective of so many `steps`, each as long as a message of `nbytes`.
 
         Gloo's `work` has begun.
         """
         table = process.table
-        duration = steps * (table.latency + table.bytes_take(nbytes))
-        ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
-        return Work(work, ticket)
+        duration = steps * table.step_takes(nbytes, self.members)
+
+        def join() -> Work:
+            call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
+            ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
+            return Work(work, ticket, call)
+
+        return streams.at_its_start(join)
+
+    def message(self, sending: bool, work: Any, tensors: list, peer: int, tag: int) -> Work:
+        """Post a send or a receive, which gloo's `work` has begun."""
+        table = process.table
+        nbytes = nbytes_of(tensors)
+        rank = self.members[peer]
+
+        def post() -> Work:
+            name = "send" if sending else "receive"
+            duration = table.step_takes(nbytes, (table.rank, rank))
+            call = recording.note_call(name, (table.rank, rank), nbytes, duration)
+            ticket = events.post(sending, nbytes, rank, self.number, tag)
+            return Work(work, ticket, call)
+
+        return streams.at_its_start(post)
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
-        take_turn(to_post=True)
-        work = self.gloo.send(tensors, peer, tag)
-        nbytes = nbytes_of(tensors)
-        ticket = events.post(True, nbytes, self.members[peer], self.number, tag)
-        return Work(work, ticket)
+        work = self.begun(self.gloo.send, tensors, peer, tag)
+        return self.message(True, work, tensors, peer, tag)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a receive.
@@ -368,10 +436,8 @@ class Group(torch_inside.InPlaceOfGloo):
         """
         take_turn(to_post=True)
         FromAny.make_room(self.number, tag)
-        work = self.gloo.recv(tensors, peer, tag)
-        nbytes = nbytes_of(tensors)
-        ticket = events.post(False, nbytes, self.members[peer], self.number, tag)
-        return Work(work, ticket)
+        work = self.moved(self.gloo.recv, tensors, peer, tag)
+        return self.message(False, work, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list, tag: int) -> Work:
         """Post a receive of the oldest message from any rank."""
@@ -382,18 +448,20 @@ class Group(torch_inside.InPlaceOfGloo):
     def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
         """Gather each of the `inputs` from all members into one of the `outputs`."""
         parts = [output.chunk(self.size()) for output in outputs]
-        take_turn(to_post=True)
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
-        work = self.gloo.allgather_coalesced(by_member, inputs, *opts)
+        work = self.begun(self.gloo.allgather_coalesced, by_member, inputs, *opts)
         steps = direct_steps(self.size())
         return self.timed("all_gather", work, nbytes_of(inputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
-        """Wait for all members."""
+        """Wait for all members; where there are streams, the host waits for them first."""
+        streams.synchronize()
         take_turn(to_post=True)
         work = self.gloo.barrier(**opts)
-        return self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
+        barrier = self.timed("barrier", work, nbytes=0, steps=tree_steps(self.size()))
+        barrier.on_stream = False
+        return barrier
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""
@@ -404,8 +472,7 @@ def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
-        take_turn(to_post=True)
-        work = getattr(self.gloo, gloo_name)(*arguments)
+        work = self.begun(getattr(self.gloo, gloo_name), *arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()

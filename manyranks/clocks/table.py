@@ -80,6 +80,7 @@ class Place(Structure):
         "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
         "posts",  # 1 if its turn is one to post
         "outside",  # 1 if something outside the launch may let it go on
+        "stands",  # 1 if its clock stands still while it waits: a stream waits, and no host
         "clock",  # the thread's own time when it was blocked, or when it is to go on
         "number",  # the threads of a rank are numbered in the order of their starts
     )
@@ -111,7 +112,7 @@ class Entry(Structure):
 
 
 class Ways(Structure):
-    """The moments from which on a host's ways out and in are free."""
+    """The moments from which on the ways out and in of a host, or of a rank, are free."""
 
     _fields_ = numbers("out", "into")
 
@@ -119,7 +120,7 @@ class Ways(Structure):
 class Table:
     """The memory; `hosts` has the host of each rank.
 
-    Ranks of one host reach each other without links.
+    Ranks of one host reach each other by the links inside, one for each rank, or without links.
     """
 
     def __init__(
@@ -128,8 +129,11 @@ class Table:
         bits_per_second: float = math.inf,
         latency: float = 0.0,
         descriptor: int | None = None,
+        inside_bits_per_second: float = math.inf,
     ):
         self.hosts = hosts
+        self.inside_bits_per_second = inside_bits_per_second
+        self.inside_byte = 8e12 / inside_bits_per_second
         self.bits_per_second = bits_per_second
         self.latency_s = latency
         self.latency = round(latency * 1e12)
@@ -163,6 +167,7 @@ class Table:
                 ("places", Place * (self.ranks * self.threads_per_rank)),
                 ("entries", Entry * (1024 + 64 * self.ranks)),  # more than programs need at once
                 ("ways", Ways * (max(self.hosts) + 1)),
+                ("ways_inside", Ways * self.ranks),
                 ("members", c_int64 * self.ranks * MOST_GROUPS),
                 ("waits", c_char * wait_bytes * self.ranks),
             ]
@@ -175,6 +180,7 @@ class Table:
         self.entries = list(memory.entries)
         self.rows = np.frombuffer(memory.entries, Entry)
         self.ways = list(memory.ways)
+        self.ways_inside = list(memory.ways_inside)
         self.members = memory.members
         self.waits = np.frombuffer(memory.waits, f"S{wait_bytes}")
 
@@ -191,10 +197,26 @@ class Table:
         self.members[0][:] = [1] * self.ranks
 
     def __reduce__(self):
-        return type(self), (self.hosts, self.bits_per_second, self.latency_s, self.file.fileno())
+        return type(self), (
+            self.hosts,
+            self.bits_per_second,
+            self.latency_s,
+            self.file.fileno(),
+            self.inside_bits_per_second,
+        )
+
+    def on_one_host(self, ranks: Any) -> bool:
+        """Return whether these ranks share a host."""
+        return len({self.hosts[rank] for rank in ranks}) == 1
+
+    def step_takes(self, nbytes: float, ranks: Any) -> int:
+        """Return the picoseconds of a message of `nbytes` between these ranks, alone on its way."""
+        if self.on_one_host(ranks):
+            return round(nbytes * self.inside_byte)
+        return self.latency + self.bytes_take(nbytes)
 
     def bytes_take(self, nbytes: float) -> int:
-        """Return the picoseconds of `nbytes` on a link."""
+        """Return the picoseconds of `nbytes` on a link between hosts."""
         return round(nbytes * self.byte)
 
     def own_threads(self) -> range:

@@ -295,7 +295,7 @@ def only_its_own_pipe(selector: Any) -> bool:
 
 
 def refuse(run: Callable, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse to start a pool of processes.
+    """Refuse to start a pool of processes: raises RuntimeError in a thread with a clock.
 
     Its threads wait for processes, which have no clock, and for each other.
     """

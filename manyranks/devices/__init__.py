@@ -7,7 +7,7 @@ emulated.
         every rank has such a device
     launch(fn, device=[Device("2GFLOP/s")] * 3 + [Device("1GFLOP/s")])
         rank 3 is a straggler
-    Device.like("A100")
+    Device("A100")
         a known accelerator
 
     with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:

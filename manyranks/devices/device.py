@@ -11,29 +11,31 @@ from .emulation import Emulation
 class Device:
     """An emulated accelerator: its `rate`, as "2GFLOP/s", and its `memory`, as "5GB/s" or None.
 
-    Without a memory bandwidth its memory takes no time.
+    Without a memory bandwidth its memory takes no time. A `rate` may also be the accelerator's
+    name in `presets.ACCELERATORS`, such as "H100".
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
-    meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
-    that are unreadable or out of range.
+    meanwhile, so results equal those of any run, bit for bit. With `streams` the host runs ahead
+    of the device, as with a GPU (docs/VIRTUAL_TIME.md). Raises EmulationError for numbers
+    that are unreadable or out of range, and for a name that nobody knows.
     """
 
-    def __init__(self, rate, memory=None):
-        self.rate = units.flops_per_second(rate)
-        self.memory = None if memory is None else units.bytes_per_second(memory)
+    def __init__(self, rate, memory=None, streams=False):
         self.name = None
         self.link = None
-
-    @classmethod
-    def like(cls, name: str) -> "Device":
-        """Return the accelerator `name` of the table `presets.ACCELERATORS`.
-
-        Raises EmulationError for a name that is not in it.
-        """
-        known = presets.accelerator(name)
-        device = cls(f"{known.rate}FLOP/s", f"{known.memory}B/s")
-        device.name = name
-        return device
+        self.streams = streams
+        self.capacity = None  # The bytes of its memory count where sizes alone are kept.
+        known = presets.accelerator(rate)
+        if known is not None:
+            self.name = rate
+            self.rate = known.rate
+            self.memory = known.memory
+            self.capacity = 1e9 * known.capacity_gb
+        else:
+            self.rate = presets.rate(rate)
+            self.memory = None
+        if memory is not None:
+            self.memory = units.bytes_per_second(memory)
 
     def __str__(self):
         memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""

@@ -13,6 +13,7 @@ that was moved to "cpu:1" is on emulated device 1, and so are all results that a
 there; a copy from one device to another takes the time of the bus.
 """
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,8 +24,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import clocks
+from ..clocks import recording, streams
 from ..errors import EmulationError
-from ..torch_inside import TorchDispatchMode, around, dispatch_modes, tensors_in
+from ..torch_inside import (
+    TorchDispatchMode,
+    around,
+    code_of,
+    dispatch_modes,
+    is_wrapper,
+    tensors_in,
+)
 from . import roofline
 
 # Each of these is called when a copy between devices begins; the copy runs in the block it returns.
@@ -78,7 +87,11 @@ class Emulation:
             raise EmulationError(
                 "this process emulates a device already; leave that emulation first"
             )
+        if self.device.streams and clocks.own() is None:
+            raise EmulationError("a device has streams where time is virtual: in a launch")
         self.stack = ExitStack()
+        if self.device.streams:
+            self.stack.enter_context(streams.installed())
         for owner, name in (
             (torch.nn.Module, "__call__"),
             (torch.autograd, "_engine_run_backward"),
@@ -105,6 +118,8 @@ class Emulation:
 
     def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Perform one operation on emulated device `number`, and let its time pass."""
+        if roofline.yields_a_value(operation):
+            streams.wait_for_value()
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
         # Traffic matters where memory has a limit, and where tensors are on several devices.
@@ -137,6 +152,8 @@ class Emulation:
         if clocks.several_compute():
             clocks.own().take_turn()
         start = max(self.moment(), self.free_at[number])
+        if streams.are_on():
+            start = streams.current().start()
         end = start + round(seconds * 1e12)
         self.free_at[number] = end
         self.busy[number] += seconds
@@ -146,7 +163,11 @@ class Emulation:
             self.operations.append(
                 Operation(name, number, flops, nbytes, bound, start / 1e12, end / 1e12)
             )
-        self.reach(end)
+        if streams.are_on():
+            streams.book(start, end)
+        else:
+            recording.note_operation(number, start, end)
+            self.reach(end)
 
     def moment(self) -> int:
         """Return this thread's time in picoseconds; 0 where no time passes."""
@@ -199,6 +220,12 @@ class OnDevice(TorchDispatchMode):
         self.number = number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # A DTensor's operation comes again, with this rank's own part.
+        code = code_of(func)
+        if code is not None:
+            with self:  # What it calls is performed, operation by operation.
+                return code(*args, **(kwargs or {}))
         return self.emulation.perform(self.number, func, args, kwargs or {})
 
 
@@ -228,3 +255,12 @@ def full_speed() -> None:
     """End the emulation of this rank's device: from here on work takes its real time."""
     if Emulation.current is not None:
         Emulation.current.stop()
+
+
+def work_at_full_speed_in_child() -> None:
+    """A process that this one forks, such as a worker of a DataLoader, is not on the device."""
+    if Emulation.current is not None:
+        Emulation.current.active = False
+
+
+os.register_at_fork(after_in_child=work_at_full_speed_in_child)

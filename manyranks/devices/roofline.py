@@ -47,3 +47,13 @@ def has_traffic(operation: Any) -> bool:
     """
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
+
+
+@cache
+def yields_a_value(operation: Any) -> bool:
+    """Return whether the host learns a value of a tensor by `operation`.
+
+    It does so by `loss.item()`, or by a size that follows from values: for a GPU it waits then.
+    """
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in operation.tags for tag in tags)

@@ -73,7 +73,7 @@ def prepare_clocks(setting: Setting) -> Any:
     """Return the table of a launch whose time is virtual, or None if its time is real."""
     if setting.link is not None:
         return setting.link.network.table
-    if setting.emulated is None:
+    if setting.emulated is None and not setting.sizes_only:
         return None
     from ..clocks import Table  # A launch in real time does not need it.
 

@@ -62,5 +62,10 @@ class Bar:
                 file.write(writable.decode(file.encoding))
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        """End the bar: it stays if it is full, and else goes; tqdm would leave it in red."""
+        if self.bar is None:
+            return
+        if self.bar.total and self.bar.n < self.bar.total:
+            self.bar.total = self.bar.n
+            self.bar.leave = False
+        self.bar.close()

@@ -36,6 +36,8 @@ def launch(
     timeout: float = 300.0,
     link: EmulatedLink | None = None,
     progress: Progress = False,
+    sizes_only: bool = False,
+    answer: float | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks; return the results in rank order.
@@ -46,7 +48,9 @@ def launch(
     accelerator (a `Device`) for each rank, or a list of them, in rank order. `timeout`:
     seconds for the whole launch. `link`: an emulated link between the ranks (a `Link`).
     `progress`: show a bar of the optimizer's steps; a number says how many are expected, and a pair
-    of a name and a number what the bar is called, too.
+    of a name and a number what the bar is called, too. `sizes_only`: tensors have shapes and no
+    values, so that nothing is computed, and models may be larger than this machine; `answer` is a
+    number for whoever asks for a value nevertheless.
     Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
     are ended from outside, ValueError for bad input.
     """
@@ -55,8 +59,14 @@ def launch(
             world_size = DEFAULT_RANKS
             check_arguments(fn, args, kwargs)
         world_size = check_request(world_size, device, timeout, link)
+        if answer is not None and not sizes_only:
+            raise ValueError(
+                f"answer is {answer!r}, but there are values: it needs sizes_only=True"
+            )
         with pack_call(fn, args, kwargs) as call:
-            setting = describe_launch(world_size, device, timeout, link, progress, call)
+            setting = describe_launch(
+                world_size, device, timeout, link, progress, sizes_only, answer, call
+            )
             return Launch(setting).run(call)
     except EXPECTED as error:
         raise plain(error) from None

@@ -56,6 +56,8 @@ class Setting:
     link: EmulatedLink | None  # The agent prepares it.
     emulated: list | None  # the emulated device of each rank
     progress: Progress
+    sizes_only: bool  # Tensors have no values, and nothing is computed.
+    answer: float | None  # This number answers questions for values then.
     # Ranks will surely compute, so what optimizers need is imported before they start.
     computes: bool
 

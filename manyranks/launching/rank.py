@@ -10,7 +10,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -99,12 +100,27 @@ class Rank:
             cells, function, args, kwargs = pickle.loads(packed)
         for name, text in cells.items():  # tracebacks show the lines of cells
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        device: AbstractContextManager = nullcontext()
-        if self.setting.emulated is not None:
-            device = self.setting.emulated[self.number].emulate(self.setting.link)
-        with clocks.calling(), device:
+        with clocks.calling(), self.emulation():
             result = function(*args, **kwargs)
-        return result, self.steps.unconnected_model()
+        model = None if self.setting.sizes_only else self.steps.unconnected_model()
+        return result, model
+
+    @contextmanager
+    def emulation(self) -> Iterator[None]:
+        """Within this block this rank computes on its emulated device, if there is one.
+
+        It has sizes only, if that is asked for.
+        """
+        device = self.setting.emulated[self.number] if self.setting.emulated else None
+        with ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(device.emulate(self.setting.link))
+            if self.setting.sizes_only:
+                from ..devices.sizes import sizes_only  # Other launches do not need it.
+
+                capacity = device.capacity if device else None
+                stack.enter_context(sizes_only(capacity, self.setting.answer))
+            yield
 
     def report_outcome(self) -> None:
         """Write what the function returned or raised to a file, and report that.

@@ -9,6 +9,7 @@ from manyranks import this_torch
 
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
+from ..errors import EmulationError
 from ..linux import free_memory, usable_cores
 from .protocol import EmulatedLink, Progress, Setting
 
@@ -58,6 +59,8 @@ def describe_launch(
     timeout: float,
     link: EmulatedLink | None = None,
     progress: Progress = False,
+    sizes_only: bool = False,
+    answer: float | None = None,
     call: IO[bytes] | None = None,
 ) -> Setting:
     """Decide what follows from the request, and return all that agent and ranks must know.
@@ -71,11 +74,16 @@ def describe_launch(
     # This comes first, as a list of a billion ranks takes long.
     check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
-    backend, devices = placement("cpu" if emulated else str(device), world_size)
+    backend, devices = placement("cpu" if emulated or sizes_only else str(device), world_size)
     if gpus:
         say_sharing(world_size, gpus=len(set(devices)))
     if link is not None:
         link.check(world_size, backend)
+        if sizes_only and link.mode != "virtual":
+            raise EmulationError(
+                "with sizes only there is nothing to send over real sockets: choose a link whose"
+                ' mode is "virtual"'
+            )
     return Setting(
         world_size=world_size,
         start=start_method(),
@@ -87,7 +95,10 @@ def describe_launch(
         link=link,
         emulated=emulated,
         progress=progress,
-        computes=bool(emulated or progress),  # both are asked for where something is trained
+        sizes_only=sizes_only,
+        answer=answer,
+        # These are asked for where something is trained.
+        computes=bool(emulated or progress or sizes_only),
     )
 
 

@@ -3,7 +3,7 @@
 It says which links are refused.
 """
 
-from .. import units
+from .. import presets, units
 from ..errors import EmulationError
 from . import modes
 
@@ -13,16 +13,17 @@ SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find
 class Link:
     """An emulated link: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
 
-    Every host has one.
+    Every host has one. A link may also be given by its name in `presets.LINKS`, such as "NVLink".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    inside a host nothing takes time. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
+    `inside` is the bandwidth of each rank's link inside its host, such as "NVLink A100": without it
+    nothing takes time there. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
     or "hosts": real sockets on virtual hosts, in real time. Raises EmulationError for values that
     cannot be read, or are not possible here; the message says which are.
     """
 
-    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual"):
-        self.bandwidth = units.bits_per_second(bandwidth)
+    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual", inside=None):
+        self.bandwidth = presets.bandwidth(bandwidth)
         if self.bandwidth < SLOWEST:
             raise EmulationError(
                 f'the bandwidth "{bandwidth}" is out of range; choose 1Mbit or more'
@@ -34,6 +35,9 @@ class Link:
                 " rank"
             )
         self.hosts = hosts
+        self.inside = None if inside is None else presets.bandwidth(inside)
+        if inside is not None and mode != "virtual":
+            raise EmulationError(f'links inside hosts need virtual time; leave out mode="{mode}"')
         self.mode_class = modes.choose(mode, self.latency)
         self.mode = mode
 
@@ -43,6 +47,8 @@ class Link:
     def __str__(self):
         latency = f", {self.latency * 1e3:g} ms" if self.latency else ""
         hosts = f", {self.hosts} hosts" if self.hosts else ""
+        if self.inside:
+            hosts += f" with {self.inside / 1e6:g} Mbit/s inside"
         return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.mode_class.title}"
 
     def check(self, world_size: int, backend: str = "gloo") -> None:
@@ -66,13 +72,17 @@ class Link:
         """
         count = self.hosts or world_size
         host_of_rank = [rank * count // world_size for rank in range(world_size)]
-        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency)
+        inside = {"inside": self.inside} if self.inside else {}
+        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency, **inside)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth_bits_s, latency_s (seconds) and hosts."""
-        return {
+        """Return what JSON can hold: mode, bandwidths (bits per second), latency (s) and hosts."""
+        described = {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
             "latency_s": self.latency,
             "hosts": self.hosts,
         }
+        if self.inside:
+            described["inside_bits_s"] = self.inside
+        return described

@@ -9,6 +9,8 @@ enter(rank)             moves a rank onto the network, before the rank makes any
 Each mode also has a `title` for messages; MODES has the name by which a Link chooses it.
 """
 
+import math
+
 from ..clocks import Table
 from ..errors import EmulationError
 from ..hosts import virtual_hosts
@@ -59,8 +61,10 @@ class VirtualTime:
     title = "virtual time"
     master_address = LOOPBACK
 
-    def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
-        self.table = Table(hosts, bits_per_second, latency)
+    def __init__(
+        self, hosts: list[int], bits_per_second: float, latency: float, inside: float = math.inf
+    ):
+        self.table = Table(hosts, bits_per_second, latency, inside_bits_per_second=inside)
 
     def enter(self, rank: int) -> None:
         """Leave this rank where it is: its clocks come later."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ..clocks import group as clocks_group
 from ..clocks import now, own
 from ..clocks.clock import TURN
-from ..clocks.stalls import LIBRARIES, PACKAGES, Line, in_words, line_of
+from ..clocks.stalls import LIBRARIES, Line, in_words, line_of
 from ..clocks.table import FOREVER
 from ..devices import roofline
 from ..errors import Awaited
@@ -41,6 +41,7 @@ from ..torch_inside import (
     TorchDispatchMode,
     around,
     is_wrapper,
+    parts_of,
     tensors_in,
     tree_map_only,
     without_modes,
@@ -95,7 +96,7 @@ class Memory:
         return hashlib.blake2b((ctypes.c_char * size).from_address(self.addresses.start)).digest()
 
     def has_happened(self) -> str:
-        """Return in words what the program has done to the memory since the post; "" for nothing."""
+        """Return in words what the program has done to the memory since the post, or ""."""
         if self.place_now() != self.place:
             return "the memory was freed or moved"
         if self.holds() != self.held:
@@ -218,8 +219,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         flight = Flight(work.ticket.what, [], [], line_of(sys._getframe()))
         with without_modes(), torch.no_grad():
             self.take(flight, name, group.rank(), arriving, sent)
-            # A sparse tensor's own parts are replaced; else the tensor may get other memory.
-            homes = [tensor if tensor.is_sparse else tensor.detach() for tensor in arriving]
+            homes = [home_of(tensor) for tensor in arriving]
         if arriving:
             flight.arrivals.extend(zip(homes, tensors_in(*copies[:1]), strict=True))
         self.flights[work] = flight
@@ -324,10 +324,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
     def then(self, run: Callable, future: Any, callback: Callable) -> Any:
         """Around `Future.then`, note that who comes first decides when a callback runs.
 
-        Those of torch itself only convert values.
+        Those of libraries only convert values.
         """
         code = getattr(callback, "__code__", None)
-        if code is None or not code.co_filename.startswith(PACKAGES):
+        if code is None or is_the_programs(code):
             self.doubt("a callback runs once its message has arrived")
         return run(future, callback)
 
@@ -340,7 +340,9 @@ class Watch(TorchDispatchMode, ContextDecorator):
         if self.skew_s is None:
             return reading
         self.skew_s += random.SystemRandom().uniform(0, LONGEST_SKEW_S)
-        return reading + (self.skew_s if isinstance(reading, float) else int(self.skew_s * 1e9))
+        if isinstance(reading, int):  # in nanoseconds
+            return reading + int(self.skew_s * 1e9)
+        return reading + self.skew_s
 
     def start(self, run: Callable, thread: threading.Thread) -> None:
         """Around the start of a thread, have its operations shown as well."""
@@ -351,8 +353,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
 
 def called_by_program() -> bool:
     """Whether the program's own code has called the function around which a hook stands."""
-    frame = sys._getframe(3)  # after this function, the hook, and the one that calls it
-    return not frame.f_code.co_filename.startswith(folders() + LIBRARIES)
+    # The frames before are of this function, of the hook, and of the one that calls it.
+    return is_the_programs(sys._getframe(3).f_code)
+
+
+def is_the_programs(code: Any) -> bool:
+    """Whether code is the program's own, and no library's."""
+    return not code.co_filename.startswith(folders() + LIBRARIES)
 
 
 def is_importing() -> bool:
@@ -361,12 +368,13 @@ def is_importing() -> bool:
     return any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in frames)
 
 
-def parts_of(tensors: list) -> list[torch.Tensor]:
-    """Return the tensors that hold the elements of tensors: a sparse one has two."""
-    parts: list = []
-    for tensor in tensors:
-        parts += [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-    return parts
+def home_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor to which the network writes.
+
+    It keeps its memory, whatever the program does with its own. Of a sparse one, whole parts are
+    replaced.
+    """
+    return tensor if tensor.is_sparse else tensor.detach()
 
 
 def is_own_part(receives: range, sends: range, rank: int, place: int) -> bool:

@@ -155,8 +155,9 @@ def unlike(results: list, alike: int) -> tuple[list[str], list[str]]:
 def some_of(names: list[str]) -> str:
     """Return the first names, in words."""
     shown = [f"result{name}" for name in names[:MOST_NAMES]]
-    more = [f"{len(names) - MOST_NAMES} more"] * (len(names) > MOST_NAMES)
-    return ", ".join(shown + more)
+    if len(names) > MOST_NAMES:
+        shown.append(f"{len(names) - MOST_NAMES} more")
+    return ", ".join(shown)
 
 
 def values_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:

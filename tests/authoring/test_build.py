@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import build
+import elsewhere
 import nbformat
 import pytest
 
@@ -38,10 +39,13 @@ assert area(2) > 12
 
 
 @pytest.fixture
-def course(tmp_path):
-    """A course of one lesson and one exercise; `write(name, text)` makes a source, `run(*args)`
-    builds.
+def course(tmp_path, monkeypatch):
+    """A published course of one lesson and one exercise; `write(name, text)` makes a source,
+    `run(*args)` builds.
     """
+    place = tmp_path / "published.txt"
+    place.write_text("https://github.com/somebody/their-course\n")
+    monkeypatch.setattr(elsewhere, "PUBLISHED", place)
 
     class Course:
         root = tmp_path

@@ -21,6 +21,7 @@ PRINTED = [  # Each example of the README prints this, among other words.
     "dist.recv(torch.zeros(1), other)",
     "False",
     "weights differ",
+    "0.181, 0.181",
 ]
 
 

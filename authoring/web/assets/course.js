@@ -45,8 +45,9 @@ function predict(question) {
   question.addEventListener("change", event => {
     const chosen = Number(event.target.value);
     for (const line of reveals) {
-      const verdict = chosen === Number(line.dataset.right) ? "right" : "a surprise";
-      line.textContent = `your guess: ${answers[chosen]}; ${line.dataset.outcome} – ${verdict}`;
+      const verdict = chosen === Number(line.dataset.right) ? ", which is right" : "";
+      const why = JSON.parse(line.dataset.why)[chosen] ?? "";
+      line.textContent = `You guessed ${answers[chosen]}${verdict}. ${line.dataset.outcome} ${why}`.trimEnd();
     }
   });
 }

@@ -133,7 +133,9 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-KEY = """weights differ by: the largest difference of a weight from the single device's
+KEY = """predicted: by formulas that assume what virtual time assumes. Real sockets took 1.04
+to 1.06 times as long (docs/VIRTUAL_TIME.md); on Linux --link-mode hosts measures that
+weights differ by: the largest difference of a weight from the single device's
 –: nothing is sent, or torch sends it and counts nothing"""
 COLUMNS = {  # by title: a field of `StageResult`, and its format
     "step\nms": ("step_ms", ".1f"),

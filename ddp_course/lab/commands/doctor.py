@@ -16,6 +16,11 @@ from . import as_typed
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "scikit-learn")
+# What a way of emulating links is good for.
+MODES = {
+    "virtual": "figures in virtual time are the same here as on any machine",
+    "hosts": "lesson 12 joins virtual hosts, each with a network of its own",
+}
 
 
 def main(args: argparse.Namespace | None = None) -> int:
@@ -55,13 +60,13 @@ def machine() -> Iterator[tuple[str, ...]]:
     cores = processor_share()
     advice = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    core_hints = [f"four ranks want two cores; {advice}"] if cores < 2 else []
-    yield "cores", f"{cores:g}", *core_hints
-    memory_hints = [f"four ranks want {NEEDED_GIB:g} GiB; {advice}"] if memory < NEEDED_GIB else []
-    yield "memory", f"{memory:.1f} GiB free", *memory_hints
+    core_hints = [advice] if cores < 2 else []
+    yield "cores", f"{cores:g}; a rank is a process, and four of them want two", *core_hints
+    memory_hints = [advice] if memory < NEEDED_GIB else []
+    needed = f"a lesson with four ranks takes {NEEDED_GIB:g} GiB"
+    yield "memory", f"{memory:.1f} GiB free; {needed}", *memory_hints
     yield "Python", platform.python_version()
-    for package in PACKAGES:
-        yield package, version(package)
+    yield "notebooks", ", ".join(f"{package} {version(package)}" for package in PACKAGES)
 
 
 def torch_parts() -> Iterator[tuple[str, ...]]:
@@ -85,7 +90,7 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     with warnings.catch_warnings(record=True) as gpu_warnings:
         warnings.simplefilter("always")
         has_nccl = usable_gpus() > 0 and dist.is_nccl_available()
-    nccl = "no (needs NVIDIA GPUs and Linux)"
+    nccl = "no, it needs NVIDIA GPUs: ranks talk through gloo, which all lessons can do"
     if has_nccl:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield "NCCL", nccl
@@ -150,19 +155,19 @@ def lessons() -> Iterator[tuple[str, ...]]:
 
     reasons = available()
     for mode, reason in reasons.items():
-        answer = "yes" if reason is None else f"no: {reason}"
-        yield mode, answer
+        answer = f"yes: {MODES.get(mode, mode)}" if reason is None else f"no: {reason}"
+        yield f"links: {mode}", answer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
-    yield "01 to 11, 14", "emulated devices and links in virtual time, on the CPU with gloo"
-    ranks = "2 processes on the CPU with gloo"
+    yield "lessons 01 to 11, 14", "emulated devices and links in virtual time, no GPU needed"
+    ranks = "another machine's times, as there is no GPU here"
     if gpus == 1:
         ranks = "2 ranks share the GPU and talk through gloo"
     elif gpus:
         ranks = f"{gpus} ranks, a GPU each, with NCCL"
-    yield "On your GPUs", ranks
-    machines = "torchrun on this machine"
+    yield "cells On your GPUs", ranks
+    machines = "torchrun starts the ranks on this machine"
     if reasons["hosts"] is None:
-        machines = "torchrun, in 12 on virtual hosts"
-    yield "12, 15", machines
+        machines = "torchrun starts the ranks, in 12 on virtual hosts"
+    yield "lessons 12, 15", machines

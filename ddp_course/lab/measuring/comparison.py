@@ -117,7 +117,7 @@ def stage_of_yours(name: str, train: Callable) -> Stage:
         raise ValueError(
             f'yours["{name}"] is {train!r:.60}; it must be a function train(model, batches, lr)'
         )
-    return Stage("yours", name, "your own", "", colour="black", time="", train=train, counted=True)
+    return Stage("yours", name, "your own", "", colour="", time="", train=train, counted=True)
 
 
 def refuse_not_finite(result: StageResult) -> None:

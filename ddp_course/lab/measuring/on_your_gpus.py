@@ -39,17 +39,17 @@ class Size(NamedTuple):
 def on_your_gpus(stages: str) -> Comparison:
     """Train with `stages`, such as "3,4", and with one device, all on this machine's GPUs.
 
-    There are as many ranks as GPUs, and at least 2; without GPUs they share the processor. One
-    device needs at least 50 ms for a step, as a probe finds a model and a batch that are large
-    enough; on the processor both are small. Returns the results of `comparison.run`, with
-    `measured_on` and `message` in words.
+    There are as many ranks as GPUs, and at least 2. One device needs at least 50 ms for a step, as
+    a probe finds a model and a batch that are large enough. Returns the results of
+    `comparison.run`, with `measured_on` and `message` in words. Without GPUs the ranks train a
+    small model on the processor: weights are compared, and `compare_figure` shows the times of
+    another machine, as those of two processes on one processor tell nothing.
     """
     world_size = 1 if stages == "1" else max(2, usable_gpus())
     if usable_gpus():
         size, names = launch(find_size, world_size, world_size=1)[0]
         steps = 10
     else:
-        print("No GPU that CUDA can use is here: this runs on the processor, with a small model.")
         size = next(sizes(world_size))
         names = []
         steps = 5
@@ -61,9 +61,14 @@ def on_your_gpus(stages: str) -> Comparison:
         progress=True,
         **problem_options(size, steps),
     )
-    workers = {"1": "process", "2": "threads"}.get(stages, "processes")
-    results.measured_on = name_devices(names[:world_size], world_size, workers)
-    results.message = message(results, len(names))
+    results.measured_on = name_devices(names[:world_size], world_size)
+    if names:
+        results.message = message(results, len(names))
+    else:
+        print(
+            "No GPU that CUDA can use is here. On the processor no weight is further than"
+            f" {results.max_abs_diff:.0e} from one device's; the times are another machine's."
+        )
     return results
 
 
@@ -162,10 +167,10 @@ def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
     return math.ceil(messages_ms / allowed_ms)
 
 
-def name_devices(names: list[str], ranks: int, workers: str = "processes") -> str:
-    """The devices: "4 × NVIDIA H100", or the processor with the `workers` that share it."""
+def name_devices(names: list[str], ranks: int) -> str:
+    """The devices: "4 × NVIDIA H100", or the processor."""
     if not names:
-        return f"this machine's processor: {ranks} {workers}"
+        return "this machine's processor"
     gpus = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
     return gpus if ranks == len(names) else f"{gpus}, shared by {ranks} ranks"
 
@@ -202,10 +207,7 @@ def devices_and_reason(
 ) -> tuple[str, str]:
     """What a stage runs on, and why it would not be faster than one device there."""
     if gpus < ranks:
-        if gpus:
-            return f"{ranks} ranks", "they share what one could use alone"
-        noun = "threads" if stage.stage == "2" else "processes"
-        return f"{ranks} {noun}", "they share the cores of one processor"
+        return f"{ranks} ranks", "they share what one could use alone"
     reason = "this model is too small for them"
     if ladder.find(stage.stage).splits_batch:
         times = samples_needed(alone_ms, stage.step_ms, ranks)

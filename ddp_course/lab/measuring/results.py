@@ -59,8 +59,8 @@ class StageResult:
 
     @property
     def colour(self) -> str:
-        """The colour of the stage in every figure; a learner's own is black."""
-        return "black" if self.stage == "yours" else ladder.STAGES[self.stage].colour
+        """The colour of the stage in every figure; a learner's own is red."""
+        return "#B8003C" if self.stage == "yours" else ladder.STAGES[self.stage].colour
 
     @property
     def difference(self) -> str:

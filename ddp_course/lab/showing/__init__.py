@@ -16,6 +16,8 @@ _HOMES = {
     "sketches": "sketches",
     "widgets": "widgets",
     "predict": "widgets",
+    "first_ring": "first_task",
+    "questions": "opening",
     "command": "shell",
     "progress": "shell",
     "trace": "trace_plot",

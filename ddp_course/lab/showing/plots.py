@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ...ladder import STAGES
+from ..measuring import facts
 from ..measuring.results import Comparison, StageResult
 
 STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
@@ -129,8 +130,11 @@ def panels(
 def compare_figure(results: Comparison) -> Picture:
     """The four panels of `ddp-course compare`: loss, step time, bytes sent, timeline.
 
-    They are made of its results.
+    They are made of its results. Of a processor as it is, where times tell nothing, one panel shows
+    the steps of a machine with a GPU instead.
     """
+    if results.measured_on and results.device == "cpu":
+        return figure_of_one_h200(results)
     stages = results.stages
     message = results.message or comparison_message(results)
     lanes = sum(len(stage.timeline) for stage in stages)
@@ -159,6 +163,25 @@ def compare_figure(results: Comparison) -> Picture:
         title = f"{setting_of(results)}\n{textwrap.fill(message, 120)}"
         picture.suptitle(title, fontsize=11, fontweight="bold")
     return picture
+
+
+def figure_of_one_h200(results: Comparison) -> Picture:
+    """The step times of these stages on a machine of ours that has a GPU."""
+    step_ms = {row["name"]: row["step_ms"] for row in facts.rows("stages_on_one_h200")}
+    heights = {}
+    colours = {}
+    for stage in results.stages:
+        label = stage.name.replace(" ", "\n", 1)
+        heights[label] = step_ms[stage.name]
+        colours[label] = stage.colour
+    return bars(
+        heights,
+        "a step (ms)",
+        "No GPU is here; one NVIDIA H200, which two ranks shared, needed so long",
+        colours,
+        form="{:.0f}",
+        kind="measured on one NVIDIA H200, 2026-11-26",
+    )
 
 
 def setting_of(results: Comparison) -> str:
@@ -269,10 +292,11 @@ def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
     formula_mb = {}
     colours = {}
     for stage in stages:
-        if stage.bytes_sent_max is not None and stage.bytes_formula is not None:
+        if stage.bytes_sent_max is not None:
             label = textwrap.fill(stage.label, 12)
             sent_mb[label] = stage.bytes_sent_max / 1e6
-            formula_mb[label] = stage.bytes_formula / 1e6
+            if stage.bytes_formula is not None:
+                formula_mb[label] = stage.bytes_formula / 1e6
             colours[label] = stage.colour
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if sent_mb:
@@ -500,10 +524,13 @@ def bars(
     theory: dict[str, Any] | None = None,
     width: float = 7.2,
     form: str = "{:.3g}",
-    kind: str = "measured",
     dash: str = "formula",
+    *,
+    kind: str,
 ) -> Picture:
     """One bar per label: `heights` is {label: number}.
+
+    `kind` says where the numbers come from: "measured", "virtual time", "counted", "derived".
 
     `theory`, {label: number}, is drawn as dashes across the bars, and `dash` says what they are.
     """

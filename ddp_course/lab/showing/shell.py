@@ -9,7 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from tqdm.auto import tqdm as progress  # Lessons call it `show.progress` around long loops.
+from tqdm.auto import tqdm
 
 from ..folders import course_folder
 
@@ -19,6 +19,22 @@ PROGRAMS = {
     "python": [],
 }
 NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"  # Lines of torchrun's log begin so.
+
+
+class progress(tqdm):
+    """A bar around a loop, as lessons call it: it ends full, or goes when the loop ends early.
+
+    tqdm's own would stay in a notebook, in red, also where nothing failed.
+    """
+
+    total: float | None
+
+    def close(self) -> None:
+        """End the bar."""
+        if self.total and self.n < self.total:
+            self.total = self.n
+            self.leave = False
+        super().close()
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:

@@ -152,23 +152,29 @@ class Prediction(ipywidgets.VBox):
         )
         super().__init__([ipywidgets.HTML(f"<b>{question}</b>"), self.buttons])
 
-    def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
+    def reveal(
+        self, result: str, answer: Any, kind: str = "measured", why: dict[Any, str] | None = None
+    ) -> None:
         """Show the guess beside the `result` (text) and its kind.
 
-        `answer` is the right one among the answers. Raises ValueError for an answer that was not to
-        be chosen.
+        `answer` is the right one among the answers, and `why` has a sentence for who chose each:
+        {answer: why it is or is not so}. Raises ValueError for an answer that was not to be chosen.
         """
+        reasons = why or {}
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
         guess = self.buttons.value
-        line = f"{kind}: {result}"
+        line = f"The answer: {result} ({kind})."
         if guess is not None:
             keep("guesses", self.question, guess == answer)
-            verdict = "right" if guess == answer else "a surprise"
-            line = f"your guess: {guess}; {line} – {verdict}"
-        # The web site, without a kernel, judges by this index.
-        right = {"right": self.answers.index(answer)}
-        display({"text/plain": line, MIME: right}, raw=True)
+            verdict = ", which is right" if guess == answer else ""
+            line = f"You guessed {guess}{verdict}. {line} {reasons.get(guess, '')}".rstrip()
+        # The web site, without a kernel, judges by this index, and has a reason for each answer.
+        judged = {
+            "right": self.answers.index(answer),
+            "why": [reasons.get(each, "") for each in self.answers],
+        }
+        display({"text/plain": line, MIME: judged}, raw=True)
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)

@@ -1,5 +1,7 @@
 """The cells "On your GPUs": their sizes fit all stages, and they say what they measured."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,8 @@ from ddp_course.lab import on_your_gpus as measured
 from ddp_course.lab import show
 from ddp_course.lab.measuring import on_your_gpus
 from ddp_course.problems import gpt_shape
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 16])
@@ -22,12 +26,16 @@ def test_every_size_has_layers_and_heads_for_all_ranks(world_size):
 
 def test_without_gpus_it_runs_on_the_processor_and_says_so(capsys):
     results = measured("3,torch")
-    assert "No GPU" in capsys.readouterr().out
+    assert "No GPU" in (said := capsys.readouterr().out) and "another machine's" in said
     assert [stage.stage for stage in results.stages] == ["1", "3", "torch"]
     assert results.max_abs_diff < 1e-5 and results.emulated_device is None
     figure = show.compare_figure(results)
-    assert "measured on this machine's processor: 2 processes" in figure.get_suptitle()
-    assert results.message in figure.alt
+    assert results.measured_on == "this machine's processor"
+    assert "one NVIDIA H200" in figure.alt and "times as fast" not in figure.alt
+    rows = json.loads((ROOT / "results" / "gpu.json").read_text())["parts"]["lessons"]["rows"]
+    of_others = {row["stage"]: row["step_ms"] for row in rows}
+    drawn = [bar.get_height() for bar in figure.axes[0].patches]
+    assert drawn == pytest.approx([of_others[stage] for stage in ("1", "3", "torch")], abs=0.1)
 
 
 STAGES = [
@@ -46,7 +54,6 @@ STAGES = [
             " as many samples they would be 3 times as fast",
         ),
         (2, "4 ranks take 1.3 times the time of one: they share what one could use alone"),
-        (0, "4 processes take 1.3 times the time of one: they share the cores of one processor"),
     ],
 )
 def test_the_sentence_says_what_the_numbers_say(gpus, slow):
@@ -74,4 +81,4 @@ def test_a_batch_of_the_samples_that_are_needed_makes_the_gpus_as_fast_as_is_sai
 def test_devices_are_called_by_their_names():
     assert on_your_gpus.name_devices(["NVIDIA H100"] * 4, 4) == "4 × NVIDIA H100"
     assert on_your_gpus.name_devices(["NVIDIA T4"], 2) == "1 × NVIDIA T4, shared by 2 ranks"
-    assert on_your_gpus.name_devices([], 2, "threads") == "this machine's processor: 2 threads"
+    assert on_your_gpus.name_devices([], 2) == "this machine's processor"

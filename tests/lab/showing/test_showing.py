@@ -2,6 +2,7 @@
 words.
 """
 
+import ast
 import io
 import json
 import subprocess
@@ -127,7 +128,7 @@ def all_pictures():
         ),
     )
     yield "log", plots.curves({"a": ([1, 10, 1000], [1.0, 20.0, 3000.0])}, "x", "y", "t", log="xy")
-    yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1})
+    yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1}, kind="measured")
     yield "images", plots.images(torch.rand(8, 1, 8, 8), list(range(8)), "digits")
     for step in (0, 3, 6):
         yield f"ring {step}", sketches.ring_step(4, step)
@@ -323,9 +324,17 @@ def test_prediction_is_kept_and_shown_beside_the_measurement(capsys):
     prediction.reveal("2.2", 2)
     prediction.buttons.value = 4
     prediction.reveal("2.2", 2)
-    lines = capsys.readouterr().out.splitlines()
-    assert "'measured: 2.2'" in lines[0] and "– right" in lines[1] and "your guess: 4" in lines[2]
-    assert "surprise" in lines[2]
+    prediction.reveal("2.2", 2, "counted", {4: "Two of the four wait."})
+    prediction.buttons.value = 1
+    prediction.reveal("2.2", 2, "counted", {4: "Two of the four wait."})
+    said = [ast.literal_eval(line)["text/plain"] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "The answer: 2.2 (measured).",
+        "You guessed 2, which is right. The answer: 2.2 (measured).",
+        "You guessed 4. The answer: 2.2 (measured).",
+        "You guessed 4. The answer: 2.2 (counted). Two of the four wait.",
+        "You guessed 1. The answer: 2.2 (counted).",
+    ]
     with pytest.raises(ValueError, match="not among"):
         prediction.reveal("2.2", 3)
 

@@ -22,7 +22,7 @@ CELLS = {
         "show.predict('how many?', [1, 2, 4])\nguess"
     ),
     "ring": "show.widgets.ring_stepper(4)",
-    "figure": "show.bars({'a': 1.0, 'b': 2.0}, 'ms', 'Twice as long')",
+    "figure": "show.bars({'a': 1.0, 'b': 2.0}, 'ms', 'Twice as long', kind='measured')",
     "alpha beta": "show.widgets.alpha_beta_explorer()",
     "buckets": (
         "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\nnetwork ="
@@ -377,4 +377,6 @@ def choose_and_reveal(page, cells):
     last.scroll_into_view_if_needed()
     last.locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
-    last.get_by_text("your guess: 2; measured: 2.1").wait_for(timeout=20_000)
+    last.get_by_text("You guessed 2, which is right. The answer: 2.1 (measured).").wait_for(
+        timeout=20_000
+    )

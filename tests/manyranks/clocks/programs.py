@@ -344,9 +344,10 @@ class Player:
         self, kind: str, peer: int, count: int, tag: int, group: int, value: int
     ) -> tuple[Any, Any]:
         """Post a message; return its work, and the tensor that it arrives in, if any."""
-        tensor = torch.full((count,), float(value if kind == "isend" else 0))
-        work = getattr(dist, kind)(tensor, peer, self.groups[group], tag)
-        return work, tensor if kind == "irecv" else None
+        tensor = torch.full((count,), float(value))
+        if kind == "isend":
+            return dist.isend(tensor, peer, self.groups[group], tag), None
+        return dist.irecv(tensor.zero_(), peer, self.groups[group], tag), tensor
 
     def joined(
         self, name: str, count: int, group: int, value: int, asynchronous: bool
@@ -377,4 +378,5 @@ class Player:
         }
         function, *arguments = ways[name]
         work = function(*arguments, group=self.groups[group], async_op=asynchronous)
-        return work, own if value else None
+        summed = own if value else None
+        return work, summed

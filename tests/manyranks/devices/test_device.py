@@ -32,11 +32,17 @@ def test_a_roofline_has_two_sides():
 
 
 def test_known_accelerators():
-    device = Device.like("A100")
+    device = Device("A100")
     assert (device.rate, device.memory) == (pytest.approx(312e12), pytest.approx(2.039e12))
     assert str(device).startswith("A100 (312 TFLOP/s")
     with pytest.raises(EmulationError, match=r"unknown device.*A100"):
-        Device.like("B52")
+        Device("B52")
+
+
+def test_a_name_may_be_an_alias_and_a_given_memory_counts():
+    device = Device("H100-80GB", memory="1TB/s")
+    assert (device.rate, device.memory, device.capacity) == (989e12, 1e12, 80e9)
+    assert Device("2GFLOP/s").capacity is None
 
 
 def test_one_device_for_all_ranks_or_one_for_each():

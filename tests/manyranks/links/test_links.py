@@ -7,13 +7,14 @@ import socket
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from rings import exchange, ring_all_reduce
 
-from manyranks import launch, links
+from manyranks import launch, links, now
 from manyranks.errors import EmulationError
 from manyranks.hosts import virtual_hosts
 from manyranks.links import Link
@@ -47,6 +48,14 @@ def test_what_is_refused(option, values, words):
     for value in values:
         with pytest.raises(EmulationError, match=words):
             Link(**{"mode": "virtual", option: value})
+
+
+def test_a_link_may_have_a_name():
+    assert Link("NVLink A100").bandwidth == 8 * 300e9
+    assert Link("NVLink").bandwidth == Link("NVLink H100").bandwidth == 8 * 450e9
+    assert Link("100Gbit Ethernet").bandwidth == Link("100Gbit").bandwidth
+    with pytest.raises(EmulationError, match=r'bandwidth "NVLonk".*200Mbit.*NVLink V100'):
+        Link("NVLonk")
 
 
 def test_more_hosts_than_ranks_and_nccl_are_refused():
@@ -173,3 +182,33 @@ def test_ranks_of_one_host_reach_each_other_fast(mode):
     if mode == "hosts":
         expected = ["host0", "host0", "host1", "host1"]
     assert names == expected
+
+
+def moments_of_messages_and_collectives():
+    """When each of these has ended, in seconds after the one before; 1 MB or 1 MB a step."""
+    dist.barrier()  # Ranks have imported this file, which takes them time.
+    moments = [now()]
+    tensor = torch.zeros(250_000)
+    for other in (1, 2):
+        if dist.get_rank() == 0:
+            dist.send(tensor, other)
+        elif dist.get_rank() == other:
+            dist.recv(tensor, 0)
+        dist.barrier()
+        moments.append(now())
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.group.WORLD]
+    for group in (groups[dist.get_rank() // 2], groups[2]):
+        whole = torch.zeros(250_000 * dist.get_world_size(group))
+        dist.all_gather_into_tensor(whole, tensor, group=group)
+        dist.barrier()
+        moments.append(now())
+    return [round(after - before, 6) for before, after in pairwise(moments)]
+
+
+def test_hosts_may_have_faster_links_inside():
+    link = Link("100Mbit", hosts=2, inside="1Gbit")
+    results = launch(moments_of_messages_and_collectives, world_size=4, device="cpu", link=link)
+    # Inside a host 1 MB takes 8 ms, between hosts 80; the last gather has three steps of them.
+    assert results == [[0.008, 0.08, 0.008, 0.24]] * 4
+    with pytest.raises(EmulationError, match="virtual time"):
+        Link("100Mbit", hosts=2, inside="1Gbit", mode="hosts")

@@ -1,7 +1,8 @@
-"""Published measurements, which figures show and against which the simulator is held.
+"""Measurements, nearly all published, which figures show and against which the simulator is held.
 
-Others published them; `elastic_job` alone was measured here. Each table is a CSV file in this
-folder; `sources.csv` says where it comes from, and what predictions of it assume.
+Others published them, but for `elastic_job` and `stages_on_one_h200`, which are this project's own.
+Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
+predictions of it assume.
 """
 
 import csv

@@ -1,0 +1,165 @@
+"""The processor answers for the GPUs that a script asks for.
+
+A script may say "cuda" and "nccl" wherever torch takes a device or a backend: its tensors are on
+the processor, which stands for the emulated device. What is not the same: a tensor's `device` says
+"cpu", a copy to the GPU takes no time, and there are no kernels to load. `torch.compile` is left
+out. A script that calls CUDA itself, or kernels of its own, fails.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from ..clocks import streams
+from ..devices.memory import Memory
+from ..torch_inside import around, replaced
+
+PROCESSOR = torch.device("cpu")
+
+
+def on_processor(value: Any) -> Any:
+    """Return the processor for a GPU, and any other value as it is."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return PROCESSOR
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+class OnProcessor(TorchFunctionMode):
+    """Within this mode functions of torch get the processor where they are given a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.device and on_processor(args[0]) != args[0]:
+            return PROCESSOR  # There is one, whatever the number of the GPU is.
+        changed = [on_processor(value) for value in args]
+        named = {name: on_processor(value) for name, value in (kwargs or {}).items()}
+        return func(*changed, **named)
+
+
+def redirected(run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return `run(…)` with the processor in place of GPUs."""
+    changed = [on_processor(value) for value in args]
+    return run(*changed, **{name: on_processor(value) for name, value in kwargs.items()})
+
+
+def without(*names: str) -> Callable:
+    """Return what stands around a function that is not to get these arguments."""
+
+    def hook(run: Callable, *args: Any, **kwargs: Any) -> Any:
+        return redirected(run, *args, **{k: v for k, v in kwargs.items() if k not in names})
+
+    return hook
+
+
+def ddp(run: Callable, wrapper: Any, module: Any, *more: Any, **kwargs: Any) -> None:
+    """Make torch's DDP of a module on the processor, which takes no numbers of devices."""
+    rest = more[2:]  # The first two are the devices.
+    places = {name: kwargs.pop(name, None) for name in ("device_ids", "output_device")}
+    run(wrapper, module, *(None for _ in places if rest), *rest, **kwargs)
+
+
+def autocast(run: Callable, context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Make an autocast of the processor with the GPU's usual type."""
+    if device_type == "cuda" and not args and kwargs.get("dtype") is None:
+        kwargs["dtype"] = torch.float16
+    run(context, on_processor(device_type), *args, **kwargs)
+
+
+def compiled(run: Callable, model: Any = None, **options: Any) -> Any:
+    """Return a model or a function as it is: it would be compiled for the processor."""
+    return (lambda function: function) if model is None else model
+
+
+def memory_live(device: Any = None) -> int:
+    """Return the bytes of live tensors."""
+    return Memory.current.live if Memory.current else 0
+
+
+def memory_peak(device: Any = None) -> int:
+    """Return the most bytes that were live at once."""
+    return Memory.current.peak if Memory.current else 0
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+def answers(device: Any, local_rank: int, per_host: int) -> dict[str, Any]:
+    """Return what functions of `torch.cuda` answer, by their names."""
+    capacity = int(device.capacity or 80e9)
+    properties = SimpleNamespace(
+        name=str(device.name or device),
+        total_memory=capacity,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+    )
+    fixed = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": per_host,
+        "current_device": local_rank,
+        "get_device_name": properties.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+    }
+    functions: dict[str, Any] = {}
+    for name, value in fixed.items():
+        functions[name] = lambda *_, value=value, **__: value
+    functions["mem_get_info"] = lambda *_: (capacity - memory_live(), capacity)
+    for name in ("set_device", "empty_cache", "reset_peak_memory_stats", "init", "ipc_collect"):
+        functions[name] = nothing
+    for name in ("memory_allocated", "memory_reserved"):
+        functions[name] = memory_live
+        functions[f"max_{name}"] = memory_peak
+    return functions
+
+
+STREAMS = {
+    "Stream": streams.Stream,
+    "Event": streams.Event,
+    "current_stream": streams.current,
+    "default_stream": lambda *_: streams.process.default,
+    "stream": streams.stream,
+    "StreamContext": streams.stream,
+    "synchronize": streams.synchronize,
+}
+
+
+@contextmanager
+def as_gpus(device: Any, local_rank: int, per_host: int) -> Iterator[None]:
+    """Within this block the processor answers for this rank's GPU, which stands for `device`."""
+    replacements = answers(device, local_rank, per_host)
+    if device.streams:
+        replacements.update(STREAMS)
+    else:
+        replacements["synchronize"] = nothing
+    with ExitStack() as stack:
+        for name, value in replacements.items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        for owner, name, hook in (
+            (DeviceMesh, "__init__", redirected),
+            (DistributedDataParallel, "__init__", ddp),
+            (torch.autocast, "__init__", autocast),
+            (torch.amp.GradScaler, "__init__", redirected),
+            (torch, "set_default_device", redirected),
+            (torch, "compile", compiled),
+            (dist, "barrier", without("device_ids")),
+            (dist, "new_group", without("backend", "device_id")),
+        ):
+            stack.enter_context(around(owner, name, hook))
+        stack.enter_context(OnProcessor())
+        yield

@@ -1,0 +1,111 @@
+"""From a request to a report: the launch of a rehearsal."""
+
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import presets
+from ..devices.device import Device
+from ..errors import EmulationError
+from ..launching.launch import launch
+from ..links import Link
+from ..orders.every import every_order
+from ..orders.verdict import Verdict
+from .report import Report
+from .script import run_for_orders, run_script
+
+
+@dataclass
+class Request:
+    """What is rehearsed, and on what: `hosts` share the ranks in blocks, each with as many.
+
+    `link` joins the ranks, or those of a host where `between` joins the hosts. Raises
+    EmulationError, or ValueError, for what cannot be.
+    """
+
+    ranks: int
+    device: Device
+    link: str | None = None
+    hosts: int | None = None
+    between: str | None = None
+    latency: str = "0ms"
+    sizes_only: bool = False
+    answer: float | None = None
+    timeout: float = 3600.0
+    progress: bool = False
+    emulated: Link | None = field(init=False)
+
+    def __post_init__(self):
+        if self.hosts is not None and (self.hosts < 1 or self.ranks % self.hosts):
+            raise ValueError(f"{self.ranks} ranks do not share {self.hosts} hosts evenly")
+        if (self.hosts or 1) > 1 and self.between is None:
+            raise EmulationError(
+                f"{self.hosts} hosts need a link: --between 100Gbit joins them, --link NVLink the"
+                " ranks of each"
+            )
+        if self.between is not None and not self.hosts:
+            raise EmulationError("--between joins hosts: say how many, as in --hosts 2")
+        name = self.device.name
+        inside = None
+        if self.link is not None:
+            inside = f"{presets.bandwidth(self.link, name)}bit"
+        self.emulated = None
+        if self.between is not None:
+            self.emulated = Link(self.between, self.latency, self.hosts, inside=inside)
+        elif inside is not None:
+            self.emulated = Link(inside, self.latency)
+
+    @property
+    def per_host(self) -> int:
+        """The ranks of a host."""
+        return self.ranks // (self.hosts or 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {
+            "ranks": self.ranks,
+            "hosts": self.hosts or 1,
+            "device": self.device.describe(),
+            "streams": self.device.streams,
+            "link": self.emulated and self.emulated.describe(),
+            "sizes_only": self.sizes_only,
+            "answer": self.answer,
+        }
+
+
+def rehearse(path: str, arguments: list[str], request: Request) -> Report:
+    """Run the script on all ranks in virtual time, and return what it did.
+
+    Raises what `launch` does.
+    """
+    told = launch(
+        run_script,
+        str(Path(path).resolve()),
+        arguments,
+        request.device,
+        request.per_host,
+        world_size=request.ranks,
+        device=request.device,
+        link=request.emulated,
+        sizes_only=request.sizes_only,
+        answer=request.answer,
+        timeout=request.timeout,
+        progress=request.progress and ("rehearsal", True),
+    )
+    return Report(path, request.describe(), told)
+
+
+def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:
+    """Say whether the script is right in every order of its messages.
+
+    Raises ValueError where it has no values.
+    """
+    if request.sizes_only:
+        raise ValueError("orders are compared by values: leave out --sizes-only, or --orders")
+    device = copy(request.device)
+    device.streams = False
+    source = str(Path(path).resolve())
+    return every_order(
+        run_for_orders, source, arguments, device, request.per_host, world_size=request.ranks
+    )

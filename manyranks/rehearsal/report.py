@@ -1,0 +1,222 @@
+"""What a rehearsal found: the time of a step and its parts, who communicates where, and memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import spans
+from .script import Told
+
+EVEN = 0.01  # Ranks whose idle times differ by a smaller part of a step wait for nobody.
+COLUMNS = f"  {'times':>6}  {'bytes':>10}  {'time':>11}  {'exposed':>11}  what, and where"
+
+
+@dataclass
+class Step:
+    """The parts of one step of one rank, in seconds.
+
+    `hidden` is communication while the device computes, `exposed` is other communication, and
+    `waiting` is the rest: for other ranks, or for the host.
+    """
+
+    rank: int
+    seconds: float
+    computing: float
+    hidden: float
+    exposed: float
+    waiting: float
+
+
+@dataclass
+class Site:
+    """All collectives or messages of one line in a step.
+
+    `nbytes` are those that the rank sends (or receives); `seconds` and `exposed` add up what each
+    takes.
+    """
+
+    name: str
+    ranks: int
+    file: str
+    line: int
+    text: str
+    times: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+class Report:
+    """What a rehearsal of the script at `path` found, by what its ranks have `told`.
+
+    `request` describes on what it ran.
+
+    A step ends when an optimizer has made its step, the first one begins with the script. The parts
+    are those of the last step, of the rank for which it takes longest.
+    """
+
+    def __init__(self, path: str, request: dict, told: Sequence[Told]):
+        self.path = path
+        self.request = request
+        self.told = told
+        self.peaks = [each.peak for each in told]
+        fewest = min(len(each.steps) for each in told)
+        self.steps = [self.parts(number) for number in range(fewest)]
+        self.last = max(self.steps[-1], key=lambda step: step.seconds) if self.steps else None
+        self.sites = self.sites_of(self.last) if self.last else []
+
+    def window(self, rank: int, number: int) -> tuple[int, int]:
+        """Return the moments at which a step begins and ends."""
+        moments = [0, *self.told[rank].steps]
+        return moments[number], moments[number + 1]
+
+    def parts(self, number: int) -> list[Step]:
+        """Return the parts of a step on each rank."""
+        steps = []
+        for rank, told in enumerate(self.told):
+            start, end = self.window(rank, number)
+            busy = spans.within(self.busy(told), start, end)
+            sent = [call[5:7] for call in told.calls if call[6] is not None]
+            sending = spans.within(spans.union(sent), start, end)
+            exposed = spans.outside(sending, busy)
+            computing = spans.length(busy)
+            parts = (computing, spans.length(sending) - exposed, exposed)
+            waiting = end - start - computing - exposed
+            steps.append(Step(rank, *(part / 1e12 for part in (end - start, *parts, waiting))))
+        return steps
+
+    def busy(self, told: Told) -> spans.Spans:
+        """Return when any stream of a rank computes."""
+        return spans.union(span for stream in told.busy.values() for span in stream)
+
+    def sites_of(self, step: Step) -> list[Site]:
+        """Return who communicates in the last step of the rank that it is of."""
+        told = self.told[step.rank]
+        start, end = self.window(step.rank, len(self.steps) - 1)
+        busy = self.busy(told)
+        sites: dict[tuple, Site] = {}
+        for name, ranks, nbytes, place, joined, begun, ended in told.calls:
+            if ended is None or not start <= joined < end:
+                continue
+            site = sites.setdefault((name, len(ranks), place), Site(name, len(ranks), *place))
+            span = [(begun, ended)]
+            site.times += 1
+            site.nbytes += nbytes
+            site.seconds += (ended - begun) / 1e12
+            site.exposed += spans.outside(span, spans.within(busy, begun, ended)) / 1e12
+        return sorted(sites.values(), key=lambda site: -site.exposed)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the few numbers that a team may keep as a test."""
+        if self.last is None:
+            return {"steps": 0}
+        sent = self.last.hidden + self.last.exposed
+        hidden = self.last.hidden / sent if sent else 1.0
+        return {
+            "steps": len(self.steps),
+            "step_s": self.last.seconds,
+            "computing_s": self.last.computing,
+            "communication_s": sent,
+            "hidden": hidden,
+            "collectives": sum(site.times for site in self.sites),
+            "bytes": round(sum(site.nbytes for site in self.sites)),
+            "peak_bytes": max(self.peaks),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that was found, as JSON can hold it."""
+        return {
+            "script": self.path,
+            "request": self.request,
+            "summary": self.summary(),
+            "steps": [list(map(asdict, ranks)) for ranks in self.steps],
+            "sites": [asdict(site) for site in self.sites],
+            "peak_bytes": self.peaks,
+            "mistakes": list(self.mistakes()),
+        }
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong with the script, as far as this run shows it."""
+        counts = {len(told.steps) for told in self.told}
+        if not all(told.made_group for told in self.told):
+            yield "the script never calls init_process_group: under torchrun it would fail"
+        if len(counts) > 1:
+            yield f"ranks make unlike numbers of steps: {sorted(counts)}"
+        if self.last and len(self.told) > 1 and not self.sites:
+            yield "no rank sends anything in a step: the model is not wrapped"
+
+    def line(self) -> str:
+        """Return the summary in one line."""
+        found = self.summary()
+        if self.last is None:
+            return f"no optimizer made a step; the script ends at {self.told[0].ended / 1e12:.6g} s"
+        return (
+            f"step {milliseconds(found['step_s'])}: {found['collectives']} collectives and"
+            f" messages, {size(found['bytes'])} sent by a rank, {found['hidden']:.0%} hidden, peak"
+            f" {size(found['peak_bytes'])}"
+        )
+
+    def words(self) -> str:
+        """Return the report as text."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report."""
+        yield self.line()
+        if self.last is None:
+            yield from self.mistakes()
+            return
+        step = self.last
+        known = f"the last of {len(self.steps)}"
+        if len(self.steps) == 1:
+            known = "the only one, from the script's start on: with two steps it is more certain"
+        yield f"  step            {milliseconds(step.seconds)}   rank {step.rank}, {known}"
+        yield f"  computing       {milliseconds(step.computing)}"
+        sending = step.hidden + step.exposed
+        hidden = milliseconds(step.hidden).strip()
+        exposed = milliseconds(step.exposed).strip()
+        yield f"  communication   {milliseconds(sending)}   {hidden} hidden, {exposed} exposed"
+        yield f"  waiting         {milliseconds(step.waiting)}{self.slowest()}"
+        yield f"  peak memory     {size(max(self.peaks)):>11}   rank {argmax(self.peaks)}"
+        if self.sites:
+            yield f"Collectives and messages of that step on rank {step.rank}:"
+            yield COLUMNS
+        for site in self.sites:
+            yield (
+                f"  {site.times:>6}  {size(site.nbytes):>10}  {milliseconds(site.seconds)}"
+                f"  {milliseconds(site.exposed)}  {site.name} of {site.ranks} ranks,"
+                f" {site.file} line {site.line}: {site.text[:60]}"
+            )
+        for mistake in self.mistakes():
+            yield f"Look at this: {mistake}."
+
+    def slowest(self) -> str:
+        """Return for which rank the others wait, in words; "" if for none."""
+        steps = self.steps[-1]
+        idle = [step.waiting for step in steps]
+        if max(idle) - min(idle) <= EVEN * steps[0].seconds:
+            return ""
+        return f"   others wait up to {milliseconds(max(idle)).strip()} for rank {argmin(idle)}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time with its unit, in eleven columns."""
+    return f"{1000 * seconds:8,.3f} ms"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= one:
+            return f"{nbytes / one:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def argmax(values: Sequence) -> int:
+    """Return where the largest value is, first."""
+    return list(values).index(max(values))
+
+
+def argmin(values: Sequence) -> int:
+    """Return where the smallest value is, first."""
+    return list(values).index(min(values))

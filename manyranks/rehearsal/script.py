@@ -1,0 +1,185 @@
+"""What each rank does in a rehearsal.
+
+It runs the script as torchrun would, and keeps what it did when.
+"""
+
+import builtins
+import linecache
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import clocks
+from ..clocks import recording, stalls, streams
+from ..devices.memory import Memory
+from ..devices.sizes import Counted
+from ..torch_inside import replaced
+from .as_gpus import as_gpus
+
+PATIENCE_S = 60.0  # With sizes only a rank may be busy for long, and virtual time stands still.
+
+
+@dataclass
+class Told:
+    """What one rank tells of its run, in picoseconds.
+
+    `steps` are the moments at which its optimizers had made their steps, `busy` the spans of each
+    stream, `calls` its collectives and messages as (name, ranks, bytes, line, joined, start, end),
+    with `end` None if nobody waited.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    busy: dict[int, list] = field(default_factory=dict)
+    calls: list[tuple] = field(default_factory=list)
+    peak: int = 0
+    ended: int = 0
+    made_group: bool = False
+
+
+def run_script(path: str, arguments: list[str], device: Any, per_host: int) -> Told:
+    """Run the script as this rank's `__main__`; return what it did.
+
+    The patches here end with the rank's process.
+    """
+    rank = dist.get_rank()
+    told = Told()
+    os.environ.update(variables(rank, dist.get_world_size(), per_host))
+    stalls.PATIENCE_S = PATIENCE_S
+    recorded = recording.begin()
+    with ExitStack() as stack:
+        if Memory.current is None:  # With sizes only memory is counted already.
+            memory = Memory(device.capacity)
+            stack.enter_context(memory.counting())
+            stack.enter_context(Counted(memory))
+        stack.enter_context(own_group(told))
+        stack.enter_context(as_gpus(device, rank % per_host, per_host))
+        stack.enter_context(steps_noted(told))
+        # These are of versions of torch, and say nothing of the script.
+        warnings.simplefilter("ignore", FutureWarning)
+        execute(path, arguments)
+    streams.synchronize()
+    told.peak = Memory.current.peak if Memory.current else memory.peak
+    told.busy = recorded.busy
+    told.calls = [call_of(call) for call in recorded.calls]
+    told.ended = clocks.moment()
+    return told
+
+
+def call_of(call: recording.Call) -> tuple:
+    """Return a recorded call as what travels back."""
+    start = None if call.end is None else max(call.joined, call.end - call.duration)
+    place = (call.line.file, call.line.number, call.line.text)
+    return (call.name, call.ranks, call.nbytes, place, call.joined, start, call.end)
+
+
+def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
+    """Return the environment that torchrun gives a rank, beside the address."""
+    host = rank // per_host
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % per_host,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": per_host,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": world_size // per_host,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+    }
+    texts = {name: str(number) for name, number in numbers.items()}
+    return {**texts, "TORCHELASTIC_RUN_ID": "rehearsal", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+@contextmanager
+def own_group(told: Told) -> Iterator[None]:
+    """Within this block the script makes the group of all ranks.
+
+    It may ask for whatever backend: the launch has made a group with clocks, and ends it.
+    """
+
+    def make(*_: Any, **__: Any) -> None:
+        told.made_group = True
+
+    with ExitStack() as stack:
+        functions = {
+            "init_process_group": make,
+            "destroy_process_group": lambda *_, **__: None,
+            "is_initialized": lambda: told.made_group,
+            "is_nccl_available": lambda: True,
+        }
+        for name, function in functions.items():
+            stack.enter_context(replaced(dist, name, function))
+        yield
+
+
+@contextmanager
+def steps_noted(told: Told) -> Iterator[None]:
+    """Within this block the moment is noted at which an optimizer has made a step.
+
+    Of optimizers inside each other the outermost counts.
+    """
+    depth = 0
+
+    def before(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            moment = clocks.moment()
+            told.steps.append(streams.current().start() if streams.are_on() else moment)
+
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def execute(path: str, arguments: list[str]) -> None:
+    """Run a file as `__main__`, with these arguments. An exit without an error is its end."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins)
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    linecache.checkcache(path)
+    with replaced_main(module):
+        try:
+            exec(compile(source, path, "exec"), module.__dict__)
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+@contextmanager
+def replaced_main(module: types.ModuleType) -> Iterator[None]:
+    """Within this block `__main__` is this module."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
+
+
+def run_for_orders(path: str, arguments: list[str], device: Any, per_host: int) -> None:
+    """Run the script where its messages are tried in every order."""
+    rank = dist.get_rank()
+    os.environ.update(variables(rank, dist.get_world_size(), per_host))
+    with own_group(Told()), as_gpus(device, rank % per_host, per_host):
+        execute(path, arguments)

@@ -1,0 +1,33 @@
+"""Sets of moments: lists of (start, end) in order, which do not touch each other."""
+
+from collections.abc import Iterable
+
+Spans = list[tuple[int, int]]
+
+
+def union(spans: Iterable) -> Spans:
+    """Return the moments that are in any of these spans."""
+    joined: Spans = []
+    for start, end in sorted(map(tuple, spans)):
+        if joined and start <= joined[-1][1]:
+            first, last = joined[-1]
+            joined[-1] = (first, max(last, end))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def within(spans: Spans, start: int, end: int) -> Spans:
+    """Return the part of a set that lies between two moments."""
+    cut = [(max(first, start), min(last, end)) for first, last in spans]
+    return [(first, last) for first, last in cut if first < last]
+
+
+def length(spans: Spans) -> int:
+    """Return how long a set is."""
+    return sum(end - start for start, end in spans)
+
+
+def outside(spans: Spans, others: Spans) -> int:
+    """Return how long the part of a set is that is not in another one."""
+    return length(union([*spans, *others])) - length(others)

@@ -1,0 +1,49 @@
+"""A rehearsal as a trace that Perfetto and chrome://tracing open.
+
+It has a process for each rank, a thread for each stream, and one for what it sends.
+
+Source: Google, "Trace Event Format" (complete events, "X"; metadata, "M").
+"""
+
+from collections.abc import Iterator, Sequence
+
+from .script import Told
+
+SENDING = 1000  # the number of the thread of messages
+
+
+def trace(told: Sequence[Told]) -> dict:
+    """Return what JSON can hold; times become microseconds."""
+    events = [event for rank, each in enumerate(told) for event in events_of(rank, each)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def events_of(rank: int, told: Told) -> Iterator[dict]:
+    """Yield the events of one rank."""
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    names = {stream: f"stream {stream}" for stream in told.busy} | {SENDING: "messages"}
+    for thread, name in names.items():
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
+    for stream, busy in told.busy.items():
+        for start, end in busy:
+            yield complete(rank, stream, "computing", start, end)
+    for name, ranks, nbytes, place, _, start, end in told.calls:
+        if end is not None:
+            file, line, text = place
+            event = complete(rank, SENDING, name, start, end)
+            event["args"] = {"bytes": nbytes, "ranks": list(ranks), "line": f"{file}:{line} {text}"}
+            yield event
+    for number, moment in enumerate(told.steps, 1):
+        yield {"ph": "i", "pid": rank, "tid": 0, "name": f"step {number}", "ts": moment / 1e6}
+
+
+def complete(rank: int, thread: int, name: str, start: int, end: int) -> dict:
+    """Return an event with a beginning and an end."""
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "name": name,
+        "ts": start / 1e6,
+        "dur": (end - start) / 1e6,
+    }

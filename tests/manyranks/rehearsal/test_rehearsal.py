@@ -1,0 +1,174 @@
+"""Unmodified scripts for torchrun run on many ranks, with values and with sizes only, and the
+report says what they did.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from manyranks import Device
+from manyranks.__main__ import main
+from manyranks.errors import EmulationError, RankError
+from manyranks.rehearsal import Report, Request, rehearse, spans
+from manyranks.rehearsal.script import Told
+
+SCRIPTS = Path(__file__).with_name("scripts")
+DEVICE = Device("100GFLOP/s", "20GB/s", streams=True)
+
+
+def report_of(name, *arguments, sizes_only=False, **options):
+    request = Request(2, DEVICE, link="1Gbit", sizes_only=sizes_only, **options)
+    return rehearse(str(SCRIPTS / f"{name}.py"), list(arguments), request)
+
+
+WEIGHTS = 128 * 129  # of a layer of the model in fsdp2.py; a rank has half of them
+FOUND = {  # What a step of each script sends: how often, and how many bytes from rank 0.
+    "ddp": {"all_reduce": (1, 4 * (65 * 256 + 257 * 10))},
+    "fsdp2": {
+        "all_gather": (8, 8 * 2 * WEIGHTS / 2),
+        "reduce_scatter": (4, 4 * 4 * WEIGHTS / 2),
+        "all_reduce": (1, 4 * 8),
+    },
+    "tensor_parallel": {"all_reduce": (1, 4 * 8 * 64)},
+    "pipeline": {"send": (4, 4 * 4 * 8 * 64), "receive": (4, 4 * 4 * 8 * 64)},
+    "zero": {"all_reduce": (1, 4 * 2 * 65 * 64), "broadcast": (4, 4 * 2 * 65 * 64)},
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_script_takes_the_same_time_with_values_and_without(name):
+    real = report_of(name)
+    sizes = report_of(name, sizes_only=True)
+    assert real.steps == sizes.steps and len(real.steps) >= 3
+    assert real.sites == sizes.sites
+    step = real.last
+    parts = step.computing + step.exposed + step.waiting
+    assert step.seconds == pytest.approx(parts, abs=1e-11)
+    assert step.hidden + step.exposed > 0 < step.computing
+    assert not list(real.mistakes()), real.words()
+    times = Counter()
+    nbytes = Counter()
+    for site in real.sites_of(real.steps[-1][0]):
+        times[site.name] += site.times
+        nbytes[site.name] += site.nbytes
+    assert {what: (times[what], nbytes[what]) for what in times} == FOUND[name]
+
+
+def test_accumulation_sends_once_and_workers_take_no_time_of_the_device():
+    every = report_of("ddp", sizes_only=True)
+    more = ("--epochs", "2", "--accumulate", "2", "--workers", "1")
+    second = report_of("ddp", *more, sizes_only=True)
+    assert len(every.steps) == len(second.steps) == 4
+    assert [site.times for site in second.sites] == [site.times for site in every.sites] == [1]
+    assert second.last.computing > 1.2 * every.last.computing
+    assert second.last.hidden + second.last.exposed == every.last.hidden + every.last.exposed
+
+
+def test_a_question_for_a_value_is_refused_or_answered():
+    with pytest.raises(RankError, match=r"reads_its_loss.py line \d+: print.*--answer 0"):
+        report_of("reads_its_loss", sizes_only=True)
+    assert len(report_of("reads_its_loss", sizes_only=True, answer=0.0).steps) == 2
+
+
+def run(*words):
+    return main(["run", *map(str, words)])
+
+
+def test_the_command_writes_a_report_a_trace_and_a_line_for_github(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    kept = tmp_path / "report.json"
+    script = SCRIPTS / "ddp.py"
+    setting = ["--ranks", 4, "--hosts", 2, "--device", "H100", "--link", "NVLink"]
+    setting += ["--between", "100Gbit", "--sizes-only"]
+    files = ["--report", kept, "--trace", tmp_path / "trace.json"]
+    assert run(*setting, *files, script, "--epochs", "2") == 0
+    printed = capsys.readouterr().out
+    assert "hidden" in printed and "all_reduce of 4 ranks, ddp.py line" in printed
+    assert f"::notice file={script},title=manyranks run::step" in printed
+    report = json.loads(kept.read_text())
+    assert report["request"]["link"]["inside_bits_s"] == 8 * 450e9
+    assert report["summary"]["collectives"] == 1 and report["summary"]["step_s"] > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    assert any(event.get("args", {}).get("bytes") for event in events)
+    assert run(*setting, "--expect", kept, script, "--epochs", "2") == 0
+    report["summary"]["collectives"] = 2
+    kept.write_text(json.dumps(report))
+    assert run(*setting, "--expect", kept, script, "--epochs", "2") == 3
+    assert "collectives is 1, and was 2" in capsys.readouterr().err
+
+
+def test_a_script_that_fails_ends_with_1_and_a_request_that_cannot_be_with_2(tmp_path, capsys):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import sys\n\nif len(sys.argv) < 2:\n    raise OSError('no data')\n")
+    setting = ["--ranks", 2, "--device", "H100"]
+    assert run(*setting, wrong) == 1
+    said = capsys.readouterr().err
+    assert "OSError: no data" in said and 'wrong.py", line 4' in said
+    assert "script.py" not in said, "our own frames are not shown"
+    assert run(*setting, wrong, "anything") == 0
+    printed = capsys.readouterr().out
+    assert "no optimizer made a step" in printed and "never calls init_process_group" in printed
+    for words, option in (
+        ("no file", [tmp_path / "none.py"]),
+        ("--between 100Gbit", ["--hosts", 2, wrong]),
+        ("evenly", ["--hosts", 3, "--between", "1Gbit", wrong]),
+        ("NVLink V100", ["--link", "wet string", wrong]),
+        ("leave out --sizes-only", ["--sizes-only", "--orders", wrong, "anything"]),
+    ):
+        assert run(*setting, *option) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_orders_are_tried_too(tmp_path, capsys):
+    racy = tmp_path / "racy.py"
+    racy.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(1000)\n"
+        "work = dist.all_reduce(x, async_op=True)\n"
+        "print(x.sum())\n"
+        "work.wait()\n"
+    )
+    assert run("--ranks", 2, "--device", "H100", "--link", "1Gbit", "--orders", racy) == 3
+    assert "racy.py line 5" in capsys.readouterr().out
+
+
+def test_what_a_link_by_name_is_depends_on_the_device():
+    for device, gigabytes in (("A100", 300), ("H100", 450), ("L40S", 450)):
+        request = Request(4, Device(device), link="NVLink")
+        assert request.emulated.bandwidth == 8e9 * gigabytes
+    two = Request(4, Device("A100"), link="NVLink", hosts=2, between="100Gbit")
+    assert (two.emulated.inside, two.emulated.bandwidth, two.per_host) == (2.4e12, 1e11, 2)
+    with pytest.raises(EmulationError, match="how many"):
+        Request(4, Device("A100"), between="100Gbit")
+
+
+def test_spans_worked_out_by_hand():
+    assert spans.union([(5, 7), (0, 2), (1, 3), (4, 4)]) == [(0, 3), (5, 7)]
+    assert spans.within([(0, 3), (5, 7)], 2, 6) == [(2, 3), (5, 6)]
+    assert spans.outside([(0, 3), (5, 7)], [(1, 6)]) == 2
+
+
+def test_the_parts_of_a_step_worked_out_by_hand():
+    """Two ranks; of the second step rank 0 computes 4 us of 10, sends 5, of which 2 are hidden."""
+    us = 1_000_000
+    line = ("train.py", 3, "loss.backward()")
+    told = Told(steps=[10 * us, 20 * us], busy={0: [[10 * us, 14 * us]]}, made_group=True)
+    told.calls = [
+        ("all_reduce", (0, 1), 100.0, line, 11 * us, 12 * us, 17 * us),
+        ("broadcast", (0, 1), 7.0, line, 1 * us, 2 * us, 3 * us),
+        ("send", (0, 1), 7.0, line, 12 * us, None, None),
+    ]
+    other = Told(steps=[10 * us, 19 * us], busy={1: [[10 * us, 19 * us]]}, made_group=True)
+    report = Report("train.py", {}, [told, other])
+    step = report.last
+    assert (step.rank, step.seconds) == (0, pytest.approx(10e-6))
+    parts = (step.computing, step.hidden, step.exposed, step.waiting)
+    assert parts == pytest.approx((4e-6, 2e-6, 3e-6, 3e-6))
+    [site] = report.sites
+    assert (site.name, site.times, site.nbytes) == ("all_reduce", 1, 100.0)
+    assert (site.seconds, site.exposed) == pytest.approx((5e-6, 3e-6))
+    assert "others wait up to 0.003 ms for rank 1" in report.words()
