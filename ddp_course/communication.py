@@ -1,7 +1,5 @@
 """Communication beside compute: one thread for each process group, first in first out.
 
-It has a group of its own.
-
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
 
@@ -36,10 +34,9 @@ _failures: WeakKeyDictionary = WeakKeyDictionary()  # errors by process group
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Mark a block that all ranks of `group` run together.
 
-    After an exception in it, all later blocks fail too.
-
-    The other ranks may then be in another collective, and would take this rank's next message for a
-    part of that one. Raises RuntimeError in a block that comes after such an exception.
+    After an exception in it, all later blocks fail too: the other ranks may be in another
+    collective, and would take this rank's next message for a part of that one. Raises RuntimeError
+    in a block that comes after such an exception.
     """
     group = group or dist.group.WORLD
     if group in _failures:
@@ -81,13 +78,11 @@ class CommunicationThread:
         finalize(self, self.jobs.put, None)  # None ends the thread.
 
     def start(self, function: Callable, device: torch.device) -> Callable:
-        """Queue `function(group)`, without gradients.
+        """Queue `function(group)`; return a function that waits for its result or raises its error.
 
-        Return a function that waits for its result, or raises its error.
-
-        On CUDA the function works on the thread's own stream, after all work that is already on the
-        caller's stream; waiting for its result holds up the caller's current stream, not the
-        processor.
+        It runs without recording gradients. On CUDA the function works on the thread's own stream,
+        after all work that is already on the caller's stream; waiting for its result holds up the
+        caller's current stream, not the processor.
         """
         stream = self.stream(device)
         ready = torch.cuda.current_stream(device).record_event() if stream else None

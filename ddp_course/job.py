@@ -29,9 +29,7 @@ class Layer(NamedTuple):
 class Profile(NamedTuple):
     """What a step costs: `layers` in forward order, the update's seconds, the step's flops.
 
-    The flops are None if they are not known.
-
-    Backward runs through the layers in reverse.
+    The backward pass runs through the layers in reverse. The flops are None if they are unknown.
     """
 
     layers: tuple[Layer, ...]
@@ -104,7 +102,7 @@ class Job:
     def problem(self) -> problems.Problem:
         """The problem: its data and its models."""
         settings = {"parameters": self.parameters, "dropout": self.dropout}
-        # Not every problem knows these: None and 0 are not said.
+        # Not every problem takes these, so None and 0 are not handed on.
         options = {name: value for name, value in settings.items() if value}
         dtype = getattr(torch, self.dtype)
         return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
@@ -114,9 +112,9 @@ class Job:
         return self.problem.model(self.seed)
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[problems.Batch]:
-        """The (inputs, targets) of all steps.
+        """The (inputs, targets) of all steps: `rank`'s share of each global batch.
 
-        They are one of `world_size` equal shares of each global batch.
+        Each of the `world_size` ranks has an equal share.
         """
         return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
 
@@ -199,9 +197,8 @@ def make_job(
 def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
     """Compute one step on the emulated device; return a `Layer` for each parameter.
 
-    Nobody waits for the device's clock.
-
-    If `sliced`, the model has one rank's slices of the layers.
+    If `sliced`, the model has one rank's slices of the layers. The device's clock moves on, but
+    nobody waits for it.
     """
     model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))

@@ -85,9 +85,9 @@ def now(device: torch.device | None = None) -> Any:
 
 @contextmanager
 def observing(callback: Callable[[Event], None], clock: EventClock | None = None) -> Iterator[None]:
-    """Call `callback(event)` after every message and span of this process.
+    """Call `callback(event)` after every message and span of this process, in whatever thread.
 
-    They may come from any thread; `clock` marks times.
+    `clock` marks their times.
     """
     before = card.clock
     card.clock = clock or card.clock
@@ -123,11 +123,9 @@ emulation.listeners.append(span)
 def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:
     """Tell the observers that a backend's collective on `tensor` has just ended.
 
-    It began at `start` (by `now`).
-
-    The collective ran in a thread of the backend, not in the thread that noticed its end. gloo
-    computes on the processor, even where the tensor is on a GPU: the work that was queued on that
-    GPU meanwhile does not matter.
+    It began at `start` (by `now`), and ran in a thread of the backend, not in the one that noticed
+    its end. gloo computes on the processor, even where the tensor is on a GPU: the work that was
+    queued on that GPU meanwhile does not matter.
     """
     end = now() if on_nccl(tensor, group) else clocks.now()
     tell("span", name, start, end, thread="communication")
@@ -136,11 +134,9 @@ def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> N
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate an algorithm in which all ranks of a `group` take part.
 
-    Its first argument is a tensor or several.
-
-    Each call becomes a span for the timeline and an entry of the flight recorder, by which
-    mismatched shapes and hangs are reported with the numbers of the ranks. Within the call torch
-    treats a tensor of a subclass as an ordinary one.
+    The algorithm's first argument is a tensor or several. Each call becomes a span for the timeline
+    and an entry of the flight recorder, by which mismatched shapes and hangs are reported with the
+    numbers of the ranks. Within the call torch treats a tensor of a subclass as an ordinary one.
     """
     parameters = signature(function)
     name = function.__name__
@@ -159,9 +155,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def naming_absent(group: Group = None) -> Iterator[None]:
-    """Within this block, a collective that has waited in vain names the absent ranks.
-
-    It is one of the backend.
+    """Within this block, a backend's collective that has waited in vain names the absent ranks.
 
     A rank whose collective fails says so in the job's store. One that came late fails with the
     first that gives up, because that one closes its connections. Raises RuntimeError with the
@@ -277,10 +271,9 @@ def exchange(
 def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
     """Send and receive several messages at once, and wait for all of them.
 
-    They are given as (tensor, global rank) pairs.
-
-    The receives are posted before the sends: gloo's sender waits until the receiver is ready, and
-    with the sends first two neighbours would wait for each other's turn, at half the speed.
+    Each message is a pair of a tensor and a global rank. The receives are posted before the sends:
+    gloo's sender waits until the receiver is ready, and with the sends first two neighbours would
+    wait for each other's turn, at half the speed.
     """
     arriving = [Transfer("recv", tensor, src, group) for tensor, src in incoming]
     leaving = [Transfer("send", tensor, dst, group) for tensor, dst in outgoing]
@@ -299,11 +292,9 @@ def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
 def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
     """Connect `group`, with a tensor like those that will be sent.
 
-    All its ranks call this before its first message.
-
-    NCCL connects all ranks of a group at once, in the group's first operation; if that were a
-    message between two ranks, both would wait for the others. So an all-reduce of a zero connects
-    them first. With gloo nothing happens.
+    All its ranks call this before the group's first message. NCCL connects all ranks of a group at
+    once, in the group's first operation; if that were a message between two ranks, both would wait
+    for the others. So an all-reduce of a zero connects them first. With gloo nothing happens.
     """
     group = group or dist.group.WORLD
     if group not in _connected and on_nccl(tensor, group):

@@ -1,9 +1,7 @@
 """Try answers on the ranks of a launch, and bring their evidence back.
 
-It is plain data, or how an answer failed.
-
-Each rank writes a file per attempt: after a bad answer the launch is repeated from the next attempt
-on.
+Evidence is plain data, or says how an answer failed. Each rank writes a file per attempt: after a
+bad answer the launch is repeated from the next attempt on.
 """
 
 import re
@@ -42,9 +40,10 @@ BOTH_SEND = (
 # These are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
 GIVEN = "shared.py"  # This file of checks has an all-reduce that they give to answers.
-# These files are torch's, the course's or Python's.
+# These files are torch's, ours, a check's or Python's.
 NOT_LEARNERS = re.compile(
-    r"site-packages|dist-packages|[/\\]ddp_(?:course|grading)[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
+    r"site-packages|dist-packages|[/\\](?:manyranks|ddp_course|ddp_exercises)[/\\]"
+    r"|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen|<string>"
 )
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 

@@ -1,9 +1,10 @@
-"""Pipelines: schedules as data, all of them equal to one device and to torch's own; the bubble;
-what is refused.
+"""Pipelines: schedules are data, and all train as one device does, and as torch's own pipelines.
+
+Also the bubble and the memory of each schedule, and what is refused.
 """
 
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -38,13 +39,15 @@ def interleaved_zero_bubble(ranks, microbatches):
 
 
 def wave(ranks, microbatches):
-    """Two stages on each rank, one on the way there and one on the way back; so the last rank sends
-    to itself.
+    """A schedule with two stages on each rank: one on the way there, one on the way back.
+
+    So the last rank sends to itself.
     """
-    stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     every = range(microbatches)
     schedule = []
-    for there, back in stages:
+    for rank in range(ranks):
+        there = rank
+        back = 2 * ranks - 1 - rank
         forward = [Forward(m, stage) for m in every for stage in (there, back)]
         inputs = [BackwardInput(m, stage) for m in every for stage in (back, there)]
         weights = [BackwardWeight(m, stage) for m in every for stage in (there, back)]
@@ -53,7 +56,7 @@ def wave(ranks, microbatches):
 
 
 SCHEDULES = [gpipe, one_forward_one_backward]
-ALL = [*SCHEDULES, interleaved, zero_bubble, interleaved_zero_bubble]
+OTHER_SCHEDULES = [interleaved, zero_bubble, interleaved_zero_bubble, wave]
 SHAPES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 7) for microbatches in (1, 2, 3, 8)]
 
 
@@ -64,10 +67,10 @@ def test_schedules_take_the_time_and_leave_the_bubble_that_theory_says(schedule)
         length = max(end for row in rows for _, _, end in row)
         assert length == 3 * (microbatches + stages - 1)
         for row in rows:
-            assert 1 - sum(end - start for _, start, end in row) / length == pytest.approx(
-                bubble(stages, microbatches)
-            )
-            assert all(earlier[2] <= later[1] for earlier, later in pairwise(row)), "two at once"
+            busy = sum(end - start for _, start, end in row)
+            assert 1 - busy / length == pytest.approx(bubble(stages, microbatches))
+            for (_, _, end), (_, start, _) in pairwise(row):
+                assert end <= start, "two at once"
 
 
 def length_of(schedule, **times):
@@ -76,7 +79,10 @@ def length_of(schedule, **times):
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (3, 3), (3, 9), (4, 12)])
 def test_interleaved_and_split_schedules_shrink_the_bubble(ranks, microbatches):
-    """In units of a forward pass through all stages of a rank: 3 M of work, and K-1 times …"""
+    """The unit is a forward pass through all stages of a rank: each rank works for 3 M of them.
+
+    The bubble comes to that: so many units for each of the K-1 ranks at the ends.
+    """
     half = {"forward": 0.5, "backward": 1.0}
     work = 3 * microbatches
     ends = ranks - 1
@@ -110,8 +116,14 @@ def test_a_gradient_and_an_activation_share_the_way_out_of_their_rank():
 
 
 def most_held(instructions):
-    steps = [{"forward": 1, "input": 0}.get(instruction.name, -1) for instruction in instructions]
-    return max(sum(steps[:end]) for end in range(len(steps) + 1))
+    """The most micro-batches that a rank keeps at any moment of its `instructions`.
+
+    A forward pass keeps one more. A backward pass releases one, and so does its second half, if it
+    is in two halves.
+    """
+    changes = {"forward": 1, "backward": -1, "input": 0, "weight": -1}
+    held = accumulate(changes[instruction.name] for instruction in instructions)
+    return max(held, default=0)
 
 
 def test_one_forward_one_backward_holds_fewer_microbatches():
@@ -123,14 +135,13 @@ def test_one_forward_one_backward_holds_fewer_microbatches():
 
 
 def drawn(schedule):
-    """The rows of the module docstring's table."""
+    """The rows of a schedule as the module's docstring draws them: a cell for each tick."""
     lines = []
     for row in timetable(schedule):
         cells = [". "] * 18
         for instruction, start, end in row:
-            cells[int(start) : int(end)] = [instruction.letter + str(instruction.microbatch)] * int(
-                end - start
-            )
+            for tick in range(int(start), int(end)):
+                cells[tick] = f"{instruction.letter}{instruction.microbatch}"
         lines.append(" ".join(cells).rstrip(". "))
     return lines
 
@@ -184,8 +195,9 @@ def test_schedules_that_cannot_work_are_refused(schedule, message):
 
 
 def deep_model(seed=0, inplace=True):
-    """Eight layers with parameters, so that four ranks have two stages each; with some that
-    overwrite their input.
+    """Eight layers with parameters, so that four ranks have two stages each.
+
+    After each of them comes another one, and if `inplace`, some of these overwrite their input.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -202,8 +214,9 @@ def trained_alone():
 
 
 def trained_in_microbatches(microbatches):
-    """One device that adds up the gradients of the same micro-batches: what a pipeline must equal
-    bit for bit.
+    """The weights of one device that adds up the gradients of the same micro-batches.
+
+    A pipeline must equal it bit for bit.
     """
     model = deep_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -218,12 +231,16 @@ def trained_in_microbatches(microbatches):
 
 
 def pipelines():
-    """Train with all schedules, whole and uneven micro-batches; at K = 4 on a 2 x 2 grid too."""
+    """Train with all schedules, and with even and uneven micro-batches.
+
+    Four ranks train on a grid of 2 x 2 too.
+    """
     results = {}
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     cases = [(schedule, m) for schedule in SCHEDULES for m in (1, 4, 5)]
-    cases += [(schedule, 2 * world_size) for schedule in (*ALL[2:], wave)] + [(zero_bubble, 5)]
+    cases += [(schedule, 2 * world_size) for schedule in OTHER_SCHEDULES]
+    cases += [(zero_bubble, 5)]
     for schedule, microbatches in cases:
         model = deep_model(seed=rank)
         losses = stage8_pipeline.train(
@@ -280,8 +297,9 @@ def torchs_order(torchs, ranks, microbatches):
 
 
 def against_torch(schedule, name):
-    """How far our gradients are from torch's; once more with torch's order as our data; the losses
-    of both.
+    """One step of our pipeline, of torch's, and of ours in the order of torch's.
+
+    Return the largest distance of our gradients from torch's, our losses, and torch's loss.
     """
     from torch.distributed import pipelining
 
@@ -290,38 +308,47 @@ def against_torch(schedule, name):
     microbatches = 6
     inputs, targets = next(tiny_batches())
     homes = home_ranks(schedule(world_size, microbatches))
+    has_several = len(homes) > world_size  # Each rank has several stages.
     own = [stage for stage in homes if homes[stage] == rank]
-    parts = []
-    for _ in range(3):
-        parts.append([split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own])
-    ours = [Pipeline(parts[0], microbatches, schedule).step(inputs, targets)]
+
+    def own_parts():
+        parts = split(list(deep_model(inplace=False)), len(homes))
+        return [parts[stage] for stage in own]
+
+    torchs_parts = own_parts()
     stages = [
         pipelining.PipelineStage(part, stage, len(homes), torch.device("cpu"))
-        for part, stage in zip(parts[1], own, strict=True)
+        for part, stage in zip(torchs_parts, own, strict=True)
     ]
+    takes_list = has_several or "Zero" in name
     kind = getattr(pipelining, f"Schedule{name}")
-    torchs = kind(
-        stages if len(homes) > world_size or "Zero" in name else stages[0],
-        microbatches,
-        cross_entropy,
-    )
-    theirs = []
+    torchs = kind(stages if takes_list else stages[0], microbatches, cross_entropy)
+    torchs_losses = []
     arguments = [inputs] if 0 in own else []
-    at_the_end = {"target": targets, "losses": theirs} if max(homes) in own else {}
+    at_the_end = {"target": targets, "losses": torchs_losses} if max(homes) in own else {}
     torchs.step(*arguments, **at_the_end)
-    if len(homes) > world_size:
+
+    schedules = [schedule]
+    if has_several:
         order = torchs_order(torchs, world_size, microbatches)
-        ours.append(Pipeline(parts[2], microbatches, lambda *_: order).step(inputs, targets))
-    gaps = [
-        (a.grad.as_subclass(torch.Tensor) - b.grad).abs().max().item()
-        for mine in parts[: 1 + len(ours) : 2]
-        for one, other in zip(mine, parts[1], strict=True)
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
-    ]
-    return (
-        max(gaps),
-        [loss for loss in ours if loss is not None],
-        sum(map(float, theirs)) / microbatches,
+        schedules.append(lambda *_: order)
+    losses = []
+    gaps = []
+    for each in schedules:
+        parts = own_parts()
+        losses.append(Pipeline(parts, microbatches, each).step(inputs, targets))
+        gaps.append(largest_gap(parts, torchs_parts))
+    ours = [loss for loss in losses if loss is not None]
+    return max(gaps), ours, sum(map(float, torchs_losses)) / microbatches
+
+
+def largest_gap(parts, torchs_parts):
+    """The largest distance between the gradients of our parts and of torch's."""
+    ours = torch.nn.ModuleList(parts).parameters()
+    torchs = torch.nn.ModuleList(torchs_parts).parameters()
+    return max(
+        (mine.grad.as_subclass(torch.Tensor) - other.grad).abs().max().item()
+        for mine, other in zip(ours, torchs, strict=True)
     )
 
 
@@ -343,8 +370,9 @@ def test_it_agrees_with_torchs_pipelining(schedule, name):
 
 
 def batch_norm():
-    """Running means of our pipeline and of torch's, which is told the shapes, or it tries one
-    micro-batch for them.
+    """Running means of our pipeline and of torch's.
+
+    torch's is told the shapes: otherwise it would try one micro-batch to find them.
     """
     from torch.distributed import pipelining
 
@@ -418,23 +446,27 @@ def test_only_activations_and_their_gradients_travel(schedule):
 
 def saved_bytes(schedule):
     """The most bytes that autograd kept for the backward pass at any moment of a step."""
-    held = [0]
-    most = [0]
+    held = 0
+    most = 0
 
     class Kept:
+        """A tensor that counts for as long as autograd keeps it."""
+
         def __init__(self, tensor):
+            nonlocal held, most
             self.tensor = tensor
-            held[0] += tensor.nbytes
-            most[0] = max(most[0], held[0])
+            held += tensor.nbytes
+            most = max(most, held)
 
         def __del__(self):
-            held[0] -= self.tensor.nbytes
+            nonlocal held
+            held -= self.tensor.nbytes
 
     stage = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())
     pipeline = Pipeline(stage, 8, schedule, loss=lambda outputs, targets: outputs.mean())
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         pipeline.step(torch.ones(8, 1000).requires_grad_(), torch.zeros(8))
-    return most[0]
+    return most
 
 
 def test_activation_memory_of_both_schedules():
@@ -458,11 +490,8 @@ def test_split_is_even_and_leaves_no_rank_without_parameters():
     assert [len(part) for part in split(equal, 4)] == [2, 2, 2, 2]
     assert [len(part) for part in split(equal[:2], 2)] == [1, 1]
     odd = [torch.nn.PReLU(parameters) for parameters in (5, 1, 1, 9, 1)]
-    assert [len(part) for part in split(odd, 3)] == [
-        1,
-        2,
-        2,
-    ], "25 + 4 + 100 is the least sum of squares"
+    lengths = [len(part) for part in split(odd, 3)]
+    assert lengths == [1, 2, 2], "25 + 4 + 100 is the least sum of squares"
 
 
 def test_models_that_cannot_be_split_are_refused():
@@ -629,9 +658,8 @@ def on_cuda():
 def test_on_cuda():
     expected, expected_losses = trained_alone()
     for result, losses in launch(on_cuda, world_size=2, device="cuda"):
-        assert (result - expected).abs().max() < 1e-12 and (
-            losses - expected_losses
-        ).abs().max() < 1e-12
+        assert (result - expected).abs().max() < 1e-12
+        assert (losses - expected_losses).abs().max() < 1e-12
 
 
 def gradients_of_two_steps(emulated):

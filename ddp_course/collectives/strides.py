@@ -4,9 +4,10 @@ import torch
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` as flat memory.
+    """Return the values of `tensor` as flat memory.
 
-    It is its own, or a copy if it has gaps or is a conjugated or negated view.
+    That is the tensor's own memory, or a copy if the tensor has gaps or is a conjugated or negated
+    view.
     """
     flat = tensor.resolve_conj().resolve_neg().contiguous()
     return flat.as_strided([flat.numel()], [1])  # A single element may have any stride.

@@ -11,14 +11,11 @@ from filelock import FileLock
 from ..files import write_whole
 
 RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
-PROGRESS = ".ddp-course-progress.json"  # What is kept is in this one.
+PROGRESS = ".ddp-course-progress.json"  # This file holds what is kept.
 
 
 def find_copy() -> Path | None:
-    """The copy in whose folders this process runs, or else the one in `work` below.
-
-    It is None without one.
-    """
+    """The copy in which this process runs, or else the one in `work` below; None without any."""
     folder = Path.cwd()
     for place in (folder, *folder.parents, folder / "work"):
         if (place / RECORD).is_file():
@@ -27,11 +24,13 @@ def find_copy() -> Path | None:
 
 
 def progress_in(copy: Path) -> dict[str, Any]:
-    """What is kept in a copy.
+    """What is kept in a copy, by kind; a kind of which nothing is known is missing.
 
-    It is {"tasks": {task: solved}, "guesses": {question: right}, "misconceptions": {task: a known
-    wrong answer that was given}, "questions": {"NN name": right in the opening of lesson NN},
-    "visited": seconds since 1970}; keys of which nothing is known are missing.
+    - "tasks": {task: whether it is solved}
+    - "guesses": {question: whether the guess was right}
+    - "misconceptions": {task: the known wrong answer that was given}
+    - "questions": {"NN name": whether it was answered right in the opening of lesson NN}
+    - "visited": seconds since 1970
     """
     try:
         return json.loads((copy / PROGRESS).read_text(encoding="utf-8"))

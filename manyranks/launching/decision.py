@@ -132,6 +132,7 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
     for event in events:
         if isinstance(event, Refused):
             return event
+        # This process has ended with an error before it could say that it had started.
         if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
             return Refused(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
     if failed := failures_of(events):

@@ -113,9 +113,9 @@ def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
 
 
 def missing_from_torchs(torch_calls: dict) -> Missing | None:
-    """Return the same for torch's own collectives, by the function that each rank is in.
+    """Return what is missing by the function of torch's that each rank is in.
 
-    Return None unless all waiting ranks are in the same one.
+    Return None if no rank is absent, or unless all waiting ranks are in the same collective.
     """
     waiting = [rank for rank, name in torch_calls.items() if name]
     absent = [rank for rank, name in torch_calls.items() if not name]
@@ -144,9 +144,8 @@ def status_of(pid: int) -> str:
 def parse(dump: str) -> list:
     """Return the threads of a dump that run the caller's code, the main one first.
 
-    Each is a list of (file, line, function).
-
-    The most recent frame is the last, as in a traceback. Frames of the launcher, and what called
+    Each is a list of frames (file, line, function), the most recent one last, as in a traceback.
+    Frames of the launcher, and what called
     it, of thread start-up and of torch's logger of collectives are left out.
     """
     threads = []
@@ -164,10 +163,7 @@ def parse(dump: str) -> list:
 
 
 def as_traceback(dump: str) -> str:
-    """Return the frames of a dump as in Python tracebacks.
-
-    They have the source lines where these are known.
-    """
+    """Return the frames of a dump as in Python tracebacks, with source lines that are known."""
     frames = []
     for thread in parse(dump):
         frames += [(file, line, function, None) for file, line, function in thread]

@@ -49,15 +49,22 @@ def test_sums(name, world_size):
             )
 
 
+ELEMENTS = 960  # Every number of ranks here divides it.
+
+
 def hosts_of(size):
+    """Sum over hosts of `size` ranks; return the sum, and the bytes that left this rank's host."""
     result = hierarchical_all_reduce(rank_tensor(dist.get_rank(), (101,)), ranks_per_host=size)
+    own_host = dist.get_rank() // size
     crossing = []
-    with wire.observing(
-        lambda event: event.kind == "send" and crossing.append((event.peer, event.bytes))
-    ):
-        hierarchical_all_reduce(torch.ones(960), ranks_per_host=size)
-    here = dist.get_rank() // size
-    return result, sum(nbytes for peer, nbytes in crossing if peer // size != here)
+
+    def note(event):
+        if event.kind == "send" and event.peer // size != own_host:
+            crossing.append(event.bytes)
+
+    with wire.observing(note):
+        hierarchical_all_reduce(torch.ones(ELEMENTS), ranks_per_host=size)
+    return result, sum(crossing)
 
 
 @pytest.mark.parametrize("world_size, size", [(4, 2), (6, 2), (6, 3), (8, 4), (4, 1), (4, 4)])
@@ -65,9 +72,9 @@ def test_hierarchical_crosses_hosts_little(world_size, size):
     ranks = launch(hosts_of, size, world_size=world_size)
     assert_all_equal_sum([result for result, _ in ranks], world_size, (101,), torch.float32)
     hosts = world_size // size
-    assert [crossed for _, crossed in ranks] == [
-        2 * (hosts - 1) * 3840 // size // hosts
-    ] * world_size
+    nbytes = ELEMENTS * 4
+    for _, crossed in ranks:
+        assert crossed == 2 * (hosts - 1) * nbytes // size // hosts
 
 
 def test_hierarchical_refuses_hosts_that_do_not_fit():

@@ -24,6 +24,7 @@ from ddp_exercises.evidence import explain, gather, solution_attempt
 from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.tasks import cells_with, find, known_wrong, of_exercise, solution
 from manyranks.errors import Awaited, DeadlockError, Failure, Wait
+from manyranks.launching import local
 
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
@@ -87,6 +88,16 @@ def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text)
         ends = pytest.raises(Wrong, match="all_reduce: write it")
     with ends, refusing(COLLECTIVES):
         call(TENSOR)
+
+
+@pytest.mark.parametrize("ours", [wire, evidence, local], ids=lambda ours: ours.__name__)
+def test_a_line_of_our_own_packages_is_none_of_the_learners(ours):
+    traceback = (
+        'File "cell", line 3, in ring\n    wire.recv(chunk, left)\n'
+        f'File "{ours.__file__}", line 67, in wait\n    work.wait()'
+    )
+    frame = evidence.own_frame(traceback, find("4.2"))
+    assert (frame.line, frame.text) == ("3", "wire.recv(chunk, left)")
 
 
 SENDS = Wait(0, Awaited("send", (1,)), 0.0, "cell", 8, "wire.send(t, 1)")

@@ -1,10 +1,8 @@
-"""Streams, events and contexts, with a vector clock for each stream: what is known to be over
-when work begins.
+"""Streams, events and contexts of pretended GPUs, with a vector clock for each stream.
 
-A clock is {stream: how many pieces of its work are over}. Work that is queued knows what its
-stream waited for, and
-what the host had waited for when it queued it. Two uses of one piece of memory, one of which
-writes, are a race if
+A clock is {stream: how many pieces of its work are over}: it says what is known to be over when
+work begins. Work that is queued knows what its stream has waited for, and what the host had waited
+for when it queued the work. Two uses of one piece of memory, one of which writes, are a race if
 neither is known to the other: on a real GPU they may come in either order.
 """
 
@@ -24,11 +22,11 @@ TORCH = os.path.dirname(torch.__file__)
 HOME = os.path.dirname(os.path.abspath(__file__))
 GPUS = int(os.environ["PRETEND_GPUS"])
 LOCK = threading.RLock()
+MOST_EVENTS = 10_000  # So many of torch's own events are remembered, the newest ones.
 clocks = defaultdict(dict)  # what each stream knows, by (device, number)
-host = {}  # what the processor has waited for
+host = {}  # what the host has waited for, as a clock
 contexts = {}  # this maps each GPU that the process uses to the line that came first
-_events = {}  # what torch's own events know, by number; the newest ten thousand
-_count = [0]
+fork_is_bad = False  # True in a child that was forked after its parent had used CUDA
 native = ctypes.CDLL(str(build.library()))
 native.pretend_stream.restype = native.pretend_new_stream.restype = ctypes.c_long
 native.pretend_set_stream.argtypes = [ctypes.c_int, ctypes.c_long]
@@ -37,7 +35,7 @@ native.pretend_start.restype = None
 
 
 def place():
-    """The line of code that is at work, outside of torch and of this package."""
+    """Return the line of code that is at work, outside of torch and of this package."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, HOME)):
         frame = frame.f_back
@@ -48,14 +46,14 @@ def place():
 
 
 def merge(clock, other):
-    """Let a clock know what another one knows."""
+    """Let `clock` know what `other` knows."""
     for key, count in other.items():
         if clock.get(key, 0) < count:
             clock[key] = count
 
 
 def visible():
-    """How many GPUs this process can see."""
+    """Return how many GPUs this process can see."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return GPUS
@@ -63,50 +61,51 @@ def visible():
 
 
 def physical(index):
-    """The machine's number of the GPU that this process calls `index`."""
+    """Return the machine's number of the GPU that this process calls `index`."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return int(names.split(",")[index]) if names else index
 
 
 def open_context(index):
-    """Use a GPU: the first use opens a context there, which on a real one takes half a GB."""
+    """Use a GPU, and return its number.
+
+    The first use opens a context there, which takes half a GB of a real GPU's memory.
+    """
     if not 0 <= index < visible():
         raise torch.AcceleratorError(
             f"CUDA error: invalid device ordinal {index}: there are {visible()}"
         )
-    if _bad_fork:
+    if fork_is_bad:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
     if index not in contexts:
         thread = threading.current_thread().name
         contexts[index] = place()
-        note("context", f"{physical(index)}\t{place()} in thread {thread}")
+        note("context", f"{physical(index)}\t{contexts[index]} in thread {thread}")
     return index
 
 
-_bad_fork = []
+def refuse_cuda_after_fork():
+    """Make CUDA unusable in a forked child, as it is if the parent had used it before."""
+    global fork_is_bad
+    fork_is_bad = fork_is_bad or bool(contexts)
 
 
-def forget_contexts():
-    """In a forked process: CUDA cannot be used if it was used before the fork."""
-    if contexts:
-        _bad_fork.append(True)
-
-
-os.register_at_fork(after_in_child=forget_contexts)
+os.register_at_fork(after_in_child=refuse_cuda_after_fork)
 
 
 def index_of(device=None):
-    """The number of a device: a number, a name, a device or None for the current one."""
+    """Return the number of a device, given as number, name or torch.device; None is the current."""
     if isinstance(device, int):
         return device
-    device = torch.device(device) if isinstance(device, str) else device
+    if isinstance(device, str):
+        device = torch.device(device)
     if device is None or device.index is None:
         return native.pretend_device()
     return device.index
 
 
 def current(index):
-    """The key of this thread's current stream of a GPU."""
+    """Return the key of this thread's current stream of a GPU, as `clocks` has it."""
     return index, native.pretend_stream(index)
 
 
@@ -118,7 +117,7 @@ def queue_work(key):
 
 
 def host_waits(clock, why):
-    """The processor waits until everything in a clock is over."""
+    """Note that the host waits until everything in a clock is over; `why` names the call."""
     merge(host, clock)
     note("sync", f"{why} at {place()}")
 
@@ -142,15 +141,15 @@ class Event:
         merge(clocks[(stream or current_stream()).key], self.clock)
 
     def query(self):
-        """Whether the moment is over: work here runs at once."""
+        """Return True, for the moment is always over: work here runs at once."""
         return True
 
     def synchronize(self):
-        """Let the processor wait."""
+        """Let the host wait."""
         host_waits(self.clock, "event.synchronize")
 
     def elapsed_time(self, other):
-        """Milliseconds of the processor: no forecast of a GPU's."""
+        """Return milliseconds of the processor, which foretell none of a GPU's."""
         if self.at is None or other.at is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return 1000 * (other.at - self.at)
@@ -191,11 +190,11 @@ class Stream:
         merge(clocks[self.key], clocks[other.key])
 
     def synchronize(self):
-        """Let the processor wait."""
+        """Let the host wait."""
         host_waits(clocks[self.key], "stream.synchronize")
 
     def query(self):
-        """Whether all is over."""
+        """Return True, for all is always over."""
         return True
 
     def __enter__(self):
@@ -208,8 +207,9 @@ class Stream:
 
 
 class StreamContext:
-    """`with torch.cuda.stream(stream)`, as torch's own does it: the old stream, and its device, are
-    set again.
+    """What `torch.cuda.stream(stream)` returns, for `with`.
+
+    As with torch's own, the old stream and its device are set again at the end.
     """
 
     def __init__(self, stream):
@@ -229,7 +229,7 @@ class StreamContext:
 
 
 def current_stream(device=None):
-    """This thread's current stream of a GPU."""
+    """Return this thread's current stream of a GPU."""
     index = index_of(device)
     return Stream(index, number=native.pretend_stream(index))
 
@@ -247,22 +247,35 @@ def set_device(device):
         native.pretend_set_device(open_context(index))
 
 
+class EventsOfTorch:
+    """What the events know that torch itself records, by number: the newest MOST_EVENTS.
+
+    The C++ half calls `record` and `block`.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.clocks = {}
+        # C++ calls these for as long as the process lives, so this object keeps them.
+        record_type = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.c_long)
+        block_type = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_int, ctypes.c_long)
+        self.callbacks = (record_type(self.record), block_type(self.block))
+
+    def record(self, device, stream):
+        """Remember what a stream knows now; return the number of the event."""
+        self.count += 1
+        self.clocks[self.count] = dict(clocks[(device, stream)])
+        self.clocks.pop(self.count - MOST_EVENTS, None)
+        return self.count
+
+    def block(self, event, device, stream):
+        """Let a stream wait for an event."""
+        merge(clocks[(device, stream)], self.clocks.get(event, {}))
+
+
+events_of_torch = EventsOfTorch()
+
+
 def start():
     """Tell the C++ half whom to call for the events that torch itself records and waits for."""
-
-    def record(device, stream):
-        _count[0] += 1
-        _events[_count[0]] = dict(clocks[(device, stream)])
-        _events.pop(_count[0] - 10_000, None)
-        return _count[0]
-
-    def block(event, device, stream):
-        merge(clocks[(device, stream)], _events.get(event, {}))
-
-    recorded = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.c_long)(record)
-    blocked = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_int, ctypes.c_long)(block)
-    _keep.extend([recorded, blocked])
-    native.pretend_start(recorded, blocked)
-
-
-_keep = []
+    native.pretend_start(*events_of_torch.callbacks)

@@ -23,26 +23,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from kernels import running_kernel
 
 GIB = 2**30
-CELLS = [
-    (
-        "%load_ext ddp_course\n"
-        "import torch, torch.distributed as dist\n"
-        "from ddp_course import launch, problems, stage5_bucketed"
-    ),
-    (
-        "me = {me}\ndef summed():\n    tensor = torch.full((1000,), float(me + dist.get_rank()))\n "
-        "   dist.all_reduce(tensor)\n    return tensor[0].item()\nassert launch(summed,"
-        " world_size={ranks}) == [float(sum(me + rank for rank in range({ranks})))] * {ranks}"
-    ),
-    (
-        "problem = problems.make('digits')\ndef train():\n    batches = problem.batches(128, 20,"
-        " seed=me, rank=dist.get_rank(), world_size=dist.get_world_size())\n    return"
-        " stage5_bucketed.train(problem.model(), batches, lr=0.1)\nlosses = launch(train,"
-        " world_size={ranks}, progress=20)\nassert losses[0][-1] < losses[0][0]"
-    ),
-    "%%ranks {ranks} --pull total\ntotal = torch.tensor(me + rank)\ndist.all_reduce(total)\nNone",
-    "assert int(total) == sum(me + rank for rank in range({ranks}))",
-]
+# In each cell {me} stands for the learner's number, and {ranks} for the number of ranks.
+LOAD = """
+%load_ext ddp_course
+import torch, torch.distributed as dist
+from ddp_course import launch, problems, stage5_bucketed
+"""
+LAUNCH = """
+me = {me}
+def summed():
+    tensor = torch.full((1000,), float(me + dist.get_rank()))
+    dist.all_reduce(tensor)
+    return tensor[0].item()
+expected = float(sum(me + rank for rank in range({ranks})))
+assert launch(summed, world_size={ranks}) == [expected] * {ranks}
+"""
+TRAIN = """
+problem = problems.make("digits")
+def train():
+    share = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    batches = problem.batches(128, 20, seed=me, **share)
+    return stage5_bucketed.train(problem.model(), batches, lr=0.1)
+losses = launch(train, world_size={ranks}, progress=20)
+assert losses[0][-1] < losses[0][0]
+"""
+ON_EVERY_RANK = """%%ranks {ranks} --pull total
+total = torch.tensor(me + rank)
+dist.all_reduce(total)
+None"""
+PULLED = "assert int(total) == sum(me + rank for rank in range({ranks}))"
+CELLS = [LOAD.strip(), LAUNCH.strip(), TRAIN.strip(), ON_EVERY_RANK, PULLED]
+# torch makes a folder with such a name for each user, and leaves it.
+TORCH_CACHE = "torchinductor_"
 
 
 def main():
@@ -53,62 +65,69 @@ def main():
     parser.add_argument("--gib", type=float, default=2.0, help="memory that a learner may take")
     options = parser.parse_args()
     began = time.monotonic()
-    stop = threading.Event()
-    with ExitStack() as stack, ThreadPoolExecutor(options.learners + 1) as pool:
-        kernels = list(
-            pool.map(lambda _: stack.enter_context(running_kernel()), range(options.learners))
-        )
-        peaks = pool.submit(watch, kernels, stop)
-        wrong = list(
-            pool.map(work, kernels, range(options.learners), [options.ranks] * options.learners)
-        )
-        stop.set()
-        memory = [peak / GIB for peak in peaks.result()]
+    with ExitStack() as kernels_end, ThreadPoolExecutor(options.learners + 1) as threads:
+        opened = [
+            threads.submit(kernels_end.enter_context, running_kernel())
+            for _ in range(options.learners)
+        ]
+        kernels = [future.result() for future in opened]
+        all_have_worked = threading.Event()
+        watching = threads.submit(watch, kernels, all_have_worked)
+        working = [
+            threads.submit(work, kernel, me, options.ranks) for me, kernel in enumerate(kernels)
+        ]
+        errors = [future.result() for future in working]
+        all_have_worked.set()
+        peaks_gib = [peak / GIB for peak in watching.result()]
         processes = [child for kernel in kernels for child in kernel.descendants()]
-    wrong = [f"learner {me}: {text}" for me, text in enumerate(wrong) if text]
-    wrong += [
-        f"learner {me} took {peak:.2f} GiB" for me, peak in enumerate(memory) if peak > options.gib
-    ]
-    wrong += [f"left behind: {process}" for process in psutil.wait_procs(processes, timeout=20)[1]]
-    wrong += [
-        f"left behind: {name}"
-        for name in os.listdir(tempfile.gettempdir())
-        if not name.startswith("torchind")
-    ]
-    middle = sorted(memory)[len(memory) // 2]
+    wrong = []
+    for me, error in enumerate(errors):
+        if error:
+            wrong.append(f"learner {me}: {error}")
+        if peaks_gib[me] > options.gib:
+            wrong.append(f"learner {me} took {peaks_gib[me]:.2f} GiB")
+    wrong += left_behind(processes)
+    median_gib = sorted(peaks_gib)[len(peaks_gib) // 2]
     print(
-        f"{options.learners} learners at once with {options.ranks} ranks each: {middle:.2f} GiB a"
-        f" learner at the peak (median; most {max(memory):.2f}), {time.monotonic() - began:.0f} s"
+        f"{options.learners} learners at once with {options.ranks} ranks each: {median_gib:.2f} GiB"
+        f" a learner at the peak (median; most {max(peaks_gib):.2f}),"
+        f" {time.monotonic() - began:.0f} s"
     )
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 
 
+def left_behind(processes):
+    """In words, each process that has not ended, and each file that is left."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    files = os.listdir(tempfile.gettempdir())
+    left = [*alive, *(name for name in files if not name.startswith(TORCH_CACHE))]
+    return [f"left behind: {each}" for each in left]
+
+
 def work(kernel, me, ranks):
-    """All cells of one learner, one after the other; returns what went wrong, or nothing."""
+    """Run all cells of learner `me`, one after the other; return what went wrong, or ""."""
     for cell in CELLS:
-        output = kernel.run(
-            cell.replace("{me}", str(me)).replace("{ranks}", str(ranks)), timeout=600
-        )
+        source = cell.replace("{me}", str(me)).replace("{ranks}", str(ranks))
+        output = kernel.run(source, timeout=600)
         if output.error:
             return f"{output.error}: {output.message[-1500:]}"
     return ""
 
 
-def watch(kernels, stop):
-    """The most bytes that each kernel, with all processes below it, had at one time, until `stop`
-    is set.
-    """
+def watch(kernels, all_have_worked):
+    """Look at the kernels every second until the event is set; return the peak of each in bytes."""
     most = [0] * len(kernels)
-    while not stop.wait(1.0):
+    while not all_have_worked.wait(1.0):
         for place, kernel in enumerate(kernels):
             most[place] = max(most[place], memory_of(kernel.pid))
     return most
 
 
 def memory_of(pid):
-    """The bytes of a process and all processes below it: each of n processes that share a page
-    counts an nth of it.
+    """Return the bytes of a process and of all processes below it.
+
+    Of a page that n processes share, each counts an nth part.
     """
     total = 0
     with suppress(psutil.NoSuchProcess):

@@ -1,5 +1,6 @@
-"""What people do to a model after it is wrapped: stage 6 averages every gradient, or names the
-parameter that it would not average.
+"""What people do to a model after it is wrapped.
+
+Stage 6 averages every gradient all the same, or names the parameter that it would not average.
 """
 
 import copy
@@ -96,9 +97,9 @@ def frozen(model, _):
     model[2].weight.requires_grad_(False)
 
 
-def on_one_rank(model, _):
+def other_weight_on_one_rank(model, wrapper):
     if dist.get_rank() == 1:
-        other_weight(model, _)
+        other_weight(model, wrapper)
 
 
 def emptied(model, _):
@@ -154,8 +155,14 @@ CHANGES = {
     compiled: None,
     all_frozen_and_unfrozen: None,
 }
-# What is unused may be frozen or removed.
-FOLLOWED = {("6 unused", "frozen"), ("6 unused", "layer_less")}
+# These wrappers follow a change that the others refuse: what is unused may be frozen or removed,
+# and stage 5's hooks are on the parameters, whoever calls the model.
+FOLLOWED = {
+    ("6 unused", "frozen"),
+    ("6 unused", "layer_less"),
+    ("5", "called_by_hand"),
+    ("5", "part_called_by_hand"),
+}
 WRAPPERS = {
     "6": DistributedDataParallel,
     "6 unused": lambda model, **group: DistributedDataParallel(
@@ -184,7 +191,7 @@ def outcome(change, wrap):
 
 
 def outcome_raised():
-    words = outcome(on_one_rank, DistributedDataParallel)
+    words = outcome(other_weight_on_one_rank, DistributedDataParallel)
     if "weight" in words:
         raise RuntimeError(words)
 
@@ -199,21 +206,18 @@ def outcomes():
 
 def test_other_parameters_are_followed_or_named():
     by_rank = launch(outcomes, world_size=2, timeout=100)
+    names_refused = {change.__name__: name for change, name in CHANGES.items()}
     for told in by_rank:
-        for (stage, name), words in told.items():
-            expected = CHANGES[globals()[name]]
-            if (stage, name) == ("5", "all_frozen_and_unfrozen"):
+        for (stage, change), words in told.items():
+            case = (stage, change)
+            if case == ("5", "all_frozen_and_unfrozen"):
                 assert "frozen" in words, words  # Stage 5 expects every gradient in every pass.
-            elif (
-                expected is None
-                or (stage == "5" and name.endswith("called_by_hand"))
-                or (stage, name) in FOLLOWED
-            ):
-                assert words == "averaged", (stage, name, words)
+            elif names_refused[change] is None or case in FOLLOWED:
+                assert words == "averaged", (case, words)
             else:
                 # Stage 5 names parameters that are there, and no lost ones.
-                word = "replaced" if stage == "5" else expected
-                assert word in words or "weakref" in words, (stage, name, words)
+                word = "replaced" if stage == "5" else names_refused[change]
+                assert word in words or "weakref" in words, (case, words)
 
 
 def test_a_change_on_one_rank_ends_all():

@@ -56,9 +56,8 @@ class OnCPU(ast.NodeTransformer):
 
     def visit_Expr(self, node):
         text = ast.unparse(node)
-        about_cpp = re.match(
-            r"self\.assert|verify_ddp_error", text
-        ) and OF_THE_REDUCER_IN_CPP.search(text)
+        asserts = re.match(r"self\.assert|verify_ddp_error", text)
+        about_cpp = asserts and OF_THE_REDUCER_IN_CPP.search(text)
         if isinstance(node.value, ast.Call) and (about_cpp or text.startswith("torch.cuda.")):
             return ast.copy_location(ast.Pass(), node)
         return self.generic_visit(node)
@@ -89,9 +88,8 @@ class OnCPU(ast.NodeTransformer):
             node.keywords = []
         elif called.endswith(".to") and len(node.args) == 1:
             target = ast.unparse(node.args[0])
-            node.args = (
-                [CPU] if GPU_NAMES.search(target) and not target.endswith(".device") else node.args
-            )
+            if GPU_NAMES.search(target) and not target.endswith(".device"):
+                node.args = [CPU]
         return node
 
     def visit_Attribute(self, node):
@@ -132,9 +130,7 @@ def load_tests(ddp, world_size):
 
 
 class Nothing:
-    """Stands for a stream or an event: two features of torch's class ask for them on the CPU
-    too.
-    """
+    """Stands for a stream or an event: two features of torch's class ask for one on the CPU too."""
 
     def __init__(self, *args, **kwargs): ...
 
@@ -179,7 +175,7 @@ def stats(x, eps):
 
 
 def gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
-    """The statistics of all ranks together; also moves the running averages."""
+    """Return mean and 1/std over all ranks, and move the running averages."""
     weight = (counts / counts.sum()).unsqueeze(1)
     count = counts.sum()
     whole = (mean * weight).sum(0)
@@ -200,7 +196,8 @@ def elemt(x, weight, bias, mean, invstd, eps):
 
 def backward_reduce(gradient, x, mean, invstd, weight, *_):
     """The two sums that the ranks add up, and the gradients of weight and bias."""
-    gradient, axes = gradient.float(), all_but_channels(x)
+    gradient = gradient.float()
+    axes = all_but_channels(x)
     total = gradient.sum(axes)
     product = (gradient * (x.float() - per_channel(mean, x))).sum(axes)
     dtype = x.dtype if weight is None else weight.dtype
@@ -229,5 +226,7 @@ def layout(x):
     import torch
 
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(x.dim())
-    return last if last and x.is_contiguous(memory_format=last) else torch.contiguous_format
+    channels_last = formats.get(x.dim())
+    if channels_last and x.is_contiguous(memory_format=channels_last):
+        return channels_last
+    return torch.contiguous_format

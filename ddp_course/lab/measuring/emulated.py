@@ -67,7 +67,7 @@ def default_device(job: Job, link: Link | None = None) -> Device:
 def default_bandwidth(job: Job, device: Device) -> float:
     """Bits per second at which sending all gradients once takes SHARE of one device's step.
 
-    They have two digits.
+    The number is rounded to two digits.
     """
     bandwidth = 8 * job.gradient_bytes / (SHARE * job.work(device).compute_s)
     return max(1e6, float(f"{bandwidth:.2g}"))  # No link is slower than 1 Mbit/s.

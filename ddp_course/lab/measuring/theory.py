@@ -50,10 +50,9 @@ class Costs(NamedTuple):
 def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds until K-1 ranks have sent `nbytes` to the server and got the sum back.
 
-    Both happen one by one.
-
-    Both directions take turns: half duplex. Source: Li et al., "Scaling Distributed Machine
-    Learning with the Parameter Server", OSDI 2014, with a single server.
+    One rank is served after the other, and the two directions take turns: half duplex. Source: Li
+    et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, with a
+    single server.
     """
     return 2 * (world_size - 1) * costs.message(nbytes)
 
@@ -130,10 +129,9 @@ ALL_REDUCE: dict[str, Any] = {
 def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **options: Any) -> float:
     """Seconds that `algorithm` takes for `nbytes` bytes on each of `world_size` ranks.
 
-    The algorithm is a name from the table above.
-
-    Options go to the formula: `local` and `per_host` of hierarchical_ring. One rank has no partner:
-    0. Raises ValueError for an unknown name, negative bytes, or fewer than one rank.
+    The algorithm is a name from the table above. `options` go to its formula: hierarchical_ring has
+    `local` and `per_host`. One rank has no partner and takes 0 seconds. Raises ValueError for an
+    unknown name, negative bytes, or fewer than one rank.
     """
     if algorithm not in ALL_REDUCE:
         raise ValueError(f'unknown algorithm "{algorithm}"; choose one of {", ".join(ALL_REDUCE)}')

@@ -55,10 +55,8 @@ def test_gpus_that_cuda_cannot_use_are_left_alone(gpus):
 
 
 def test_ranks_on_the_cpu_see_no_gpu():
-    assert launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, device="cpu") == [
-        "",
-        "",
-    ]
+    visible = launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, device="cpu")
+    assert visible == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +140,7 @@ def test_a_rank_settles_on_its_device(device, set_to, visible, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for name in module.QUIET_NCCL:
+        # Only a variable that was set by monkeypatch is taken away again after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     module.settle_on(device)

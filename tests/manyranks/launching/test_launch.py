@@ -1,5 +1,6 @@
-"""`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes
-are killed.
+"""`launch` itself: results, arguments, limits, and what ranks see.
+
+Also what happens when its processes are killed, and what is left of them.
 """
 
 import importlib
@@ -80,8 +81,10 @@ def rank_with_dynamo():
 def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(
     monkeypatch, caller_has_it, options
 ):
-    """By the server, before its second launch; before the first if the caller has made an
-    optimizer, and by the agent if the ranks are known to compute.
+    """The server loads it before its second launch.
+
+    It does so before the first if the caller has made an optimizer; if the ranks are known to
+    compute, the agent does.
     """
     server_handle.use_server(None)
     importlib.import_module("torch._dynamo")
@@ -93,7 +96,7 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(
 
 
 def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
-    """As dynamo, where the folder of its cache belongs to somebody else."""
+    """Dynamo cannot be loaded where the folder of its cache belongs to somebody else."""
     server_handle.use_server(None)
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
@@ -116,7 +119,7 @@ def test_nothing_of_cuda_and_no_thread_in_the_server():
 
 
 def test_ranks_are_never_forked_from_the_caller(monkeypatch):
-    """Whose CUDA may be initialised, as in a notebook on Colab: it would not survive in a fork."""
+    """The caller's CUDA may be initialised, as in a notebook on Colab; no fork could use it."""
     server_handle.use_server(None)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("the caller forks"))
     assert len(set(launch(pid_and_rank, world_size=2))) == 2
@@ -352,9 +355,7 @@ def test_a_server_that_was_killed_or_left_idle_is_replaced(monkeypatch):
 
 
 def leave_children():
-    """A child in the rank's process group, one in a session of its own, and one that runs no other
-    program.
-    """
+    """Leave a child in the rank's process group, one in a session of its own, and a fork."""
     children = [
         subprocess.Popen(["sleep", "300"], start_new_session=own).pid for own in (False, True)
     ]
@@ -370,9 +371,11 @@ def test_children_of_ranks_go_with_the_server(capfd):
     launch(pid_and_rank, world_size=1)
 
     def attack():
-        while len(printed := re.findall(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)) < 1:
+        children = None
+        while children is None:
             time.sleep(0.05)
-        pids.extend(map(int, printed[0]))
+            children = re.search(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)
+        pids.extend(map(int, children.groups()))
         os.kill(server_handle.servers[0].process.pid, signal.SIGKILL)
 
     pids = []
@@ -388,17 +391,25 @@ def test_children_of_ranks_go_with_the_server(capfd):
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+EDITS_RANK = """
+from pathlib import Path
+from manyranks import launch
+
+def read():
+    from manyranks.launching import rank
+    return rank.VALUE
+
+module = Path(__file__).with_name("manyranks") / "launching" / "rank.py"
+for value in (1, 22):
+    module.write_text(module.read_text() + f"\\nVALUE = {value}\\n")
+    print(launch(read, world_size=2))
+"""
+
+
 def test_edited_package_files_are_seen(tmp_path):
     shutil.copytree(Path(server_handle.__file__).parents[1], tmp_path / "manyranks")
     script = tmp_path / "script.py"
-    script.write_text(
-        "from pathlib import Path\nfrom manyranks import launch\n"
-        "def read():\n    from manyranks.launching import rank\n    return rank.VALUE\n"
-        "module = Path(__file__).with_name('manyranks') / 'launching' / 'rank.py'\n"
-        "for value in (1, 22):\n"
-        "    module.write_text(module.read_text() + f'\\nVALUE = {value}\\n')\n"
-        "    print(launch(read, world_size=2))\n"
-    )
+    script.write_text(EDITS_RANK)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
         [sys.executable, script],
@@ -411,13 +422,24 @@ def test_edited_package_files_are_seen(tmp_path):
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
 
+SLEEPS_ON_RANKS = """
+import time
+from manyranks import launch
+
+def sleep():
+    print("up")
+    time.sleep(99)
+
+launch(sleep)
+"""
+
+
 def test_interrupted_script_leaves_nothing():
-    source = (
-        "import sys, time\nfrom manyranks import launch\nlaunch(lambda: (print('up'),"
-        " time.sleep(99)))"
-    )
     script = subprocess.Popen(
-        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLEEPS_ON_RANKS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert "up" in script.stdout.readline()
     below = psutil.Process(script.pid).children(recursive=True)
@@ -430,7 +452,7 @@ def test_interrupted_script_leaves_nothing():
 
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
-    """With its rank gone, and with a child of its own; other launches go on beside it."""
+    """So it does after its rank has gone, with a child of its own; other launches go on."""
     source = (
         "import os, subprocess, sys; print(os.getpid(), subprocess.Popen(['sleep', '300']).pid,"
         " flush=True)"

@@ -1,7 +1,6 @@
-"""Measurements for figures and to hold the simulator against.
+"""Measurements, nearly all published, which figures show and against which the simulator is held.
 
-They were published by others, but for `elastic_job` and `stages_on_one_h200`.
-
+Others published them, but for `elastic_job` and `stages_on_one_h200`, which are this project's own.
 Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
 predictions of it assume.
 """
