@@ -122,7 +122,7 @@ def reduce_scatter(chunks, group=None):
 # %% 4.2 wrong: not in place | it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself
 #- target += incoming
 #+ target = target + incoming
-# %% 4.2 told: off by one chunk | numbers of chunk 0 come into rank
+# %% 4.2 told: off by one chunk | its index falls by one
 #- (rank - step - 1) %
 #+ (rank - step) %
 # %% 4.2 told: the right neighbour twice | wait for each other

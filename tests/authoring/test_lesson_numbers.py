@@ -75,7 +75,7 @@ BUCKETS = rf"{N} \(buckets\) times"
 SAID = [
     Said("00", BUCKETS, f"5 bucketed DDP {N} {N} {N}", lambda *row: row[2], 0.03),
     Said("00", f"bucketed DDP is {N} times", BUCKETS, same, 0.05),
-    Said("00", f"virtual time: {N} times", BUCKETS, same, 0.03),
+    Said("00", rf"The answer: {N} times \(virtual", BUCKETS, same, 0.03),
     Said("01", f"backward takes {N} times", f"forward {N} ms, backward {N} ms", inverse, 0.05),
     Said("05", f"backward take {N} ms", f"stage 4: {N} ms per step", lambda ms: ms - 134.0, 0.02),
     Said("05", f"with buckets: {N} ms", f"buckets: 4, step {N} ms", same, 0.01),
@@ -84,7 +84,7 @@ SAID = [
     ),
     Said("11", f"costs all ranks {N} to", f"host 1 is lost: no step for {N} s", same, 0.05),
     Said("12", f"Two levels take {N} of", f"= {N} p for 4 ranks", lambda p: 1 / p, 0.02),
-    Said("13", f"three ways were {N} times", f"published: {N} against {N} Tflop/s", ratio, 0.03),
+    Said("13", f"three ways were {N} times", f"The answer: {N} against {N} Tflop/s", ratio, 0.03),
     Said("13", rf"two functions \+{N}%", RUN, lambda two, _, real: 100 * (two / real - 1), 0.05),
     Said("13", f"model {N}%", RUN, lambda _, whole, real: 100 * (whole / real - 1), 0.3),
     Said("15", f"= {N} ms predicted", f"computing {N} ms . all-reduce {N} ms", float.__add__, 0.05),
