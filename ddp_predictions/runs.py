@@ -144,23 +144,6 @@ class Reader:
         return bits
 
 
-def read_gpu(reader: Reader) -> tuple[str, presets.Accelerator]:
-    """(The GPU's name, what is known of it).
-
-    Raises UnknownAccelerator for one of which too little is known.
-    """
-    gpu = str(reader.fields.get("gpu"))
-    gpu = presets.ALIASES.get(gpu, gpu)
-    known = presets.ACCELERATORS.get(gpu)
-    if known is None or not known.cycles:  # Without its cycles attention is not foretold.
-        names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
-        raise UnknownAccelerator(
-            f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
-            f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
-        )
-    return gpu, known
-
-
 def read_run(row: Row) -> tuple[Run, list[str]]:
     """(The run of a row, what is assumed, in words).
 
@@ -169,11 +152,18 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
     reader = Reader(row)
     fields = reader.fields
     if "# GPUs" in row:  # Only gpt_step_ms_a100_3d.csv has this title.
-        for column, value in GPT_TABLE.items():
-            if column not in fields:
-                fields[column] = reader.assume(column, value)
+        for column in [each for each in GPT_TABLE if each not in fields]:
+            fields[column] = reader.assume(column, GPT_TABLE[column])
     shape = read_shape(reader)
-    gpu, known = read_gpu(reader)
+    gpu = str(fields.get("gpu"))
+    gpu = presets.ALIASES.get(gpu, gpu)
+    known = presets.ACCELERATORS.get(gpu)
+    if known is None or not known.cycles:  # Without its cycles attention is not foretold.
+        names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
+        raise UnknownAccelerator(
+            f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
+            f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
+        )
     way = reader.text("way", "fsdp")
     fields["way"] = WAY_NAMES.get(way.lower(), way)
     pure = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed") == "bf16 pure"
