@@ -137,7 +137,7 @@ def distances(average):
     return largest
 
 
-# %% drift-figure
+# %% drift-figure folded=true
 ways = {"never averaged": False, "averaged in each step": True}
 apart = {}
 for name, average in show.progress(ways.items()):
@@ -378,7 +378,7 @@ def taken_apart():
 
 waiting, moving = zip(*launch(taken_apart, world_size=K, link=link, device="cpu"))
 
-# %% apart-figure
+# %% apart-figure folded=true
 total, incoming = torch.ones(2, p // 4)
 tries = []
 for _ in range(9):  # The first addition also wakes torch's threads.
@@ -446,7 +446,7 @@ def both_ways(gradient, pieces=16):
 assert [rank.tolist() for rank in launch(both_ways, torch.ones(5), world_size=3)] == [[3.0] * 5] * 3
 
 
-# %% two-servers
+# %% two-servers folded=true
 def one_way(gradient):
     average_on_server([gradient])
 
@@ -563,7 +563,8 @@ def my_train(model, batches, lr):
 
 # %% yours-in-the-comparison
 results = compare.run(
-    "digits", world_size=K, stages="1,3,torch", device="cpu", progress=True, yours={"my server": my_train}
+    "digits", world_size=K, stages="1,3,torch", device="cpu", progress=True,
+    yours={"my server": my_train}
 )
 print(compare.table(results))
 show.compare_figure(results)

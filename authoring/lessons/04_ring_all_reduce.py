@@ -254,7 +254,7 @@ seconds = {}
 for name, way in show.progress(ways.items()):
     seconds[name] = {k: timing.time_collective(way, p, k, link) for k in (2, 3, 4)}
 
-# %% time-by-ranks
+# %% time-by-ranks folded=true
 ks = [2, 3, 4, 5, 6]
 unit = 1000 * p / (200e6 / 8)  # milliseconds for p bytes
 formulas = {
@@ -352,7 +352,7 @@ for name, way in rivals.items():
         taken[name][f"{name}\n{case}"] = 1000 * seconds_once
 ring, other = taken.values()
 
-# %% contended-figure
+# %% contended-figure folded=true
 pairs = {}
 for (ring_label, ring_ms), (other_label, other_ms) in zip(ring.items(), other.items()):
     pairs[ring_label] = ring_ms
@@ -632,7 +632,8 @@ def my_train(model, batches, lr):
 
 # %% yours-in-the-comparison
 results = compare.run(
-    "digits", world_size=K, stages="1,4,torch", device="cpu", progress=True, yours={"my ring": my_train}
+    "digits", world_size=K, stages="1,4,torch", device="cpu", progress=True,
+    yours={"my ring": my_train}
 )
 print(compare.table(results))
 show.compare_figure(results)

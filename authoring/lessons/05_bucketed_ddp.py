@@ -689,7 +689,8 @@ def my_train(model, batches, lr):
 
 # %% yours-in-the-comparison
 results = compare.run(
-    "digits", world_size=K, stages="1,4,5,torch", device="cpu", progress=True, yours={"at once": my_train}
+    "digits", world_size=K, stages="1,4,5,torch", device="cpu", progress=True,
+    yours={"at once": my_train}
 )
 print(compare.table(results))
 show.compare_figure(results)

@@ -779,7 +779,8 @@ def my_train(model, batches, lr):
 
 # %% yours-in-the-comparison
 results = compare.run(
-    "digits", world_size=K, stages="1,6,torch", device="cpu", progress=True, yours={"my core": my_train}
+    "digits", world_size=K, stages="1,6,torch", device="cpu", progress=True,
+    yours={"my core": my_train}
 )
 print(compare.table(results))
 show.compare_figure(results)

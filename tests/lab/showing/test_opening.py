@@ -40,7 +40,8 @@ def test_each_lesson_asks_what_earlier_ones_decided():
         cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
         names = [cell.id for cell in cells if cell.id != "install-elsewhere"]
         assert names[:2] == ["imports", "opening-questions"]
-        [output] = cells[names.index("opening-questions") + 1].outputs
+        [asked] = [cell for cell in cells if cell.id == "opening-questions"]
+        [output] = asked.outputs
         stored = [each["ask"] for each in output.data[MIME]["questions"]]
         assert stored == [each["ask"] for each in KNOWN.values() if each["opens"] == lesson]
 
