@@ -284,7 +284,7 @@ def methods_of(collective: str) -> dict[str, str]:
         "all_to_all_single": "alltoall_base",
     }
     older = renamed.get(collective, collective)
-    of_gloo = collective if collective in dir(Gloo) else older
+    of_gloo = collective if collective in dir(Gloo) else older  # `hasattr` raises if gloo is gone.
     return {name: of_gloo for name in (collective, older) if hasattr(ProcessGroup, name)}
 
 

@@ -232,13 +232,13 @@ for bug in ((3 * K - 1,), (3 * K, 1)):
     for rank in range(K):
         dist.init_process_group("fake", rank=rank, world_size=K, store=FakeStore())
         try:
-            said = added(*bug)
+            result = added(*bug)
         except RuntimeError as error:
-            said = error
+            result = error
         dist.destroy_process_group()
-        print(f"as rank {rank}, alone: {said}")
-    told = failing(lambda bug=bug: added(*bug), device=Device("1GFLOP/s"))
-    print(f"with all ranks: {str(told).splitlines()[0]}")
+        print(f"as rank {rank}, alone: {result}")
+    failure = failing(lambda bug=bug: added(*bug), device=Device("1GFLOP/s"))
+    print(f"with all ranks: {str(failure).splitlines()[0]}")
 
 # %% [markdown]
 r"""

@@ -180,10 +180,8 @@ class Following(Future):
 class All(Future):
     """The future that is complete once all of some futures are."""
 
-    work = None
-
     def __init__(self, futures: list):
-        torch.futures.Future.__init__(self)
+        super().__init__(None)
         self.futures = futures
 
     def complete(self) -> None:

@@ -23,6 +23,7 @@ KEPT = ("step_s", "collectives", "bytes", "hidden", "peak_bytes")  # --expect co
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `manyranks run` to a parser."""
     parser.add_argument("--ranks", type=int, required=True, metavar="K", help="how many ranks")
     parser.add_argument(
         "--device",
