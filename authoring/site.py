@@ -44,16 +44,16 @@ def main(arguments=None):
         "--pictures", type=int, default=PICTURES, metavar="N", help="most pictures an explorer gets"
     )
     args = parser.parse_args(arguments)
+    if args.out.exists() and any(args.out.iterdir()) and not (args.out / "index.html").exists():
+        print(
+            f"site.py: {args.out} is not empty and holds no site; choose another folder",
+            file=sys.stderr,
+        )
+        return 2
     if not elsewhere.repository():
         print(
             "site.py: the pages link into the repository, and authoring/published.txt says"
             " nowhere; run: make publish URL=https://github.com/owner/name",
-            file=sys.stderr,
-        )
-        return 2
-    if args.out.exists() and any(args.out.iterdir()) and not (args.out / "index.html").exists():
-        print(
-            f"site.py: {args.out} is not empty and holds no site; choose another folder",
             file=sys.stderr,
         )
         return 2

@@ -33,9 +33,9 @@ CELLS = {
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
     "source": "show.source(stage4_ring.ring_all_reduce)",
     "table": (
-        "from types import SimpleNamespace as some\nstage = some(label='3 parameter server',"
-        " step_ms=239.04, ideal_ms=250.8, speed_up=1.36, communication_ms=154.9,"
-        " bytes_sent_max=1057104, messages_max=6, last_loss=.0968, max_abs_diff_vs_single=9.9e-7)"
+        "from types import SimpleNamespace as some\nfrom ddp_course.lab.measuring.results import"
+        " StageResult\nstage = StageResult('3', 'parameter server', 239.04, 154.9, 1057104, 1057104,"
+        " 6, [.0968], 9.9e-7, None, [], ideal_ms=250.8, speed_up=1.36)"
         "\ncompare.table(some(stages=[stage]))"
     ),
     "ranks": "%%ranks 2\nprint(rank + 42)",
