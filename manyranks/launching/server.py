@@ -16,6 +16,8 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# A process that a rank spawns would run this script again, as its parent's main module.
+del __file__
 # The second word is the folder in which Python finds this library.
 _, ROLE, FOUND_IN, *NEEDED = sys.argv
 sys.path[:] = [FOUND_IN, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]

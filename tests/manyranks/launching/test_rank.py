@@ -1,5 +1,6 @@
 """What a rank does on a GPU, as far as it can be seen without one; what it says of odd errors."""
 
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -132,3 +133,16 @@ def test_a_rank_takes_its_share_of_the_cores_and_no_more_than_the_environment_al
     monkeypatch.setattr(setting, "usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", allowed)
     assert launch(torch.get_num_threads, world_size=2) == [threads, threads]
+
+
+def test_a_rank_may_spawn_a_process_of_its_own():
+    """Python runs the parent's main module in it, which is no server's."""
+    code = launch(exit_code_of_a_spawned_process, world_size=1)
+    assert code == [0]
+
+
+def exit_code_of_a_spawned_process():
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join(60)
+    return process.exitcode
