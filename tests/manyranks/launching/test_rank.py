@@ -136,12 +136,12 @@ def test_a_rank_takes_its_share_of_the_cores_and_no_more_than_the_environment_al
 
 
 def test_a_rank_may_spawn_a_process_of_its_own():
-    """Python runs the parent's main module in it, which is no server's."""
-    code = launch(exit_code_of_a_spawned_process, world_size=1)
-    assert code == [0]
+    """Python would run the parent's main module in it, which begins with the server's words."""
+    assert launch(exit_code_of_a_spawned_process, world_size=1) == [0]
 
 
 def exit_code_of_a_spawned_process():
+    sys.argv[:] = ["script.py"]
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     process.start()
     process.join(60)
