@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..clocks.stalls import Line, in_full, line_of_wait, who_waits
+from ..clocks.stalls import Line, line_of_wait, wait_and_line, who_waits
 from ..errors import Awaited, DeadlockError, LaunchError, Wait
 from ..launching.launch import launch
 from ..links import Link
@@ -111,7 +111,7 @@ def stops_in(error: DeadlockError) -> list[Event]:
     """
 
     def numbered(wait: Wait) -> str:
-        return in_full(wait, f"{{{error.waits.index(wait)}}}")
+        return wait_and_line(wait, f"{{{error.waits.index(wait)}}}")
 
     text = f"without buffers all wait for ever: {who_waits(error.waits, error.returned, numbered)}"
     return [

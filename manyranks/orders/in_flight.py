@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ..clocks import group as clocks_group
 from ..clocks import now, own
 from ..clocks.clock import TURN
-from ..clocks.stalls import LIBRARIES, Line, in_words, line_of
+from ..clocks.stalls import LIBRARIES, Line, line_of
 from ..clocks.table import FOREVER
 from ..devices import roofline
 from ..errors import Awaited
@@ -190,13 +190,13 @@ class Watch(TorchDispatchMode, ContextDecorator):
                 if touch_of in FAULTS and overlap(memory.addresses, tensor):
                     line = line_of(sys._getframe())
                     kind, touch = FAULTS[touch_of]
-                    begun = f"begun ({{0}}) {in_words(flight.what)}, and not waited for"
+                    begun = f"begun ({{0}}) {flight.what}, and not waited for"
                     self.fault(kind, f"{name} {touch} ({{1}}): {begun}", flight.line, line)
 
     def ended(self) -> None:
         """The program is over on this rank: everything must have been waited for."""
         for flight in self.flights.values():
-            text = f"nobody waits for what was begun ({{0}}) {in_words(flight.what)}"
+            text = f"nobody waits for what was begun ({{0}}) {flight.what}"
             self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         if arriving:
             flight.arrivals.extend(zip(homes, tensors_in(*copies[:1]), strict=True))
         self.flights[work] = flight
-        self.tell("post", in_words(flight.what), flight.line, what=flight.what)
+        self.tell("post", str(flight.what), flight.line, what=flight.what)
         return work
 
     def take(self, flight: Flight, name: str, rank: int, arriving: list, sent: list) -> None:
@@ -275,12 +275,12 @@ class Watch(TorchDispatchMode, ContextDecorator):
             happened = memory.has_happened()
             if happened:
                 kind, _ = FAULTS[memory.network_writes, True]
-                begun = f"begun ({{0}}) {in_words(flight.what)}"
+                begun = f"begun ({{0}}) {flight.what}"
                 self.fault(kind, f"{happened} before the wait ({{1}}): {begun}", flight.line, line)
         with without_modes(), torch.inference_mode():
             for tensor, arrived in flight.arrivals:
                 tensor.copy_(arrived)
-        self.tell("wait", in_words(flight.what), line, what=flight.what)
+        self.tell("wait", str(flight.what), line, what=flight.what)
 
     def question(self, reason: str, run: Callable, *args: Any) -> Any:
         """Around a call whose answer may depend on the order, note that one run proves nothing."""
