@@ -1,6 +1,6 @@
 """The errors that this library raises on purpose.
 
-ManyranksError
+    ManyranksError
     ├── LaunchError          a launch failed; raised itself if the ranks could not be started, or
     │   │                    were ended from outside
     │   ├── RankError        a rank raised an exception, was killed or ended
