@@ -1,4 +1,4 @@
-"""What stage 5 refuses: other ranks would wait for ever, or train something else."""
+"""Refuses what stage 5 cannot train: other ranks would wait for ever, or train another model."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .torch_private import uncompiled
 
 
 def check_model(module: torch.nn.Module, group: Any) -> None:
-    """Raise ValueError if nothing is trainable, or the ranks' models are not alike."""
+    """Raise ValueError if nothing is trainable, or if the ranks' models are not alike."""
     check_replicas(dict(module.named_parameters()), group)
     shapes = [parameter.shape for parameter in trainable(module)]
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -28,7 +28,7 @@ def refuse(wrong: Any, words: str) -> None:
 
 @uncompiled
 def check_pass(wrapper: Any) -> None:
-    """Raise RuntimeError if buckets of a failed pass have left, or there are other parameters."""
+    """Raise RuntimeError if buckets of a failed pass have left, or if parameters have changed."""
     refuse(
         wrapper.waits,
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
@@ -49,7 +49,7 @@ def check_gradient(parameter: torch.Tensor, bucket: Any) -> None:
         parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad,
         "stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped",
     )
-    # The parameter notes the first bucket of this pass, by an id that keeps no bucket alive.
+    # The parameter notes the first bucket of this pass by its id, which keeps no bucket alive.
     first_taker = vars(parameter).setdefault("bucket", id(bucket))
     refuse(
         first_taker != id(bucket),

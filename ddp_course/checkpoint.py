@@ -62,7 +62,7 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     content = packed(state)
     with writing_to(folder):
         try:
-            # A writer that was killed left it: there is one writer at a time.
+            # There is one writer at a time, so a writer that was killed has left these files.
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
             number = max(map(number_of, checkpoints(folder)), default=0) + 1
@@ -83,11 +83,9 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
 def writing_to(path: str | Path) -> Iterator[None]:
     """Keep other processes from writing to the folder `path` during this block.
 
-    The folder is made if it is missing.
-
-    A run that saves many times claims its folder for all of them; `save` claims it for one
-    checkpoint. Raises CheckpointError, which names the process that writes there, if that process
-    goes on for some seconds.
+    The folder is made if it is missing. A run that saves many times claims its folder once for all
+    of them; `save` claims it for one checkpoint. Raises CheckpointError, which names the process
+    that writes there, if that process goes on for some seconds.
     """
     folder = Path(path)
     with ExitStack() as stack:
@@ -127,16 +125,13 @@ def load(path: str | Path) -> Any:
 
 
 def checkpoints(path: str | Path) -> list[Path]:
-    """Return the files of all checkpoints in the folder `path`, newest first.
-
-    Return [] if there is no folder.
-    """
+    """Return the files of all checkpoints in a folder, newest first; [] if there is no folder."""
     files = [file for file in Path(path).glob("checkpoint-*.pt") if number_of(file)]
     return sorted(files, key=number_of, reverse=True)
 
 
 def number_of(file: Path) -> int:
-    """The number in the name of a checkpoint, of eight digits or more; 0 for any other name."""
+    """Return the number in a checkpoint's name, of eight digits or more; 0 for another name."""
     match = re.fullmatch(r"checkpoint-(\d{8,})\.pt", file.name, re.ASCII)
     return int(match[1]) if match else 0
 
@@ -167,7 +162,7 @@ def packed(state: Any) -> bytes:
 
 
 def parts_in(state: Any, name: str = "state") -> Iterator[str]:
-    """The names of those tensors in `state` of which other ranks have other parts."""
+    """Yield the names of the tensors in `state` of which other ranks have other parts."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from parts_in(value, f"{name}[{key!r}]")
@@ -189,24 +184,23 @@ def unpacked(content: bytes) -> Any:
             raise ValueError(f"the checksum of {damaged} is wrong")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # A damaged file may raise any error.
+    except Exception as error:
+        # A damaged file may raise any error.
         raise ValueError(
             f"it is damaged, or no checkpoint: {type(error).__name__}: {error}".splitlines()[0]
         ) from error
 
 
 def random_states() -> list[Any]:
-    """Return the state of every rank's random generators, in rank order.
-
-    All ranks must call this.
-    """
+    """Return the state of every rank's random generators, in rank order; all ranks call this."""
     name, keys, *position = np.random.get_state(legacy=True)
+    # A rank has one GPU, or none.
     of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     own = {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *position],
         "torch": torch.get_rng_state(),
-        "cuda": of_gpu,  # A rank has one GPU.
+        "cuda": of_gpu,
     }
     if not dist.is_initialized():
         return [own]
@@ -216,9 +210,9 @@ def random_states() -> list[Any]:
 
 
 def set_random_state(states: Sequence[Any]) -> None:
-    """Set this rank's random generators to its state in `states`.
+    """Set this rank's random generators to this rank's state in `states`.
 
-    A rank without a state there keeps its own.
+    A rank that has no state in `states` keeps its own.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):

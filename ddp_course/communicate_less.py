@@ -1,13 +1,13 @@
 """Communicate less: fewer bytes, less often, or without waiting.
 
-None gives the single device's weights any more.
+None of these ways gives the weights of a single device any more.
 
     fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin
                                ones
-    train_local                every rank on its own for some steps, then the mean of the weights
-                               (local SGD), or one step of an outer optimizer along the mean change
-                               (DiLoCo)
-    train_asynchronously       a server that never waits: gradients arrive that belong to older
+    train_local                every rank trains on its own for some steps; then all take the mean
+                               of the weights (local SGD), or one step of an outer optimizer along
+                               the mean change (DiLoCo)
+    train_asynchronously       a server never waits, so gradients that arrive may belong to older
                                weights
 
 A lossy hook keeps what it leaves out, and adds it to the next step's gradient: error feedback.
@@ -35,11 +35,8 @@ from .stage4_ring import allgather, average_on_ring, ring_all_reduce
 
 
 def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """What a hook returns when its bucket is ready.
-
-    It is a future that already has the averaged gradients.
-    """
-    # Told of the GPU, torch has the stream of whoever takes the value wait for this stream.
+    """Return a future that already has its value, as a hook does for a bucket that is ready."""
+    # A future that knows the GPU makes the stream that takes the value wait for this stream.
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future
@@ -48,7 +45,7 @@ def future_of(tensor: Tensor) -> torch.futures.Future[Tensor]:
 def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook that runs the ring on half-precision numbers.
 
-    It sends half the bytes, and values keep 3 of 7 digits.
+    The ring then sends half the bytes, and values keep 3 of 7 digits.
     """
     flat = bucket.buffer()
     halves = flat.div(dist.get_world_size(group)).to(torch.float16)
@@ -57,13 +54,11 @@ def fp16_hook(group: wire.Group, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class TopK:
-    """A hook: every rank sends only its largest values, a `share` (0 to 1) of all.
+    """A hook by which every rank sends only its largest values, with their places.
 
-    It sends them with their places.
-
-    Of k values each, a rank receives those of the other K-1 ranks, and their places. With
-    `feedback`, what was not sent is kept for the next step. Raises ValueError for a share out of
-    range.
+    Each rank sends a `share` (0 to 1) of its values, and receives as many from each of the other
+    K-1 ranks. With `feedback`, what was not sent is kept for the next step. Raises ValueError for a
+    share out of range.
     """
 
     def __init__(self, share, feedback=True):
@@ -71,12 +66,14 @@ class TopK:
             raise ValueError(f"share is {share}; it must be more than 0, and at most 1")
         self.share = share
         self.feedback = feedback
-        # What was not sent of each parameter's gradient; DDP may put it into another bucket later.
+        # What was not sent is kept by parameter, as DDP may put a parameter into another bucket
+        # later.
         self.left = {}
-        self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
+        # torch's DDP asks a hook for its names.
+        self.__name__ = self.__qualname__ = "TopK"
 
     def __call__(self, group, bucket):
-        """The mean of what all ranks sent, written into the bucket: a future of its flat tensor."""
+        """Write the mean of what all ranks send into the bucket; return a future of its tensor."""
         flat = bucket.buffer()
         world_size = dist.get_world_size(group)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -96,13 +93,12 @@ class TopK:
 
 
 class LowRank:
-    """A hook: PowerSGD.
+    """A hook for PowerSGD: a gradient matrix travels as two thin ones.
 
-    A gradient matrix M travels as P = M Q and Q = Mᵀ P, of `rank` columns each, where these have
-    fewer elements; other gradients go whole.
-
-    Each training step is one step of power iteration: Q is kept, and turns towards M's largest
-    directions. Raises ValueError unless `rank` is a whole number, 1 or more.
+    A matrix M travels as P = M Q and Q = Mᵀ P, of `rank` columns each, if these have fewer elements
+    than M; other gradients go whole. Each training step is one step of power iteration: Q is kept,
+    and turns towards M's largest directions. Raises ValueError unless `rank` is a whole number, 1
+    or more.
     """
 
     def __init__(self, rank):
@@ -114,7 +110,7 @@ class LowRank:
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
-        """The approximation of the mean gradient, written into the bucket, in two all-reduces."""
+        """Write an approximation of the mean gradient into the bucket, by two all-reduces."""
         gradient_of = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
         whole = []
         matrices = {}
@@ -131,7 +127,8 @@ class LowRank:
             for parameter, m in matrices.items()
         ]
         average_on_ring(all_p + whole, group)
-        all_p = [torch.linalg.qr(p).Q for p in all_p]  # torch's Q is P with orthonormal columns.
+        # torch calls P with orthonormal columns Q.
+        all_p = [torch.linalg.qr(p).Q for p in all_p]
         all_q = [m.T @ p for m, p in zip(matrices.values(), all_p, strict=True)]
         average_on_ring(all_q, group)
         for (parameter, m), p, q in zip(matrices.items(), all_p, all_q, strict=True):
@@ -142,14 +139,15 @@ class LowRank:
         return future_of(bucket.buffer())
 
     def first_directions(self, matrix: Tensor) -> Tensor:
-        """The first Q: random, the same on all ranks."""
-        generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
+        """Return the first Q, which is random and the same on all ranks."""
+        # The numbers of the CPU's generator are the same everywhere.
+        generator = torch.Generator().manual_seed(0)
         shape = (matrix.shape[1], self.rank)
         return torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
 def gathered(tensor: Tensor, group: wire.Group) -> list[Tensor]:
-    """What all ranks have as `tensor`, in one order on all of them, by the ring's allgather."""
+    """Return what all ranks have as `tensor`, in rank order, by the ring's allgather."""
     rank, world_size, *_ = wire.neighbours(group)
     everything = [torch.empty_like(tensor) for _ in range(world_size)]
     # At the start of the ring's allgather rank r has chunk r+1.
@@ -161,14 +159,12 @@ def gathered(tensor: Tensor, group: wire.Group) -> list[Tensor]:
 def train_local(
     model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None
 ) -> list[float]:
-    """Train on this rank's share alone; after `every` steps take the mean of all ranks' weights.
+    """Train on this rank's share alone, and take the mean of all weights after `every` steps.
 
-    Returns its losses.
-
-    `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes
-    `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
-    Raises ValueError where ranks have different numbers of batches, or `every` is no number of
-    steps.
+    Return this rank's losses. `outer(parameters)` makes an optimizer that gets the mean change as
+    its gradient: DiLoCo takes `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`, and plain local SGD is
+    an outer SGD with rate 1. Raises ValueError where ranks have different numbers of batches, or
+    `every` is no number of steps.
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"every is {every}; it must be a whole number of steps, 1 or more")
@@ -187,15 +183,13 @@ def train_local(
         if step % every == 0:
             refuse_unequal_ends(step, shared[0].device)
             take_mean_change(model, shared, outer_optimizer)
-    refuse_unequal_ends(math.inf, shared[0].device)  # this rank has no more batches
+    # Infinity says that this rank has no more batches.
+    refuse_unequal_ends(math.inf, shared[0].device)
     return losses
 
 
 def refuse_unequal_ends(step: float, device: torch.device) -> None:
-    """Raise ValueError unless all ranks are at the same step.
-
-    Infinity stands for the end of the batches.
-    """
+    """Raise ValueError unless all ranks are at one step; infinity is the end of the batches."""
     steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     steps[dist.get_rank()] = step
     if ring_all_reduce(steps).unique().numel() > 1:
@@ -207,9 +201,9 @@ def refuse_unequal_ends(step: float, device: torch.device) -> None:
 
 @torch.no_grad()
 def take_mean_change(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
-    """Move the `shared` weights by the mean change of all ranks, and go on from there.
+    """Move the `shared` weights by the mean change of all ranks, and give them to the model.
 
-    Running statistics do the same.
+    The model's running statistics become the mean of all ranks'.
     """
     trained = trainable(model)
     for start, parameter in zip(shared, trained, strict=True):
@@ -224,13 +218,12 @@ def take_mean_change(model: Module, shared: list[Tensor], outer: Optimizer) -> N
 def train_asynchronously(
     model: Module, batches: Iterable, lr: float
 ) -> tuple[list[float], list[int]]:
-    """Rank 0 serves, all others train as fast as they can.
+    """Train with rank 0 as a server, while all others train as fast as they can.
 
-    Return (losses, staleness of every update on rank 0).
-
-    Staleness counts the updates between the weights that a gradient was computed for and those it
-    is applied to. Workers may have any number of batches. Raises ValueError on one rank, and with
-    NCCL, which works through messages in the order in which they were asked for.
+    Return a worker's losses, and on rank 0 the staleness of every update: the number of updates
+    between the weights for which a gradient was computed and the weights to which it is applied.
+    Workers may have any number of batches. Raises ValueError on one rank, and with NCCL, which
+    works through messages in the order in which they were asked for.
     """
     if wire.on_nccl(next(model.parameters())):
         raise ValueError(
@@ -250,24 +243,24 @@ def train_asynchronously(
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        # The last element says what a message is: 1 for a gradient.
+        # The last element says whether a message is a gradient: 1 for yes, and 0 for the end.
         wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)
         wire.recv(weights, 0)
         unflatten(weights, trained)
         losses.append(loss.item())
-    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 there: no gradient follows
+    wire.send(weights.new_zeros(len(weights) + 1), 0)
     return losses, []
 
 
 def end_to_end(tensors: list[Tensor]) -> Tensor:
-    """One vector of all elements, in the widest dtype among them."""
+    """Return one vector of all elements, in the widest dtype among the tensors."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def serve(weights: Tensor, lr: float) -> list[int]:
-    """The server: a thread for each rank applies its gradients as they come.
+    """Serve all workers, a thread for each: apply its gradients, and answer with the weights.
 
-    It sends the newest weights.
+    Return the staleness of every update.
     """
     lock = threading.Lock()
     staleness = []
@@ -275,7 +268,7 @@ def serve(weights: Tensor, lr: float) -> list[int]:
     def attend(peer):
         """Apply the gradients of one rank as they come, and answer with the newest weights."""
         message = weights.new_empty(len(weights) + 1)
-        known = 0  # So many updates are in the weights that this rank has.
+        known = 0  # the number of updates in the weights that this rank has
         while True:
             wire.recv(message, peer)
             if not message[-1]:

@@ -1,13 +1,13 @@
-"""Communication beside compute: one thread for each process group, first in first out.
+"""Communication beside compute, by one thread for each process group, first in first out.
 
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
 
 Messages are matched by their order alone, so that order must be the same on all ranks. Two wrappers
-in one backward pass share the thread of their process group, which sends in the order of the queue;
-backward walks the same graph on all ranks, so the queues are the same. The model's own messages
-(batch statistics, say) are not in this order: they stay on the process group, and the thread has a
-twin of it, with the same ranks and other connections.
+in one backward pass share the thread of their process group, which sends in the order of its queue;
+backward walks the same graph on all ranks, so their queues are the same. The model's own messages,
+such as batch statistics, are not in this order. So they stay on the process group, while the thread
+has a twin of the group, with the same ranks and other connections.
 """
 
 import queue
@@ -26,17 +26,17 @@ from manyranks.torch_inside import tree_leaves
 from .torch_private import group_like
 from .wire import warm_up
 
-_threads: WeakKeyDictionary = WeakKeyDictionary()  # by process group
-_failures: WeakKeyDictionary = WeakKeyDictionary()  # errors by process group
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group
+_failures: WeakKeyDictionary = WeakKeyDictionary()  # the error of each group that has failed
 
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Mark a block that all ranks of `group` run together.
 
-    After an exception in it, all later blocks fail too: the other ranks may be in another
-    collective, and would take this rank's next message for a part of that one. Raises RuntimeError
-    in a block that comes after such an exception.
+    After an exception in such a block all later blocks fail, too: the other ranks may be in another
+    collective, and would take this rank's next message for a part of it. Raises RuntimeError in a
+    block that comes after such an exception.
     """
     group = group or dist.group.WORLD
     if group in _failures:
@@ -75,14 +75,15 @@ class CommunicationThread:
         threading.Thread(
             target=run_jobs, args=(self.jobs,), name="communication", daemon=True
         ).start()
-        finalize(self, self.jobs.put, None)  # None ends the thread.
+        # The job None ends the thread.
+        finalize(self, self.jobs.put, None)
 
     def start(self, function: Callable, device: torch.device) -> Callable:
         """Queue `function(group)`; return a function that waits for its result or raises its error.
 
-        It runs without recording gradients. On CUDA the function works on the thread's own stream,
-        after all work that is already on the caller's stream; waiting for its result holds up the
-        caller's current stream, not the processor.
+        The queued function runs without recording gradients. On CUDA it works on the thread's own
+        stream, after all work that is already on the caller's stream; to wait for its result holds
+        up the caller's current stream, not the processor.
         """
         stream = self.stream(device)
         ready = torch.cuda.current_stream(device).record_event() if stream else None
@@ -100,11 +101,9 @@ class CommunicationThread:
     def carry_out(
         self, function: Callable[..., Any], ready: Any, stream: Any
     ) -> tuple[Any, torch.cuda.Event | None]:
-        """Carry out a job in the thread.
-
-        Return its result and, on CUDA, the event that marks its end.
-        """
-        if stream:  # A new thread's GPU is 0, where leaving the stream would open a context.
+        """Carry out a job in the thread; return its result and, on CUDA, the event of its end."""
+        # A new thread begins on GPU 0, where leaving the stream would open a context.
+        if stream:
             torch.cuda.set_device(stream.device)
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
         with failing_together(self.group), torch.no_grad(), on_stream:
@@ -142,21 +141,20 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
 
 def run_jobs(jobs: Any) -> None:
-    """Do what the thread does until it gets None.
+    """Do one job after the other until one is None.
 
-    It has no reference to its owner, so that both end together; a failed rank never waits for it.
+    The thread has no reference to its owner, so that both end together; a failed rank never waits
+    for the thread.
     """
     for future, function in iter(jobs.get, None):
         try:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
-        del future, function  # A thread that waits for a job must keep no object alive.
+        # A thread that waits for its next job must keep no object alive.
+        del future, function
 
 
 def is_queued(device: torch.device) -> bool:
-    """Return whether work on `device` is only queued when a call returns.
-
-    On the CPU the work is done by then.
-    """
+    """Return whether a call returns when its work on `device` is only queued, as on a GPU."""
     return device.type == "cuda"

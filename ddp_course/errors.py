@@ -2,10 +2,10 @@
 
 
 class CourseError(Exception):
-    """Base of the course's own errors: their message says what was wrong and what to do."""
+    """The base of the course's own errors, whose messages say what was wrong and what to do."""
 
     def _render_traceback_(self):
-        """What a notebook shows: the message alone, without the frames."""
+        """Return what a notebook shows: the message alone, without the frames."""
         return [f"{type(self).__name__}: {self}"]
 
 

@@ -1,9 +1,7 @@
-"""When work ran on a device, not when it was queued.
+"""A clock that tells when work ran on a device, and not when it was queued.
 
-On a GPU every edge is a CUDA event, read once all are over.
-
-Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its
-overlap.
+On a GPU the beginning and the end of work are CUDA events, which are read once all are over. To
+record an event takes microseconds and waits for nothing, so a step keeps its pace and its overlap.
 """
 
 from typing import Any
@@ -16,14 +14,14 @@ from manyranks.clocks import now as perf_counter
 class EventClock:
     """Marks moments in the work of `device`, and tells later when they were.
 
-    On the CPU, where work is done when the call returns, a mark is a time in seconds of
-    `time.perf_counter`. On a GPU a mark is a device, with an event on the calling thread's current
-    stream of that device.
+    On the CPU, where work is done when a call returns, a mark is a time in seconds of
+    `time.perf_counter`. On a GPU a mark is a pair of a device and an event on the calling thread's
+    current stream of that device.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        # For each GPU an event, and the time of `time.perf_counter` at which it was.
+        # Each GPU has a first event, and the time of `time.perf_counter` at which it happened.
         self.first_events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
         self.now()
 
@@ -36,7 +34,8 @@ class EventClock:
             return perf_counter()
         device = device or self.device
         if device not in self.first_events:
-            torch.cuda.synchronize(device)  # the first event must mark this very moment
+            # The first event must mark this very moment.
+            torch.cuda.synchronize(device)
             self.first_events[device] = event(device), perf_counter()
         return device, event(device)
 
@@ -50,11 +49,13 @@ class EventClock:
 
         `finish` must have been called.
         """
-        if isinstance(mark, float):  # the processor or gloo did the work
+        # A plain number marks work of the processor or of gloo.
+        if isinstance(mark, float):
             return mark
         device, marked_event = mark
         first_event, seconds = self.first_events[device]
-        return seconds + first_event.elapsed_time(marked_event) / 1000  # it is in milliseconds
+        milliseconds = first_event.elapsed_time(marked_event)
+        return seconds + milliseconds / 1000
 
 
 def event(device: torch.device) -> torch.cuda.Event:

@@ -38,18 +38,18 @@ def replace_file(path: Path, content: bytes, option: str = "--out") -> Path:
 
 
 def write_whole(path: Path, content: bytes, mode: int) -> Path:
-    """Put `content` at `path`, whole.
+    """Put `content` at `path` so that at any moment the old or the new file is there, whole.
 
-    At any moment, even if the power fails, the old or the new file is there.
-
-    The new file is this user's own, whatever lay at `path` before.
+    That holds even if the power fails. The new file is this user's own, whatever lay at `path`
+    before.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())  # the contents are on the disk before the name is
+            # The contents must be on the disk before the name is.
+            os.fsync(stream.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
@@ -58,7 +58,8 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name follows the contents
+            # The name follows the contents.
+            os.fsync(folder)
         finally:
             os.close(folder)
     return path
@@ -66,18 +67,17 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 
 @contextmanager
 def claimed(path: Path, patience: float) -> Iterator[None]:
-    """Keep other processes out of this block with the same `path`.
+    """Keep other processes out of such a block with the same `path`.
 
-    The file names the process inside.
-
-    Raises BlockingIOError, which names the other process, if that stays in the block for more than
-    `patience` seconds.
+    The file at `path` names the process that is in its block. Raises BlockingIOError, which names
+    that process, if it stays there for more than `patience` seconds.
     """
     try:
         lock = FileLock(f"{path}.lock", is_singleton=True).acquire(timeout=patience)
     except Timeout:
         holder = path.read_text(errors="replace") if path.exists() else ""
         raise BlockingIOError(holder or "a process that has just begun") from None
-    with lock:  # the same thread may claim a path twice
+    # The same thread may claim a path twice.
+    with lock:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield

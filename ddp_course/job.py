@@ -1,4 +1,4 @@
-"""A job: what is trained and how, checked before anything starts, and what a step of it costs."""
+"""`Job`: what is trained and how, checked before anything starts, and what a step of it costs."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from .stage9_tensor import split_layers
 
 
 class Layer(NamedTuple):
-    """One layer or parameter: seconds of its forward and backward pass, bytes of its gradient."""
+    """A layer or a parameter: the seconds of its two passes, and the bytes of its gradient."""
 
     name: str
     forward_s: float
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 class Profile(NamedTuple):
     """What a step costs: `layers` in forward order, the update's seconds, the step's flops.
 
-    The backward pass runs through the layers in reverse. The flops are None if they are unknown.
+    The backward pass runs through the layers in reverse. The flops are 0 if they are not counted.
     """
 
     layers: tuple[Layer, ...]
@@ -38,12 +38,12 @@ class Profile(NamedTuple):
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of all gradients together."""
+        """The bytes of all gradients together."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step on one device, without communication."""
+        """The seconds of a step on one device, without communication."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
 
 
@@ -51,12 +51,10 @@ class Profile(NamedTuple):
 class Job:
     """A problem, and how it is trained.
 
-    Data, sizes and work are made once, when they are asked for.
-
-    `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the
-    problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch, and
+    `dtype` is a name. `parameters` is the size of the models of bytes and synthetic, None for the
+    problem's own size. `dropout` is for digits and bytes. `timeout` is in seconds per launch, and
     `progress` shows the steps of each. Data and models are on the `device`, which a rank replaces
-    by its own.
+    by its own. Data, sizes and work are made once, when they are asked for.
     """
 
     problem_name: str
@@ -95,42 +93,39 @@ class Job:
                 raise ValueError(message)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The ranks get the settings, and make data and models of their own."""
+        """Return the settings alone: ranks make data and models of their own."""
         return asdict(self)
 
     @cached_property
     def problem(self) -> problems.Problem:
-        """The problem: its data and its models."""
+        """The problem that is trained, with its data and its models."""
         settings = {"parameters": self.parameters, "dropout": self.dropout}
-        # Not every problem takes these, so None and 0 are not handed on.
+        # Not every problem takes these settings, so None and 0 are not handed on.
         options = {name: value for name, value in settings.items() if value}
         dtype = getattr(torch, self.dtype)
         return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
 
     def model(self) -> torch.nn.Module:
-        """A new model with the job's weights."""
+        """Return a new model with the weights that the job's seed gives."""
         return self.problem.model(self.seed)
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[problems.Batch]:
-        """The (inputs, targets) of all steps: `rank`'s share of each global batch.
-
-        Each of the `world_size` ranks has an equal share.
-        """
+        """Return the (inputs, targets) of all steps: a rank's equal share of each global batch."""
         return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
 
     @cached_property
     def parameter_count(self) -> int:
-        """Parameters of the model."""
+        """The number of the model's parameters."""
         return sum(parameter.numel() for parameter in self.model().parameters())
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients."""
+        """The bytes of all gradients."""
         return self.parameter_count * getattr(torch, self.dtype).itemsize
 
     @cached_property
     def activation_bytes(self) -> list[int]:
-        """Bytes of one batch's activations at each cut of a pipeline over all ranks."""
+        """The bytes of one batch's activations at each cut of a pipeline over all ranks."""
         activation, _ = next(self.batches())
         sizes = []
         with torch.no_grad():
@@ -141,27 +136,24 @@ class Job:
 
     @cached_property
     def reduced_bytes(self) -> list[int]:
-        """Bytes of each all-reduce of activations in a step, if layers are split over all ranks."""
+        """The bytes of each all-reduce in a step, if layers are split over all ranks."""
         sizes = []
         inputs, targets = next(self.batches())
         cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
         return sizes
 
     def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
-        """A model with one rank's slices of the layers.
-
-        It notes the bytes of its all-reduces and sends nothing.
-        """
+        """Return a model with one rank's slices, which notes its all-reduces' bytes in `sizes`."""
 
         def note(tensor):
-            """Stand in for an all-reduce: only its bytes count."""
+            """Note the bytes of a tensor, in place of an all-reduce."""
             sizes.append(tensor.nbytes)
             return tensor
 
         return split_layers(self.model(), 0, self.world_size, note)
 
     def work(self, device: Device, ranks: int = 1) -> Profile:
-        """The times of a step on `device` with one of `ranks` equal shares of a batch."""
+        """Return the times of a step on `device` with one of `ranks` equal shares of a batch."""
         return profile_of_step(self, device, ranks)
 
 
@@ -174,9 +166,10 @@ def make_job(
     parameters: int | None = None,
     **settings: Any,
 ) -> Job:
-    """The job with these settings; None for steps, batch and learning rate are the problem's own.
+    """Return the job with these settings.
 
-    Raises ValueError for a setting that cannot work.
+    Steps, batch and learning rate that are None are the problem's own. Raises ValueError for a
+    setting that cannot work.
     """
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
@@ -188,14 +181,14 @@ def make_job(
         share = max(1, defaults.global_batch // world_size)
         global_batch = share * world_size
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    # This call refuses a batch that is too large or that ranks cannot share equally.
+    # This call refuses a batch that is too large, or that ranks cannot share equally.
     next(job.batches(0, world_size))
     return job
 
 
 @lru_cache(maxsize=16)
 def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
-    """Compute one step on the emulated device; return a `Layer` for each parameter.
+    """Compute one step on the emulated device; return its profile, with a `Layer` per parameter.
 
     If `sliced`, the model has one rank's slices of the layers. The device's clock moves on, but
     nobody waits for it.
@@ -207,7 +200,7 @@ def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = Fal
     with device.emulate(sleep=False) as emulation:
 
         def note(parameter):
-            """Remember when the device had made this gradient."""
+            """Note when the device has made this gradient."""
             ready_s[parameter] = emulation.busy_s
 
         for parameter in model.parameters():
@@ -217,13 +210,15 @@ def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = Fal
         loss.backward()
         end_s = emulation.busy_s
         optimizer.step()
-    # Gradients are made from the last parameter to the first: a `Layer` lasts from one to the next.
+    # Gradients are made from the last parameter to the first: a `Layer` lasts from one gradient to
+    # the next.
     layers = []
     now = forward_s
     for parameter in reversed([p for p in model.parameters() if p in ready_s]):
         backward_s = max(0.0, ready_s[parameter] - now)
         layers.append(Layer("", 0.0, backward_s, parameter.nbytes))
         now = max(now, ready_s[parameter])
-    # The forward pass, and what of the backward pass follows the last gradient, are in one more.
+    # One more `Layer` has the forward pass, and the end of the backward pass after the last
+    # gradient.
     layers.append(Layer("", forward_s, end_s - now, gradient_bytes=0.0))
     return Profile(tuple(reversed(layers)), emulation.busy_s - end_s, emulation.flops)

@@ -1,10 +1,8 @@
-"""The one list of stages.
+"""The one list of stages, from which comparison, script, figures and grader know them.
 
-What the comparison, the script, the figures and the grader know of a stage stands here.
-
-To add a stage: write its module, append a `Stage`. It then trains in `ddp-course compare --stages
-…`, in `ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported until a stage
-is used.
+To add a stage, write its module and append a `Stage`. The stage then trains in `ddp-course compare
+--stages …` and in `ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported
+until a stage is used.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung.
+    """One rung of the ladder.
 
-    `train(model, batches, lr, …)` trains in place and returns the loss of every step; if it is
-    empty, the module's function `train` does this. It gets those settings of the job that `options`
+    `train(model, batches, lr, …)` trains in place and returns the loss of every step. If it is
+    empty, the module's function `train` does this. It gets the settings of the job that `options`
     names.
 
-    `bytes_sent(job)` is what the busiest rank sends in a step of a `job.Job`; None where
-    nothing is sent. `step` says how a step goes on emulated devices: a name of
-    `measuring.ideals.STEPS`, None where no formula is known.
+    `bytes_sent(job)` returns what the busiest rank sends in a step of a `job.Job`; it is None where
+    nothing is sent. `step` says how a step goes on emulated devices: it is a name of
+    `measuring.ideals.STEPS`, or None where no formula is known.
     """
 
     key: str
@@ -38,19 +36,14 @@ class Stage:
     train: Callable[..., list[float]] | str = ""
     options: tuple[str, ...] = ()
     one_process: bool = False
-    # Each rank gets a K-th of the global batch; otherwise all work on all of it.
-    splits_batch: bool = True
-    counted: bool = False  # its bytes go over our own wire, where they are counted
+    splits_batch: bool = True  # whether each rank gets a K-th of the global batch, or all of it
+    counted: bool = False  # whether its bytes go over our own wire, where they are counted
     bytes_sent: Callable[[Any], float] | None = None
-    # Under this name `measuring.theory` has the closed form of its averaging.
-    all_reduce: str | None = None
+    all_reduce: str | None = None  # the name of its closed form in `measuring.theory`
     step: str | None = None
 
     def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:
-        """Return this stage's `train(model, batches, lr)`.
-
-        It has those of the job's `settings` that it knows.
-        """
+        """Return this stage's `train(model, batches, lr)` with those `settings` that it knows."""
         chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
         if callable(self.train):
             return partial(self.train, **chosen)
@@ -59,44 +52,35 @@ class Stage:
 
 
 def find(key: str) -> Stage:
-    """The stage called `key`; raises ValueError if there is none."""
+    """Return the stage called `key`; raises ValueError if there is none."""
     if key not in STAGES:
         raise ValueError(f"unknown stage '{key}'; choose among {', '.join(STAGES)}")
     return STAGES[key]
 
 
 def on_server(job: Any) -> float:
-    """What the busiest rank sends, if it is the server, or if whole gradients go around a ring."""
+    """Return the bytes that a server sends, or each rank where whole gradients go around a ring."""
     return (job.world_size - 1) * job.gradient_bytes
 
 
 def on_ring(job: Any) -> float:
-    """What each rank sends in an all-reduce around a ring: reduce-scatter and allgather."""
+    """Return the bytes that each rank sends in a ring all-reduce: reduce-scatter and allgather."""
     return 2 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
 def sharded(job: Any) -> float:
-    """What each rank sends if parameters are gathered for both passes.
-
-    Gradients are scattered.
-    """
+    """Return the bytes that each rank sends in two allgathers and a reduce-scatter."""
     return 3 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
 def along_pipeline(job: Any) -> float:
-    """What the busiest rank of a pipeline sends.
-
-    These are activations to the right, and their gradients to the left.
-    """
+    """Return the bytes that the busiest rank of a pipeline sends, activations and gradients."""
     cuts = job.activation_bytes
     return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
 
 
 def within_layers(job: Any) -> float:
-    """What each rank sends if layers are split over all ranks.
-
-    These are all-reduces of activations and of their gradients.
-    """
+    """Return the bytes that each rank sends where layers are split: all-reduces of activations."""
     return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
 
 

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """torch's cross entropy: a mean over the samples, as every average over ranks needs it.
+    """Return torch's cross entropy: a mean over the samples, as every average over ranks needs it.
 
     Raises ValueError for targets that are no classes, where torch's would be a number without a
     meaning, such as -0.0.
@@ -23,6 +23,6 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def are_probabilities(targets: Tensor) -> bool:
-    """Whether each row of targets is positive and adds up to 1."""
+    """Return whether each row of targets is positive and adds up to 1."""
     sums = targets.sum(1) if targets.dim() > 1 else targets
     return bool((targets >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())

@@ -11,10 +11,8 @@ from . import wire
 def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
     """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`.
 
-    Return {axis: this rank's group along it}.
-
-    All ranks call this. Raises ValueError unless the axes are whole numbers, 1 or more, that
-    multiply to the number of ranks.
+    Return this rank's group along each axis, by the axis's name. All ranks call this. Raises
+    ValueError unless the axes are whole numbers, 1 or more, that multiply to the number of ranks.
     """
     world_size = dist.get_world_size()
     whole = all(isinstance(size, int) and size > 0 for size in axes.values())

@@ -1,4 +1,4 @@
-"""What a rank sends for a parameter that it has no gradient of, so that all ranks send equal sizes.
+"""What a rank sends for a parameter without a gradient, so that all ranks send equal sizes.
 
 Zeros would do for the sum. But a parameter that no rank has used must have no gradient after the
 average either: a gradient of zeros lets weight decay and momentum change it. Negative zeros tell
@@ -21,12 +21,12 @@ class Missing(torch.Tensor):
 
 
 def is_missing(average: torch.Tensor) -> torch.Tensor:
-    """Where no rank had a gradient: the sum is a negative zero there."""
+    """Return where no rank had a gradient, as the sum there is a negative zero."""
     return (average == 0) & average.signbit()
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of `parameter`, or a `Missing` in its place.
+    """Return the gradient of `parameter`, or a `Missing` in its place.
 
     Zero is added to a gradient, so that none of its elements is a negative zero.
     """

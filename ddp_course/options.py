@@ -1,4 +1,4 @@
-"""The numbers that options of commands are given, with refusals for people."""
+"""Parses the numbers that options of commands are given, and refuses others in words."""
 
 import math
 import re
@@ -6,9 +6,9 @@ from argparse import ArgumentTypeError
 
 
 def whole_number(text: str, least: int = 1) -> int:
-    """Parse a whole number, for an option of a command, which names the option.
+    """Parse a whole number that an option of a command is given.
 
-    Raises ArgumentTypeError for other text.
+    Raises ArgumentTypeError for other text; the command adds the option's name.
     """
     if not re.fullmatch(r"\s*\+?[0-9]{1,12}\s*", text) or int(text) < least:
         raise ArgumentTypeError(f'"{text}" must be a whole number, {least} to 999999999999')
@@ -16,14 +16,15 @@ def whole_number(text: str, least: int = 1) -> int:
 
 
 def positive_number(text: str) -> float:
-    """Parse a positive number such as 0.25, for an option of a command, which names the option.
+    """Parse a positive number, such as 0.25, that an option of a command is given.
 
-    Raises ArgumentTypeError for other text.
+    Raises ArgumentTypeError for other text; the command adds the option's name.
     """
     try:
         value = float(text)
     except ValueError:
-        value = math.nan  # It is refused below: NaN lies in no range.
+        # NaN lies in no range, so it is refused below.
+        value = math.nan
     if not 0 < value < 1e9:
         raise ArgumentTypeError(f'"{text}" must be a positive number, such as 0.25, below 1e9')
     return value

@@ -5,9 +5,9 @@
     bytes      the Python standard library's own source text, a byte-level GPT, bits per byte
     synthetic  random vectors, a stack of linear layers: for measuring communication
 
-A global batch depends on the seed and the step only, not on the number of ranks: K ranks get K
+A global batch depends only on the seed and the step, and not on the number of ranks: K ranks get K
 equal shares of the very batch that one device would get. That is why all stages compute the same
-thing.
+weights.
 """
 
 import inspect
@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 def make(name: str, **options: Any) -> "Problem":
     """Return the problem `name`: "digits", "bytes" or "synthetic".
 
-    Options are those of its class below. Raises ValueError for other names and options.
+    The options are those of the problem's class. Raises ValueError for other names and options.
     """
     if name not in NAMES:
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
@@ -44,25 +44,24 @@ def make(name: str, **options: Any) -> "Problem":
 
 
 def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> Tensor:
-    """Return the indices of rank `rank`'s share of an epoch.
+    """Return the indices of a rank's share of an epoch, a 1-D int64 tensor.
 
-    They are a 1-D int64 tensor of equal length on all ranks.
-
-    The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes
-    positions r, r+K, … Shares do not overlap, except that the epoch is padded with its first
-    samples until K divides it (which counts these twice in an evaluation). The result equals
-    `torch.utils.data.DistributedSampler`'s. Raises ValueError for a rank that is none.
+    All ranks' shares are equally long. The epoch's order is drawn from (seed + epoch), the same on
+    every rank; rank r takes positions r, r+K, … Shares do not overlap, except that the epoch is
+    padded with its first samples until K divides it, which counts these twice in an evaluation. The
+    result equals `torch.utils.data.DistributedSampler`'s. Raises ValueError for a rank that is
+    none.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
     order = torch.randperm(dataset_size, generator=torch.Generator().manual_seed(seed + epoch))
-    padding = -dataset_size % world_size  # so many samples are missing until K divides the epoch
+    padding = -dataset_size % world_size  # the samples that are missing until K divides the epoch
     positions = torch.arange(rank, dataset_size + padding, world_size)
     return order[positions % dataset_size]
 
 
 def share(global_batch: int, world_size: int) -> int:
-    """Samples of a global batch that each of `world_size` ranks gets.
+    """Return the number of samples of a global batch that each of `world_size` ranks gets.
 
     Raises ValueError if shares would be unequal.
     """
@@ -77,7 +76,7 @@ def share(global_batch: int, world_size: int) -> int:
 class Problem:
     """A data set with a model that learns it.
 
-    It has `self.inputs` and `self.targets`, whose first dimension are the samples.
+    The first dimension of `inputs` and `targets` are the samples.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Problem:
         self.device = device
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A new model whose weights depend on `seed` only.
+        """Return a new model whose weights depend on `seed` only.
 
         The state of the random generators stays as it is.
         """
@@ -112,9 +111,9 @@ class Problem:
     ) -> Iterator[Batch]:
         """Yield (inputs, targets) of `rank`'s share of the global batches `start` to `steps - 1`.
 
-        Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end
-        are left out. Raises ValueError if `world_size` does not divide `global_batch` or the data
-        has fewer samples.
+        Every epoch is shuffled again; the samples at its end that do not fill a whole global batch
+        are left out. Raises ValueError if `world_size` does not divide `global_batch`, or if the
+        data has fewer samples.
         """
         size = share(global_batch, world_size)
         per_epoch = len(self.targets) // global_batch
@@ -125,19 +124,17 @@ class Problem:
             )
         for step in range(start, steps):
             epoch, position = divmod(step, per_epoch)
-            if position == 0 or step == start:  # Each epoch is drawn once.
+            # Each epoch is drawn once.
+            if position == 0 or step == start:
                 indices = shard(len(self.targets), rank, world_size, epoch, seed)
             yield self.pick(indices[position * size : (position + 1) * size])
 
     def pick(self, indices: Tensor) -> Batch:
-        """The (inputs, targets) of the samples with these indices."""
+        """Return the (inputs, targets) of the samples with these indices."""
         return self.inputs[indices], self.targets[indices]
 
     def loss(self, model: nn.Module) -> float:
-        """Mean loss of `model` on the held-out samples, as a float.
-
-        It is taken without gradients, in evaluation mode.
-        """
+        """Return the mean loss of `model` on the held-out samples, in evaluation mode."""
         return functional.cross_entropy(outputs(model, self.test_inputs), self.test_targets).item()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -146,9 +143,9 @@ class Problem:
 
 
 class Digits(Problem):
-    """1,797 handwritten digits of 8 x 8 pixels; 360 are held out.
+    """1,797 handwritten digits of 8 x 8 pixels, of which 360 are held out.
 
-    They are from the UCI ML repository, and come with scikit-learn.
+    They are from the UCI machine learning repository, and come with scikit-learn.
     """
 
     name = "digits"
@@ -158,16 +155,16 @@ class Digits(Problem):
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         pixels, digits = _digit_images()
-        # Pixels go from 0 to 16: this gives them mean 0 and deviation 1.
+        # Pixels go from 0 to 16, and get a mean near 0 and a deviation near 1.
         images = torch.tensor(pixels, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
         labels = torch.tensor(digits, device=device)
         super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
         self.dropout = dropout
 
     def new_model(self) -> nn.Module:
-        """A net of 88,092 parameters: (N, 1, 8, 8) pixels to (N, 10) logits.
+        """Return a net of 88,092 parameters from (N, 1, 8, 8) pixels to (N, 10) logits.
 
-        2, 3 and 4 ranks divide the parameters.
+        The number of parameters can be divided by 2, 3 and 4 ranks.
         """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
@@ -184,18 +181,16 @@ class Digits(Problem):
         )
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return {"accuracy": share of the 360 held-out digits that are named right}."""
+        """Return {"accuracy": the share of the held-out digits that the model names right}."""
         hits = outputs(model, self.test_inputs).argmax(1) == self.test_targets
         return {"accuracy": hits.double().mean().item()}
 
 
 class Bytes(Problem):
-    """Source text of the Python standard library, byte by byte.
+    """The source text of Python's standard library, byte by byte; its last tenth is held out.
 
-    The last tenth of the text is held out.
-
-    `parameters` sets the size of the GPT, about 20,000 to 200 million; `context` is the bytes it
-    sees at a time.
+    `parameters` sets the size of the GPT, about 20,000 to 200 million; `context` is the number of
+    bytes that it sees at a time.
     """
 
     name = "bytes"
@@ -209,7 +204,8 @@ class Bytes(Problem):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
         windows = text.unfold(0, context + 1, context + 1)
         held_out = len(windows) // 10
-        stride = max(1, held_out // 128)  # 128 windows, spread over the held-out text, are enough
+        # 128 windows, spread over the held-out text, are enough.
+        stride = max(1, held_out // 128)
         tested = windows[-held_out:][::stride][:128]
         tested = tested.long().to(device)
         # The target of each byte is the byte after it.
@@ -220,26 +216,20 @@ class Bytes(Problem):
         self.dropout = dropout
 
     def pick(self, indices: Tensor) -> Batch:
-        """Inputs and targets, both (N, context) of int64, on the device."""
+        """Return inputs and targets, both (N, context) of int64, on the device."""
         inputs, targets = super().pick(indices)
         return inputs.to(self.device, torch.long), targets.to(self.device, torch.long)
 
     def new_model(self) -> nn.Module:
-        """A `ByteGPT` of about `parameters` parameters."""
+        """Return a `ByteGPT` of about `parameters` parameters."""
         return ByteGPT(*gpt_shape(self.parameters), self.context, self.dropout)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return {"bits_per_byte": …} on held-out text.
-
-        8 is guessing, 0 is knowing the text by heart.
-        """
+        """Return {"bits_per_byte": …} on held-out text: 8 is guessing, 0 is knowing it by heart."""
         return {"bits_per_byte": self.loss(model) / math.log(2)}
 
     def sample(self, model: nn.Module, prompt: str = "def ", length: int = 100) -> str:
-        """Let `model` continue `prompt` by `length` bytes.
-
-        Return the text, unreadable bytes replaced.
-        """
+        """Return `prompt` and `length` more bytes from the model, unreadable ones replaced."""
         generator = torch.Generator().manual_seed(0)
         text = list(prompt.encode())
         for _ in range(length):
@@ -250,7 +240,7 @@ class Bytes(Problem):
 
 
 class Synthetic(Problem):
-    """Random vectors in `width` classes, for sweeps in which only the number of parameters matters.
+    """Random vectors in `width` classes, where only the number of parameters matters.
 
     `parameters`, at most 10 billion, is rounded to whole layers of width x width, without biases.
     """
@@ -267,7 +257,7 @@ class Synthetic(Problem):
                 " are one layer, to 10,000,000,000"
             )
         generator = torch.Generator().manual_seed(0)
-        sizes = (4096, 256)  # samples to train on, and samples that are held out
+        sizes = (4096, 256)  # the numbers of samples to train on, and of those held out
         data = torch.randn(sum(sizes), width, generator=generator, dtype=torch.float64)
         labels = torch.randint(width, (sum(sizes),), generator=generator)
         inputs, test_inputs = data.to(device, dtype).split(sizes)
@@ -277,14 +267,15 @@ class Synthetic(Problem):
         self.width = width
 
     def new_model(self) -> nn.Module:
-        """Linear layers with ReLU between: (N, width) to (N, width)."""
+        """Return linear layers with ReLU between them, from (N, width) to (N, width)."""
         stack = nn.Sequential()
         for _ in range(self.layers):
             layer = nn.Linear(self.width, self.width, bias=False)
             # Smaller weights would let the signal fade.
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             stack.extend([layer, nn.ReLU()])
-        return stack[:-1]  # Logits come out of a linear layer, so there is no ReLU after the last.
+        # Logits come out of a linear layer, so there is no ReLU after the last one.
+        return stack[:-1]
 
 
 class TransformerBlock(nn.Module):
@@ -303,14 +294,14 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) to (N, T, width)."""
+        """Return the block's outputs, (N, T, width), for inputs of the same shape."""
         x = x + self.dropout(self.attend(self.before_attention(x)))
         return x + self.dropout(self.mlp(self.before_mlp(x)))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Every position looks at itself and the positions before it."""
+        """Return what every position takes from itself and from the positions before it."""
         samples, length, _ = x.shape
-        # From (N, T, 3 · width) to three tensors of (N, heads, T, head_width).
+        # One tensor (N, T, 3 · width) becomes three of (N, heads, T, head_width).
         joined = self.qkv(x).view(samples, length, 3, -1, self.head_width)
         query, key, value = joined.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -318,9 +309,9 @@ class TransformerBlock(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T).
+    """A GPT over bytes, from (N, T) of int64 below 256 to logits (N, 256, T).
 
-    `cross_entropy` wants them so.
+    This is the shape that `cross_entropy` needs.
     """
 
     def __init__(self, layers, width, context, dropout=0.0):
@@ -339,29 +330,26 @@ class ByteGPT(nn.Module):
             nn.init.normal_(layer.weight, std=0.02)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Predict the byte after each position."""
+        """Return the logits of the byte after each position."""
         return self.predict(self.blocks(self.embed(indices)))
 
     def embed(self, indices: Tensor) -> Tensor:
-        """(N, T) of int64 to (N, T, width)."""
+        """Return the vectors of bytes and their positions, (N, T, width), for (N, T) of int64."""
         return self.dropout(self.bytes(indices) + self.positions.weight[: indices.shape[1]])
 
     def predict(self, x: Tensor) -> Tensor:
-        """(N, T, width) to logits (N, 256, T)."""
+        """Return the logits, (N, 256, T), for the blocks' outputs, (N, T, width)."""
         return self.head(self.norm(x)).transpose(1, 2)
 
     def layers(self) -> list[nn.Module]:
-        """The same model as a list of modules to run one after the other.
-
-        A pipeline needs it so.
-        """
+        """Return the same model as a list of modules to run one after the other, for a pipeline."""
         first = MethodModule(self.embed, self.bytes, self.positions, self.dropout)
         last = MethodModule(self.predict, self.norm, self.head)
         return [first, *self.blocks, last]
 
 
 class MethodModule(nn.Module):
-    """A method of a model as a module of its own, with those of the model's layers that it uses."""
+    """A module that runs a method of a model, and has the model's layers that the method uses."""
 
     def __init__(self, method, *layers):
         super().__init__()
@@ -369,7 +357,7 @@ class MethodModule(nn.Module):
         self.used = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the method returns."""
+        """Return what the method returns."""
         return self.method(x)
 
 
@@ -384,7 +372,8 @@ def gpt_shape(parameters: int) -> tuple[int, int]:
         )
     distances = {}
     for layers in range(1, 25):
-        for width in range(32, min(64 * layers, 1024) + 1, 32):  # A head has a width of 32.
+        # A head has a width of 32, so the model's width is a multiple.
+        for width in range(32, min(64 * layers, 1024) + 1, 32):
             # A block has about 12 width²; bytes, 64 positions and head together about 600 width.
             size = 12 * layers * width**2 + 600 * width
             distances[layers, width] = abs(size - parameters)
@@ -393,24 +382,22 @@ def gpt_shape(parameters: int) -> tuple[int, int]:
 
 @cache
 def standard_library_text() -> bytes:
-    """About 4 MB of the standard library's own source as bytes.
-
-    Packages installed beside it are left out.
-    """
+    """Return 4 MB of the standard library's source, without packages installed beside it."""
     folder = Path(os.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     texts = [file.read_bytes() for file in files if file.parent.name not in skipped]
-    random.Random(0).shuffle(texts)  # The held-out end of the text is then like the rest of it.
+    # After this the held-out end of the text is like the rest of it.
+    random.Random(0).shuffle(texts)
     return b"".join(texts)[:4_000_000]
 
 
 @cache
 def _digit_images():
-    """Pixels (1797, 8, 8) of 0 to 16 and labels, in a fixed random order.
+    """Return pixels (1797, 8, 8) of 0 to 16 and labels, in a fixed random order.
 
-    They are read from the file inside scikit-learn: importing the library would cost every rank a
-    second.
+    They are read from the file inside scikit-learn, as importing the library would cost every rank
+    a second.
     """
     library = Path(find_spec("sklearn").origin).parent
     path = library / "datasets" / "data" / "digits.csv.gz"
@@ -420,7 +407,7 @@ def _digit_images():
 
 
 def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
-    """What `model` makes of the inputs in evaluation mode, without gradients."""
+    """Return what `model` computes from the inputs in evaluation mode, without gradients."""
     training = model.training
     model.eval()
     try:

@@ -1,6 +1,6 @@
-"""Replicas: only what is whole on every rank can be broadcast and averaged.
+"""Refuses models whose replicas have no average: only what is whole on every rank has one.
 
-A stage that leaves a part of a parameter on each rank gives that parameter, or the layer, a method
+A stage that leaves a part of a parameter on each rank gives that parameter, or its layer, a method
 `refuse_average(name, group)`, which raises ValueError where the ranks of `group` have other parts.
 """
 

@@ -1,7 +1,7 @@
 """The learner's own ring under torch's own training.
 
-torch's DistributedDataParallel and `fully_shard` ask a *process group* for their collectives. Here
-is one that answers with functions of your own; torch cannot tell it from gloo or NCCL.
+torch's DistributedDataParallel and `fully_shard` ask a *process group* for their collectives. The
+group of this module answers with functions of your own; torch cannot tell it from gloo or NCCL.
 
     register("ring", all_reduce=my_ring)
     group = dist.new_group(backend="ring")  # on all ranks
@@ -29,8 +29,8 @@ def register(
 
     `all_reduce(tensor, group=…)` sums a tensor in place; `reduce_scatter(chunks, group=…)` and
     `allgather(chunks, group=…)` are the halves of a ring: rank r sums up, and then hands out, chunk
-    r+1. Their messages go over `group`, a twin of the new group. Whoever registers a name again
-    replaces the functions for groups that are made from then on.
+    r+1. Their messages go over `group`, a twin of the new group. If a name is registered again, the
+    new functions are those of groups that are made from then on.
     """
 
     def make(told, options):
@@ -43,7 +43,8 @@ def register(
 class RingGroup(GroupOverAnother):
     """A process group that sums, scatters and gathers with functions of the ring.
 
-    What carries no gradients, such as a broadcast or a barrier, is done by the group beneath it.
+    Operations that carry no gradients, such as a broadcast or a barrier, are done by the group
+    beneath.
     """
 
     def __init__(self, beneath, name, all_reduce, reduce_scatter, allgather):
@@ -57,14 +58,14 @@ class RingGroup(GroupOverAnother):
         self.ring(tensor, group=self.beneath)
 
     def add_up_own(self, output: Tensor, tensor: Tensor) -> None:
-        """Put the sum of the rank's own K-th of `tensor`, which stays as it is, into `output`."""
+        """Put the sum over the ranks of this rank's K-th of `tensor` into `output`."""
         chunks = self.as_of_ring(list(tensor.clone().view(-1).tensor_split(self.size())))
         self.first_half(chunks, group=self.beneath)
         finished = chunks[(self.rank() + 1) % self.size()]
         output.view(-1).copy_(finished)
 
     def collect(self, output: Tensor, tensor: Tensor) -> None:
-        """Put the `tensor` of each rank, in their order, into `output`."""
+        """Put the `tensor` of each rank, in rank order, into `output`."""
         chunks = list(output.view(-1).tensor_split(self.size()))
         chunks[self.rank()].copy_(tensor.view(-1))
         self.second_half(self.as_of_ring(chunks), group=self.beneath)

@@ -1,6 +1,4 @@
-"""A training script for torchrun, as short as it can be.
-
-Copy it, and put your own model and data in.
+"""A training script for torchrun, as short as it can be, to copy for your own model and data.
 
     torchrun --nproc-per-node=2 -m ddp_course.script runs/first         with torch's DDP
     torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours    with this course's own

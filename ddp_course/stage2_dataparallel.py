@@ -21,10 +21,7 @@ from .losses import cross_entropy
 
 
 def scatter(tensor, devices):
-    """Split `tensor` along its first dimension, one shard per device.
-
-    A batch too small leaves devices idle.
-    """
+    """Split `tensor` by samples, one shard per device; with too few samples some have none."""
     shards = tensor.tensor_split(len(devices))
     return [shard.to(device) for shard, device in zip(shards, devices, strict=True) if len(shard)]
 
@@ -32,11 +29,12 @@ def scatter(tensor, devices):
 def replicate(module, devices):
     """Return a copy of `module` on every device.
 
-    Each has weights of its own and no gradients; the master's copy is `module` itself.
+    Each copy has weights of its own and no gradients; the master's copy is `module` itself.
     """
     copies = []
     for device in devices[1:]:
-        known = {}  # What is in here deepcopy takes as it is, so no copy is made on the master.
+        # deepcopy takes the tensors in `known` as they are, so it makes no copies on the master.
+        known = {}
         for weight in module.parameters():
             copied = weight.detach().to(device, copy=True)
             known[id(weight)] = torch.nn.Parameter(copied, weight.requires_grad)
@@ -72,7 +70,7 @@ def reduce(module, replicas):
 
 def in_threads(function, *arguments):
     """Call `function` once per device, in parallel; the first exception is raised here."""
-    # Each thread has its own setting of gradients, so new threads must get this one's.
+    # Whether gradients are recorded is a setting of each thread, so new threads get this one's.
     set_as_here = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     with ThreadPoolExecutor(len(arguments[0]), initializer=set_as_here) as threads:
         return list(threads.map(function, *arguments))
@@ -112,10 +110,7 @@ class DataParallel(torch.nn.Module):
 
 
 def train(model, batches, lr, devices=("cpu", "cpu"), loss=cross_entropy, optimizer=SGD):
-    """Train `model` in place on whole batches; return the loss of every step.
-
-    Each batch is split over `devices`.
-    """
+    """Train `model` in place on batches that are split over `devices`; return every step's loss."""
     parallel = DataParallel(model, devices)
     optimizer = optimizer(model.parameters(), lr=lr)
     losses = []

@@ -1,6 +1,4 @@
-"""Stage 3: K processes, one of which averages.
-
-The server collects all gradients, averages them and sends them back.
+"""Stage 3: K processes; one, the server, collects all gradients and sends back their average.
 
     rank 1 --p bytes--> server (adds up) --p bytes--> rank 1
     rank 2 --p bytes--> server           --p bytes--> rank 2
@@ -37,19 +35,17 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradients of all trainable parameters: all ranks send equal sizes."""
+    """Return the gradients of all trainable parameters, equally many numbers on all ranks."""
     return [gradient_of(parameter) for parameter in trainable(module)]
 
 
 @wire.collective
 @torch.no_grad()
 def average_on_server(tensors, server=0, group=None):
-    """Replace every tensor by its mean over the ranks, in place.
+    """Replace every tensor by its mean over the ranks, in place, by way of rank `server`.
 
-    The tensors go by way of rank `server` of `group`.
-
-    Each rank sends one message per dtype and device, multiplied by 1/K beforehand as torch's DDP
-    does.
+    Each rank sends one message per dtype and device. It multiplies the message by 1/K beforehand,
+    as torch's DDP does.
     """
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
@@ -62,7 +58,7 @@ def average_on_server(tensors, server=0, group=None):
 
 
 def collect_and_return(total, server, group=None):
-    """The server's two loops: add up what the others send, then send everyone the sum."""
+    """Add up what the other ranks send, then send everyone the sum: the server's two loops."""
     incoming = torch.empty_like(total)
     for peer in wire.others(server, group):
         wire.recv(incoming, peer, group)
@@ -103,11 +99,11 @@ def train(model, batches, lr, average=average_on_server, loss=cross_entropy, opt
     return losses
 
 
-# Guards: a model that nobody could train.
+# The last function is a guard, which refuses a model that nobody could train.
 
 
 def trainable(module):
-    """The parameters that are trained; ValueError if there is none."""
+    """Return the parameters that are trained; raises ValueError if there is none."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("the model has no trainable parameters: nothing to average, or to train")

@@ -1,6 +1,4 @@
-"""Stage 4: no server.
-
-Every rank talks to its two neighbours only, and all links are busy all the time.
+"""Stage 4: no server; every rank talks only to its two neighbours, and all links are busy.
 
 The whole-gradient ring passes complete gradients around, K-1 times: T = (K-1) p/b. The chunked ring
 cuts the gradient into K chunks and passes one chunk a step, 2(K-1) times: T = 2(K-1)/K p/b, nearly
@@ -27,9 +25,7 @@ from .stage3_paramserver import broadcast_parameters, flattened, gradients, unfl
 @wire.collective
 @torch.no_grad()
 def whole_gradient_ring(tensor, group=None):
-    """Sum `tensor` over the ranks of `group` in place.
-
-    Pass on what came in until everyone has seen everything.
+    """Sum `tensor` over the ranks of `group` in place: everyone passes on what came in.
 
     Each rank adds in an order of its own, so for K > 2 the ranks' results differ in the last bits.
     """
@@ -48,7 +44,7 @@ def whole_gradient_ring(tensor, group=None):
 def ring_all_reduce(tensor, group=None):
     """Sum `tensor` over the ranks of `group` in place.
 
-    It may have any shape and dtype, even fewer elements than ranks.
+    The tensor may have any shape and dtype, and even fewer elements than there are ranks.
     """
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(dist.get_world_size(group))
@@ -60,10 +56,7 @@ def ring_all_reduce(tensor, group=None):
 
 
 def reduce_scatter(chunks, group=None):
-    """K-1 steps: send a chunk right, add what comes from the left.
-
-    Rank r ends up with the sum of chunk r+1.
-    """
+    """Leave the sum of chunk r+1 on rank r: K-1 times send a chunk right, add what comes in."""
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty_like(max(chunks, key=len))
     for step in range(world_size - 1):
@@ -75,10 +68,7 @@ def reduce_scatter(chunks, group=None):
 
 
 def allgather(chunks, group=None):
-    """K-1 steps: send a finished chunk right, keep the one that comes from the left.
-
-    In the end all ranks have all chunks.
-    """
+    """Give all ranks all chunks: K-1 times send a finished chunk right, keep what comes in."""
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
         outgoing = chunks[(rank + 1 - step) % world_size]
@@ -87,10 +77,7 @@ def allgather(chunks, group=None):
 
 
 def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
-    """Replace every tensor by its mean over the ranks, in place.
-
-    There is one `all_reduce` per dtype and device.
-    """
+    """Replace every tensor by its mean over the ranks, by one `all_reduce` per dtype and device."""
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
         all_reduce(flat, group=group)

@@ -36,8 +36,8 @@ DEFAULT_CAP_MB = 25.0
 class Bucket:
     """Parameters whose gradients travel together.
 
-    `flat` is the message, `views[p]` the gradient of p in it. `missing` has the parameters whose
-    gradient has not come in this pass.
+    `flat` is the message, and `views[p]` is the place in it for the gradient of p. `missing` has
+    the parameters whose gradient has not come in this pass.
     """
 
     def __init__(self, parameters):
@@ -57,10 +57,9 @@ class Bucket:
 def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
     """Group `parameters`, last first, into lists of one dtype and device.
 
-    A list is closed on reaching `bucket_cap_mb` MiB.
-
-    With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start
-    early. Raises ValueError for a cap that is not positive.
+    A list is closed when it reaches `bucket_cap_mb` MiB. With the default cap the first bucket of a
+    kind closes at 1 MiB, so that communication can start early. Raises ValueError for a cap that is
+    not positive.
     """
     if not bucket_cap_mb > 0:
         raise ValueError(
@@ -114,14 +113,15 @@ class BucketedDDP(torch.nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(report)
-        # torch.utils.swap_tensors, which takes hooks away, refuses what has a weak reference.
+        # torch.utils.swap_tensors would take the hooks away; it refuses a tensor with a weak
+        # reference.
         self.not_swapped = [weakref.ref(parameter) for parameter in parameters]
 
     def forward(self, *args, **kwargs):
         """Run the module.
 
-        RuntimeError after an exception in backward that came when buckets had left, and when
-        parameters were frozen or unfrozen.
+        Raises RuntimeError if an exception cut the last backward pass short when buckets had left,
+        or if parameters were frozen, unfrozen or replaced.
         """
         check_pass(self)
         self.start_over()
@@ -134,7 +134,7 @@ class BucketedDDP(torch.nn.Module):
         This runs after each backward pass, and before each forward pass.
         """
         self.in_backward = False
-        self.waits = []  # This has a function for each bucket that has left.
+        self.waits = []  # a function for each bucket that has left, which waits for its sum
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
             for parameter in bucket.views:
@@ -142,13 +142,13 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def gradient_ready(self, parameter):
-        """The hook: it runs in the middle of backward.
+        """Put a gradient that has just become complete into its bucket, in the middle of backward.
 
-        The gradient of `parameter` has just become complete.
+        Buckets that are full leave, in the order of their indices.
         """
         if not self.in_backward:
             self.in_backward = True
-            # torch will call this when the pass ends: `torch.autograd.graph.queue_callback`.
+            # torch will call `finish` when the pass ends: `torch.autograd.graph.queue_callback`.
             after_backward(self.finish)
         self.bucket_of[parameter].put_gradient(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
@@ -162,10 +162,7 @@ class BucketedDDP(torch.nn.Module):
 
     @uncompiled
     def finish(self):
-        """Wait for all buckets before `backward()` returns.
-
-        Then get ready for the next backward pass.
-        """
+        """Wait for all buckets before `backward()` returns, and get ready for the next pass."""
         with wire.span("wait"):
             for wait in self.waits:
                 wait()

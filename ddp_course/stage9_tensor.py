@@ -1,6 +1,4 @@
-"""Stage 9: layers are split too.
-
-Each rank holds a slice of every large matrix, and T ranks work on the same samples.
+"""Stage 9: layers are split, too: T ranks work on the same samples, each with slices of layers.
 
 A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ, by which x is
 multiplied):
@@ -54,14 +52,15 @@ from .stage7_sharded.parts import PartOfParameter
 from .stage7_sharded.shardable import check_model
 from .torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 
-# These may stand between the two layers of a pair: they work element by element.
+# These may stand between the two layers of a pair, since they work element by element.
 ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}
 
 
 class Enter(torch.autograd.Function):
-    """Into a column-split layer.
+    """The way into a column-split layer.
 
-    Forward, x goes on as it is; backward, the gradient of x is the sum of all ranks'.
+    In the forward pass x goes on as it is; in the backward pass its gradient is summed over the
+    ranks.
     """
 
     @staticmethod
@@ -76,9 +75,10 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Out of a row-split layer.
+    """The way out of a row-split layer.
 
-    Forward, y is the sum of all ranks' terms; backward, each term has y's gradient.
+    In the forward pass y is the sum of all ranks' terms; in the backward pass each term has y's
+    gradient.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ class Leave(torch.autograd.Function):
 
 
 class SumOver:
-    """The all-reduce of the ranks of `group`; copies of a model go on with the same group."""
+    """The all-reduce over the ranks of `group`, which copies of a model share."""
 
     def __init__(self, group):
         self.group = group
@@ -106,7 +106,7 @@ class SumOver:
 
 
 class Cut(NamedTuple):
-    """Which slice of a tensor of this `shape` a rank has: the `indices` of dimension `dim`.
+    """A rank's slice of a tensor of this `shape`: the `indices` along dimension `dim`.
 
     `all_reduce(tensor)` sums over the ranks that have the other slices.
     """
@@ -117,27 +117,30 @@ class Cut(NamedTuple):
     all_reduce: Callable
 
     def of(self, whole):
-        """This rank's slice of a whole tensor."""
+        """Return this rank's slice of a whole tensor."""
         return whole.detach().index_select(self.dim, self.indices.to(whole.device))
 
     def whole(self, own_slice):
-        """The whole tensor from every rank's slice; all ranks call this."""
-        padded = own_slice.new_zeros(self.shape)  # The sum of these is the whole tensor.
+        """Return the whole tensor from every rank's slice; all ranks call this."""
+        # The sum of all ranks' padded slices is the whole tensor.
+        padded = own_slice.new_zeros(self.shape)
         padded.index_copy_(self.dim, self.indices.to(padded.device), own_slice.detach())
         return self.all_reduce(padded)
 
 
 class Slice(PartOfParameter):
-    """A parameter of a layer while it is split; its `cut` says which part this rank has.
+    """A parameter while its layer is split; its `cut` says which slice this rank has.
 
-    A parameter's class is exchanged for this one and back, because an optimizer may know it.
+    A parameter's class is exchanged for this one and back, because an optimizer may know the
+    parameter.
     """
 
     def refuse_average(self, name, group):
-        """Raise ValueError if ranks of `group` have different slices: these have no average."""
+        """Raise ValueError if ranks of `group` have different slices, which have no average."""
         members = set(dist.get_process_group_ranks(group))
         sharing = dist.get_process_group_ranks(self.cut.all_reduce.group)
-        if len(members.intersection(sharing)) > 1:  # This rank is in both groups.
+        # This rank is in both groups; one rank more has another slice.
+        if len(members.intersection(sharing)) > 1:
             raise ValueError(
                 f"parameter {name} is split over ranks of this process group: average over the"
                 " mesh's data axis, as in DistributedDataParallel(model,"
@@ -149,13 +152,14 @@ allow_foreach(Slice)
 
 
 class SplitLinear(nn.Module):
-    """This rank's slice of a linear layer: its outputs or inputs with these `indices`."""
+    """This rank's slice of a linear layer: the outputs, or the inputs, with these `indices`."""
 
     split_along: dict[str, int]  # the dimension of weight and bias that is split
 
     def __init__(self, layer, indices, all_reduce):
         super().__init__()
-        self.whole_layer = [layer]  # In a list it is not a submodule.
+        # In a list the whole layer is not a submodule.
+        self.whole_layer = [layer]
         self.all_reduce = all_reduce
         self.weight = layer.weight
         self.bias = layer.bias
@@ -169,7 +173,7 @@ class SplitLinear(nn.Module):
 
     @uncompiled
     def forward(self, x):
-        """The outputs of this layer; here the slices are tensors like all others.
+        """Return this layer's outputs, computed from its slices as from any tensors.
 
         Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer.
         """
@@ -179,7 +183,7 @@ class SplitLinear(nn.Module):
             return self.outputs(x)
 
     def make_whole(self):
-        """Return the layer as it was before it was split, with the weights of now.
+        """Return the layer that was split, whole again, with the present weights.
 
         Raises RuntimeError if a slice was exchanged for another tensor.
         """
@@ -200,37 +204,37 @@ class SplitLinear(nn.Module):
 
 
 class ColumnLinear(SplitLinear):
-    """Some of a linear layer's outputs.
+    """A column-split layer, which computes some of the outputs: (…, inputs) to (…, len(indices)).
 
-    It takes (…, inputs) to (…, len(indices)). All ranks are given the same inputs.
+    All ranks are given the same inputs.
     """
 
     split_along = {"weight": 0, "bias": 0}
 
     def outputs(self, x):
-        """Some of the outputs."""
+        """Return the outputs that this rank computes."""
         return linear(Enter.apply(x, self.all_reduce), self.weight, self.bias)
 
 
 class RowLinear(SplitLinear):
-    """Some of a linear layer's inputs.
+    """A row-split layer, which takes some of the inputs: (…, len(indices)) to (…, outputs).
 
-    It takes (…, len(indices)) to (…, outputs). All ranks return the same outputs.
+    All ranks return the same outputs.
     """
 
     split_along = {"weight": 1}
 
     def outputs(self, x):
-        """All outputs; the bias is added once, not on every rank."""
+        """Return all outputs; the bias is added once, not on every rank."""
         y = Leave.apply(linear(x, self.weight), self.all_reduce)
         return y if self.bias is None else y + self.bias
 
 
 class Pair(NamedTuple):
-    """A column-split layer of `parent` and the row-split one after it, by their names.
+    """Two layers of `parent`, by their names: one to split by columns, and one by rows after it.
 
     They are split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
-    `columns[unit]` its inputs of the second.
+    and `columns[unit]` its inputs of the second.
     """
 
     parent: nn.Module
@@ -254,11 +258,9 @@ def pairs(model):
 
 
 def pairs_of(sequential, uses):
-    """Yield the pairs of layers of `sequential` with an activation between them.
-
-    No layer is in two.
-    """
-    modules = sequential._modules  # named_children() leaves out a layer that comes once more.
+    """Yield the pairs of layers of `sequential` around an activation; no layer is in two pairs."""
+    # named_children() would leave out a layer that comes once more.
+    modules = sequential._modules
     names = list(modules)
     taken = None  # the second layer of the pair before
     for first, between, second in zip(names, names[1:], names[2:], strict=False):
@@ -272,9 +274,10 @@ def pairs_of(sequential, uses):
 
 
 def has_hooks(module):
-    """Whether `module` computes more than its class, by way of hooks on it or on its parameters.
+    """Return whether hooks make `module` compute more than its class does.
 
-    Hooks on finished gradients do not count: of a part they can compute nothing wrong.
+    The hooks may be on the module or on its parameters. Hooks on finished gradients do not count:
+    from a slice they can compute nothing wrong.
     """
     hooks = [
         module._forward_hooks,
@@ -287,7 +290,7 @@ def has_hooks(module):
 
 
 def can_be_split(layers, uses):
-    """Whether all `layers` are ordinary linear layers without hooks whose weight is used once."""
+    """Return whether all `layers` are plain linear layers without hooks, each weight used once."""
     return all(
         type(layer) is nn.Linear and uses[layer.weight] == 1 and not has_hooks(layer)
         for layer in layers
@@ -295,9 +298,9 @@ def can_be_split(layers, uses):
 
 
 def split_layers(model, rank, ranks, all_reduce):
-    """Leave in `model` slice `rank` of `ranks` of each pair that can be split; return it.
+    """Replace the pairs of layers in `model` by slice `rank` of `ranks`; return the model.
 
-    A pair must have units for all ranks. Raises ValueError if there is no such pair.
+    Only pairs with units for all ranks are split. Raises ValueError if there is no such pair.
     """
     chosen = [pair for pair in pairs(model) if len(pair.rows) >= ranks]
     if not chosen:
@@ -316,9 +319,9 @@ def split_layers(model, rank, ranks, all_reduce):
 def parallelize(model, group=None):
     """Share out the layers of `model`, in place, over the ranks of `group`; return it.
 
-    All ranks call this with the same model, and start from the first rank's weights; optimizers are
-    made afterwards, or before their first step. Pairs of layers with hooks stay whole. Raises
-    ValueError for a model that has no layers to split or is sharded, split or compiled already.
+    All ranks call this with the same model, and start from the first rank's weights. An optimizer
+    may be made before, if it has made no step yet. Pairs of layers with hooks stay whole. Raises
+    ValueError for a model that has no layers to split, or is sharded, split or compiled already.
     """
     if dist.get_world_size(group) == 1:
         return model
@@ -331,9 +334,9 @@ def parallelize(model, group=None):
 
 
 def restore(model):
-    """Make all layers whole again, in place; all ranks call this. Return the model.
+    """Make all layers of `model` whole again, in place, and return it; all ranks call this.
 
-    Raises RuntimeError if a slice was exchanged for a tensor that is none.
+    Raises RuntimeError if a slice was exchanged for a tensor that is no slice.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -343,11 +346,8 @@ def restore(model):
 
 
 def clip_grad_norm_(model, max_norm, group=None):
-    """Scale the gradients of a split `model` so that their norm is at most `max_norm`.
-
-    Return the norm before.
-    """
-    # Each element counts once: the first rank counts what all ranks have, too.
+    """Scale a split model's gradients to a norm of at most `max_norm`; return the norm before."""
+    # Each element counts once: only the first rank counts the parameters that all ranks have.
     is_first = dist.get_rank(group) == 0
     counted = [p for p in model.parameters() if is_first or isinstance(p, Slice)]
     total = total_norm(counted, 2.0, group, counted[0].device)
@@ -356,9 +356,9 @@ def clip_grad_norm_(model, max_norm, group=None):
 
 
 def train(model, batches, lr, tensor=None, loss=cross_entropy, optimizer=SGD):
-    """Train `model` in place, layers split over `tensor` ranks (default: all).
+    """Train `model` in place, with layers split over `tensor` ranks (default: all).
 
-    It gets this mesh row's share of the batches.
+    The batches are the share of this row of the mesh.
     """
     tensor = tensor or dist.get_world_size()
     groups = mesh(data=dist.get_world_size() // tensor, tensor=tensor)

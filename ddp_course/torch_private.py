@@ -1,11 +1,11 @@
-"""What stages and exercises need of torch that it does not promise.
+"""The private parts of torch that stages and exercises need.
 
-It may differ between versions, so each part is asked for by what this torch has, never by its
+They may differ between versions, so each part is asked for by what this torch has, never by its
 number. docs/VERSIONS.md has the versions that were tried.
 
-What launching needs as well is in `manyranks/torch_inside.py`; no other module names a private part
-of torch, and a test sees to it. Where a part is gone, only what needs it fails, with an error that
-says so.
+Parts that launching needs, too, are in `manyranks/torch_inside.py`. No other module names a private
+part of torch, and a test sees to it. Where a part is gone, only what needs it fails, with an error
+that says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,11 @@ from manyranks.torch_inside import ProcessGroup, methods_of
 
 Future = part("torch._C:Future", "stage 6's hooks that communicate")
 BatchNorm = part("torch.nn.modules.batchnorm:_BatchNorm", "stage 6's SyncBatchNorm")
-# torch.compile leaves functions with this decorator as they are. The public one loads the compiler.
+# torch.compile leaves functions with this decorator as they are; the public decorator would load
+# the compiler.
 uncompiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-Operator = part("torch._ops:OpOverload", "an emulated device")  # A dispatch mode is given these.
+# A dispatch mode is given operations of this class.
+Operator = part("torch._ops:OpOverload", "an emulated device")
 busy_gpu = part("torch.cuda:_sleep", "make gpu")
 # In this block a module has other tensors as its weights.
 with_weights = part(
@@ -49,9 +51,9 @@ def wrapper_around() -> torch.nn.Module | None:
 
 
 def allow_foreach(kind: type) -> None:
-    """Have optimizers work on many tensors of this subclass at once.
+    """Have optimizers on a GPU work on many tensors of this subclass at once, as on plain ones.
 
-    They do so on a GPU with ordinary ones; torch itself does this for its DTensor.
+    torch itself does this for its DTensor.
     """
     for_clipping = part("torch.utils._foreach_utils:_foreach_supported_types", SHARDED)
     for_updates = part("torch.optim.optimizer:_foreach_supported_types", SHARDED)
@@ -61,7 +63,7 @@ def allow_foreach(kind: type) -> None:
 
 @needing("stage 6's broadcast of buffers")
 def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """Within this block autograd does not notice that `tensors` are overwritten."""
+    """Return a block in which autograd does not notice that `tensors` are overwritten."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -73,16 +75,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 @contextmanager
 def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
-    """Within this block torch's own collectives on the CPU are `function(name)`.
+    """Call `function(name)` in place of torch's own collectives on the CPU, within this block.
 
-    It is so in all threads and by whatever name one calls them; sends, receives and barriers stay
-    as they are.
+    This holds in all threads, and by whatever name a collective is called; sends, receives and
+    barriers stay as they are.
     """
     backend = part("torch._C._distributed_c10d:Backend", "the check of an answer")
     methods = {name: method for name, method in vars(backend).items() if is_collective(name)}
     library = torch.library.Library("c10d", "IMPL")
     try:
-        with catch_warnings():  # torch warns of an operator that has other code than before.
+        # torch warns of an operator that has other code than before.
+        with catch_warnings():
             simplefilter("ignore")
             for name in collective_operators():
                 library.impl(name, lambda *_, name=name: function(name), "CPU")
@@ -98,13 +101,13 @@ def other_collectives(function: Callable[[str], Any]) -> Iterator[None]:
 @cache
 @needing("the check of an answer")
 def collective_operators() -> list[str]:
-    """The names of torch's collectives among its thousands of operators."""
+    """Return the names of torch's collectives among its thousands of operators."""
     operators = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     return [name for space, name in operators if space == "c10d" and is_collective(name)]
 
 
 def is_collective(name: str) -> bool:
-    """Whether a method or an operator of this name sends between all ranks of a group."""
+    """Return whether a method or an operator of this name is a collective of a whole group."""
     return name.lstrip("_").startswith(("all", "broadcast", "gather", "reduce", "scatter"))
 
 
@@ -114,14 +117,14 @@ def group_like(
     members: Sequence[int] | None = None,
     use: str = "communication",
 ) -> dist.ProcessGroup:
-    """Make a process group with the backend and timeout of `group`, or of the whole job's.
+    """Return a new process group with the backend and timeout of `group`, or of the whole job's.
 
-    It has all its ranks, or only its `members`. Groups of the same ranks differ in their `use`.
+    The new group has all ranks of `group`, or only its `members`. Groups of the same ranks differ
+    in their `use`. Only the new group's ranks call this, all of them together.
 
-    Only the new group's ranks call this, all of them together. Every rank of the job would have to
-    call `dist.new_group`; with `use_local_synchronization` that derives a name from the number of
-    groups that a rank is in, which may differ between ranks. So this calls the inner part of
-    `dist.new_group`.
+    `dist.new_group` will not do: every rank of the job would have to call it, and with
+    `use_local_synchronization` it derives a name from the number of groups that a rank is in, which
+    may differ between ranks. So this calls the inner part of `dist.new_group`.
     """
     group = group or default_group()
     everyone = dist.get_process_group_ranks(group)
@@ -133,7 +136,7 @@ def group_like(
         ranks,
         distributed_c10d.Backend(dist.get_backend_config(group)),
         default_store(),
-        # All members are a range here, so that two of two ranks get another name than all ranks.
+        # All members are a range here, so that two of two ranks have another name than all ranks.
         distributed_c10d.GroupName(f"{group.group_name} {use} {members}"),
         timeout=timeout_of(group),
     )
@@ -144,7 +147,7 @@ def group_like(
 
 
 class Done(dist.Work):
-    """An operation that is over."""
+    """The work of an operation that is over already."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         super().__init__()
@@ -152,11 +155,11 @@ class Done(dist.Work):
         self.future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
+        """Return at once, since the operation is over."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True, since the operation is over."""
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -167,9 +170,9 @@ class Done(dist.Work):
 class GroupOverAnother(ProcessGroup):
     """A process group whose sums and gathers are a subclass's, for torch's own training.
 
-    They are `add_up(tensor)`, `add_up_own(output, tensor)` and `collect(output, tensor)`, and are
-    over when they return. What carries no gradients, the group `beneath` does. torch itself
-    refuses every other collective: nothing passes the subclass by.
+    The subclass has `add_up(tensor)`, `add_up_own(output, tensor)` and `collect(output, tensor)`,
+    which are over when they return. The group `beneath` does what carries no gradients. torch
+    itself refuses every other collective, so nothing passes the subclass by.
     """
 
     def __init__(self, beneath: dist.ProcessGroup, name: str):
@@ -179,7 +182,7 @@ class GroupOverAnother(ProcessGroup):
         self.sums = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many sums were taken: a launch asks whether its ranks have met."""
+        """Return how many sums were taken, by which a launch knows that its ranks have met."""
         return self.sums
 
     def getBackendName(self) -> str:
@@ -219,9 +222,9 @@ class GroupOverAnother(ProcessGroup):
         return Done(outputs)
 
     def finish(self, summed: torch.Tensor, options: Any) -> None:
-        """Make a mean of a sum where that is asked for, as `fully_shard` does.
+        """Divide a sum by K where a mean is asked for, as `fully_shard` does.
 
-        Raises ValueError for a maximum, a product and the like.
+        Raises ValueError for other operations, such as a maximum.
         """
         self.sums += 1
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp

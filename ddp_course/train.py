@@ -1,20 +1,21 @@
-"""The script form of every stage, with checkpoints and exact resume.
+"""Trains any stage from the command line, with checkpoints and exact resume.
 
-It is for one process, torchrun and Slurm:
+It runs as one process, and under torchrun and Slurm:
 
     python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
     torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --checkpoint runs/first
     srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
 The stage's own `train()` is called once for each checkpoint, and begins each time as it would in a
-restarted run. So a restarted run goes on from the newest checkpoint as if nothing had happened:
-same batches, same dropout masks, same bits. A finished run ends at once.
+restarted run. So a restarted run goes on from the newest checkpoint as if nothing had happened,
+with the same batches, the same dropout masks and the same bits. A finished run ends at once.
 """
 
 from manyranks.joining.parent import end_with_torchrun
 
 if __name__ == "__main__":
-    end_with_torchrun()  # This comes first: importing torch takes seconds.
+    # This comes first, as importing torch takes seconds.
+    end_with_torchrun()
 
 import argparse
 import os
@@ -41,11 +42,12 @@ from .errors import CheckpointError, CourseError
 from .job import Job, make_job
 from .options import positive_number, whole_number
 
-STATE = {"step", "losses", "model", "random", "world_size", "settings"}  # keys of a checkpoint
+# A checkpoint of this script has these keys.
+STATE = {"step", "losses", "model", "random", "world_size", "settings"}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of `python -m ddp_course.train`."""
+    """Parse the options of `python -m ddp_course.train`."""
     parser = argparse.ArgumentParser(
         prog="python -m ddp_course.train",
         description="The script form of every stage, for one process, torchrun and Slurm, with"
@@ -86,17 +88,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step, from the newest checkpoint if there is one; every rank calls this.
 
-    Returns {"losses": mean loss of every global batch from the first step on, "model": the whole
-    state dict, "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the
-    checkpoint does not fit the options, ValueError for options that cannot work.
+    Return {"losses": the mean loss of every global batch from the first step on, "model": the whole
+    state dict, "evaluation": the problem's measures, "resumed": the step from which the run went
+    on}. Raises CheckpointError if the checkpoint does not fit the options, ValueError for options
+    that cannot work.
     """
-    torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
+    # All devices compute in the dtype that was asked for.
+    torch.backends.cudnn.allow_tf32 = False
     if ladder.find(options.stage).one_process and dist.get_world_size() > 1:
         raise ValueError(
             f"stage {options.stage} is a single process, but {dist.get_world_size()} ranks were"
             " started"
         )
-    with ExitStack() as claims:  # No other run writes into the folder until the last step.
+    # No other run may write into the folder until the last step.
+    with ExitStack() as claims:
         saved = newest_checkpoint(options.checkpoint, claims) if options.checkpoint else None
         job = job_of(options, saved)
         if saved:
@@ -119,11 +124,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
-    """The checkpoint that rank 0 finds in the folder, the same on all ranks.
+    """Return the checkpoint that rank 0 finds in the folder, on all ranks; None if there is none.
 
-    It is None if there is nothing yet.
-
-    No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on
+    No other run can write into the folder until `claims` is closed. An error of rank 0 is raised on
     all ranks.
     """
     saved = None
@@ -149,10 +152,7 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
 
 
 def job_of(options: argparse.Namespace, saved: Any) -> Job:
-    """The job that the options ask for.
-
-    Missing options come from the checkpoint, or else from the problem.
-    """
+    """Return the job that the options ask for, or else the checkpoint, or else the problem."""
     global_batch = options.global_batch
     if saved and global_batch is None:
         global_batch = saved["settings"].get("global_batch")
@@ -171,7 +171,7 @@ def job_of(options: argparse.Namespace, saved: Any) -> Job:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """What may not change from a checkpoint to the next run, by the names of the options."""
+    """Return the settings that may not change between runs, by the names of their options."""
     return {
         "problem": job.problem_name,
         "seed": job.seed,
@@ -186,9 +186,8 @@ def settings_of(job: Job) -> dict[str, Any]:
 def check_settings(saved: Any, job: Job, folder: str) -> None:
     """Raise CheckpointError if the checkpoint was made with other options.
 
-    Stage, ranks and steps may change.
-
-    One beyond `--steps` is refused: steps cannot be undone.
+    Stage, ranks and steps may change, but a checkpoint beyond `--steps` is refused, as steps cannot
+    be undone.
     """
     differences = []
     for name, new in settings_of(job).items():
@@ -216,7 +215,7 @@ def check_settings(saved: Any, job: Job, folder: str) -> None:
 def train_to_next_checkpoint(
     options: argparse.Namespace, job: Job, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train from the checkpoint `state` to the next checkpoint, and return that."""
+    """Train from the checkpoint `state` to the next one, and return the next one."""
     stage = ladder.find(options.stage)
     world_size = dist.get_world_size()
     start = state["step"]
@@ -231,7 +230,8 @@ def train_to_next_checkpoint(
         _, gpus = placement(options.device, torch.cuda.device_count())
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
     ranks_per_replica = 1
-    if not stage.splits_batch:  # These ranks have parts of one model, and need the same samples.
+    # Ranks that have parts of one model need the same samples.
+    if not stage.splits_batch:
         ranks_per_replica = options.pipeline or options.tensor or world_size
     batches = job.problem.batches(
         job.global_batch,
@@ -253,10 +253,7 @@ def train_to_next_checkpoint(
 
 
 def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
-    """Restore this rank's random generators from the checkpoint.
-
-    Seed them if the checkpoint has none for this rank.
-    """
+    """Restore this rank's random generators from the checkpoint, or seed them if it has none."""
     # Up to 1,000 seeds and ranks, each step, seed and rank have a sum of their own: a rank that is
     # new in this run draws masks that no rank has drawn.
     own_seed = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
@@ -267,7 +264,7 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
 
 
 def mean_over_ranks(losses: list[float]) -> list[float]:
-    """The loss of each global batch: the mean of all ranks' losses of their shares."""
+    """Return the loss of each global batch: the mean of all ranks' losses of their shares."""
     losses_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses_by_rank, losses)
     return [statistics.fmean(step_losses) for step_losses in zip(*losses_by_rank, strict=True)]
@@ -282,7 +279,7 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script and end the process.
 
-    Its exit code is 0 for success, 1 for a failed run, 2 for options that cannot work.
+    The exit code is 0 for success, 1 for a failed run, 2 for options that cannot work.
     """
     try:
         options = parse(arguments)

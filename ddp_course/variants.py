@@ -1,7 +1,4 @@
-"""The rungs that have no module of their own.
-
-These are the whole-gradient ring, ZeRO-1 and torch's DistributedDataParallel.
-"""
+"""The rungs without a module of their own: the whole-gradient ring, ZeRO-1 and torch's DDP."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,11 +30,9 @@ def train_with_sharded_optimizer(
     loss: Callable = cross_entropy,
     optimizer: type = SGD,
 ) -> list[float]:
-    """The loop of stage 1 with ZeRO-1.
-
-    Its optimizer averages the gradients, and each rank updates its part.
-    """
-    broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
+    """Train with ZeRO-1: the loop of stage 1, whose optimizer averages and updates one shard."""
+    # The optimizer broadcasts parameters, but no buffers.
+    broadcast_parameters(model)
     sharded = ShardedOptimizer(model.parameters(), optimizer, lr=lr)
     losses = []
     for inputs, targets in batches:
@@ -52,7 +47,7 @@ def train_with_sharded_optimizer(
 def train_with_torch(
     model: nn.Module, batches: Iterable, lr: float, **settings: Any
 ) -> list[float]:
-    """The loop of stage 1 around torch's class; observers see its all-reduces."""
+    """Train with torch's class in the loop of stage 1; observers see its all-reduces."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
     parallel.register_comm_hook(None, observed_all_reduce)
@@ -60,10 +55,7 @@ def train_with_torch(
 
 
 def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's default averaging of one bucket, as a hook.
-
-    It also reports when it began and ended.
-    """
+    """Average one bucket as torch does by default, and tell observers when; this is a hook."""
     start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 

@@ -33,12 +33,10 @@ SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on the wire.
+    """Something that happened on the wire: a "send", a "recv", or a named "span" around several.
 
-    It is a "send", a "recv", or a named "span" around several of them.
-
-    `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock; spans have 0
-    `bytes`, no `peer`.
+    `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock. Spans have 0
+    `bytes` and no `peer`.
     """
 
     kind: str
@@ -69,25 +67,22 @@ class Traffic:
             self.messages_received += 1
 
 
-# The network card of this process: the functions that are told each Event, and the clock that marks
-# its times; while a GPU is recorded, that is one of CUDA events.
+# The network card of this process has the functions that are told each Event, and the clock that
+# marks its times; while a GPU is recorded, that clock works by CUDA events.
 card = SimpleNamespace(observers=[], clock=EventClock(torch.device("cpu")))
-_connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups.
+_connected: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
 
 
 def now(device: torch.device | None = None) -> Any:
-    """Return this moment by the card's clock.
-
-    On a GPU, that is when `device` will have done all work queued so far.
-    """
+    """Return this moment by the card's clock; on a GPU, when the queued work will be done."""
     return card.clock.now(device)
 
 
 @contextmanager
 def observing(callback: Callable[[Event], None], clock: EventClock | None = None) -> Iterator[None]:
-    """Call `callback(event)` after every message and span of this process, in whatever thread.
+    """Call `callback(event)` after every message and span of this process, within this block.
 
-    `clock` marks their times.
+    Events of all threads count, and `clock` marks their times.
     """
     before = card.clock
     card.clock = clock or card.clock
@@ -155,11 +150,11 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def naming_absent(group: Group = None) -> Iterator[None]:
-    """Within this block, a backend's collective that has waited in vain names the absent ranks.
+    """Name the absent ranks if a backend's collective in this block waits in vain.
 
-    A rank whose collective fails says so in the job's store. One that came late fails with the
+    A rank whose collective fails says so in the job's store. A rank that came late fails with the
     first that gives up, because that one closes its connections. Raises RuntimeError with the
-    numbers of the absent in place of the backend's error.
+    numbers of the absent ranks in place of the backend's error.
     """
     try:
         yield
@@ -168,7 +163,8 @@ def naming_absent(group: Group = None) -> Iterator[None]:
         key = f"ddp_course/waited/{members}/"
         store = default_store()
         store.set(f"{key}{dist.get_rank()}", "")
-        if "timed out" not in str(error).lower():  # Only gloo's words tell its errors apart.
+        # Only gloo's words tell its errors apart.
+        if "timed out" not in str(error).lower():
             raise
         time.sleep(SECONDS_TO_SAY)
         absent = [rank for rank in members if not store.check([f"{key}{rank}"])]
@@ -181,7 +177,7 @@ def naming_absent(group: Group = None) -> Iterator[None]:
 class Transfer:
     """A message on its way, once `begin` has started it.
 
-    `wait()` returns when the tensor may be used again (sent) or read (received).
+    `wait()` returns when a sent tensor may be used again, or a received one may be read.
     """
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
@@ -204,12 +200,14 @@ class Transfer:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # A deadlock and NCCL's errors say more.
+            # A deadlock's error and NCCL's errors, which are subclasses, say more.
+            if type(error) is not RuntimeError:
                 raise
             late = "timed out" in str(error).lower()
             fault = "has not come to" if late else "broke off"
             raise RuntimeError(f"rank {self.peer} {fault} this {self.kind}: {error}") from error
-        self.works = []  # Another wait does nothing.
+        # With no works left, another wait does nothing.
+        self.works = []
         if self.kind == "recv" and self.buffer is not self.tensor:
             self.tensor.copy_(self.buffer)
         tell(self.kind, self.kind, self.start, bytes=self.tensor.nbytes, peer=self.peer)
@@ -236,18 +234,12 @@ def begin(transfers: list[Transfer], group: Group = None) -> list[Transfer]:
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
-    """Start sending a contiguous `tensor` to global rank `dst`.
-
-    Do not write to it before `wait()`.
-    """
+    """Start sending a contiguous `tensor` to global rank `dst`; write to it only after `wait()`."""
     return begin([Transfer("send", tensor, dst, group)], group)[0]
 
 
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
-    """Start receiving into a contiguous `tensor` from global rank `src`.
-
-    Do not read it before `wait()`.
-    """
+    """Start receiving a contiguous `tensor` from global rank `src`; read it only after `wait()`."""
     return begin([Transfer("recv", tensor, src, group)], group)[0]
 
 
@@ -282,10 +274,7 @@ def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
 
 
 def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
-    """Return whether NCCL carries `tensor` in `group`.
-
-    A group may have a backend for the CPU and one for GPUs.
-    """
+    """Return whether NCCL carries `tensor`: a group may have one backend for GPUs, and another."""
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
@@ -303,7 +292,7 @@ def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
 
 
 def neighbours(group: Group = None) -> tuple[int, int, int, int]:
-    """Return this rank in `group`, its size, and the left and the right neighbour.
+    """Return this rank in `group`, the group's size, and the neighbours left and right.
 
     The neighbours are global ranks.
     """
@@ -324,20 +313,18 @@ def others(rank: int, group: Group = None) -> list[int]:
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
 
-@cache  # Each new group would keep its threads and sockets until the job ends.
+# Each new group would keep its threads and sockets until the job ends.
+@cache
 def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of these `members` of `group`.
-
-    All of them make it together when they first ask for it.
-    """
+    """Return the group of these `members` of `group`, which they make when they first ask."""
     return group_like(group, members)
 
 
 def _buffer_for(kind, tensor, group):
-    """Return what the backend sends, or receives into.
+    """Return the tensor that the backend sends, or into which it receives.
 
-    It is the tensor itself; for one on a GPU, where gloo can use host memory only, it is a copy in
-    pinned memory.
+    It is the tensor itself. For a tensor on a GPU, where gloo can use host memory only, it is a
+    copy in pinned memory.
     """
     if not tensor.is_cuda or on_nccl(tensor, group):
         return tensor
@@ -348,10 +335,11 @@ def _buffer_for(kind, tensor, group):
 def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
     """Tell the observers of a message or a span.
 
-    It began at `start` (by `now`) and ended at `end`, or just now.
+    It began at `start` (by `now`), and ended at `end` or just now.
     """
     if card.observers:
         details = {"thread": threading.current_thread().name, **details}
         event = Event(kind, name, start, now() if end is None else end, **details)
-        for callback in list(card.observers):  # One may leave the list meanwhile.
+        # The loop goes over a copy, as an observer may leave the list meanwhile.
+        for callback in list(card.observers):
             callback(event)

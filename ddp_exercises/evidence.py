@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from manyranks.clocks.stalls import in_words, who_waits
+from manyranks.clocks.stalls import who_waits
 from manyranks.errors import DeadlockError, LaunchTimeout, ManyranksError, RankError, Wait
 from manyranks.launching.launch import launch
 from manyranks.links import Link
@@ -196,16 +196,15 @@ def explain(error: ManyranksError, task: Task) -> str:
 
 
 def in_answer(wait: Wait) -> str:
-    """For whom a rank waits, and in which line of the answer.
+    """Return for what a rank waits, and in which line of the answer.
 
-    Past its answer it waits in a file of checks, or at no line of a program's at all.
+    A rank that waits in a file of checks, or at no line of a program, has ended its answer.
     """
-    waits = f"rank {wait.rank} waits {in_words(wait.what)}"
     if wait.file == GIVEN:
-        return f"{waits} in all_reduce"
+        return f"{wait} in all_reduce"
     if not wait.in_program or wait.file in check_files():
         return f"rank {wait.rank} has ended"
-    return f"{waits} (line {wait.line})"
+    return f"{wait} (line {wait.line})"
 
 
 def still_running(error: LaunchTimeout, task: Task) -> str:

@@ -14,7 +14,8 @@ README.md beside this file has examples, and says what the library cannot do.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
+# People and checkers see the types here; at run time a name is imported on its first use.
+if TYPE_CHECKING:
     from .auditing import audit as audit
     from .clocks import now as now
     from .devices import Device as Device
@@ -52,10 +53,7 @@ __all__ = [*_HOMES, "load_ipython_extension"]
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register the magic `%%ranks`: `%load_ext` calls this.
-
-    Only this needs IPython.
-    """
+    """Register the magic `%%ranks`, when `%load_ext manyranks` asks for it; this needs IPython."""
     from .launching.magic import RanksMagic
 
     ipython.register_magics(RanksMagic)

@@ -42,8 +42,8 @@ FOLDER = "FOLDER"  # In the arguments this word stands for a temporary folder.
 class Epoch:
     """One pass of a rank over a DataLoader.
 
-    It has the samples, whether set_epoch can shuffle them, and whether an optimizer made a step
-    meanwhile.
+    `samples` are checksums; `shuffles` says whether set_epoch can shuffle them, and `trained`
+    whether an optimizer made a step during the pass.
     """
 
     samples: list[int]
@@ -54,8 +54,9 @@ class Epoch:
 class Report(NamedTuple):
     """What one rank did.
 
-    It has the epochs that the rank trained on, the names of the tensors in each file that it saved,
-    its weights at the end, and mistakes that it sees for itself.
+    `epochs` are those in which the rank trained, `saves` the names of the tensors in each file that
+    it saved, `weights` those at the end, `counted` the share of targets in each loss, and `lines`
+    the mistakes that the rank sees for itself.
     """
 
     epochs: list[Epoch]
@@ -67,7 +68,7 @@ class Report(NamedTuple):
 
 
 def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
-    """Run the script on two ranks; return a line for each mistake, and for what was not seen."""
+    """Run a script on two ranks; return a line for each mistake, and for what was not seen."""
     with tempfile.TemporaryDirectory() as folder:
         given = [argument.replace(FOLDER, folder) for argument in arguments]
         reports = launch(run_watched, source, given, world_size=2, device="cpu")
@@ -75,9 +76,9 @@ def audit(source: str, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
 
 
 def mistakes(ranks: list[Report]) -> Iterator[str]:
-    """Yield a line for each mistake that the ranks' reports show, and for what they cannot show."""
+    """Yield a line for each mistake that the reports show, and for what they cannot show."""
     world_size = len(ranks)
-    # The samples of each rank's first epoch. A sampler's padding repeats fewer than `world_size`.
+    # Shares are compared by their first epoch. A sampler's padding repeats fewer than `world_size`.
     shares = [rank.epochs[0].samples for rank in ranks if rank.epochs]
     own_lines = list(dict.fromkeys(line for rank in ranks for line in rank.lines))
     yield from own_lines
@@ -121,7 +122,7 @@ def run_watched(source: str, arguments: list[str]) -> Report:
     loaders: Any = data.DataLoader  # The stubs do not know that a method can be patched.
     loaders.__iter__ = lambda loader: watch.samples(loader, iterate(loader))
     torch.save = lambda state, *_, **__: watch.saves.append(names_of(state))
-    # The launch has made the process group, and ends it.
+    # The launch makes and ends the process group, so the script does neither.
     dist.init_process_group = watch.init_process_group  # type: ignore[assignment]
     dist.destroy_process_group = lambda *_, **__: None
     functional.cross_entropy = watch.around_cross_entropy(functional.cross_entropy)  # type: ignore[assignment]
@@ -146,9 +147,10 @@ class Watch:
         self.saves: list[list[str]] = []
         # These are the parameters of the optimizer that made the last step.
         self.groups: list[Any] = []
-        self.counted: list[float] = []  # so many targets, or their weights, in each loss
+        self.counted: list[float] = []  # the share of targets, or their mean weight, in each loss
         self.lines: list[str] = []
-        # For each forward pass of a wrapper since the last step: is it in no_sync()?
+        # This says of each forward pass of a wrapper since the last step whether it is in
+        # no_sync().
         self.passes: list[bool] = []
         self.called = False  # Some forward pass went through a wrapper.
         self.local_step = False  # A step came right after a pass in no_sync.
@@ -157,7 +159,7 @@ class Watch:
         self.old: dict[Any, Any] = {}
 
     def samples(self, loader: Any, batches: Iterator) -> Iterator:
-        """Iterate over a DataLoader, and keep the samples of this pass."""
+        """Iterate over a DataLoader's batches, and keep the samples of this pass."""
         sampler = loader.sampler
         ranks = dist.get_world_size()
         if getattr(sampler, "num_replicas", ranks) != ranks:
@@ -172,7 +174,7 @@ class Watch:
             yield batch
 
     def init_process_group(self, *_: Any, world_size: int = -1, rank: int = -1, **__: Any) -> None:
-        """See whether the script says itself how many ranks there are."""
+        """Note a mistake if the script itself says how many ranks there are, and says it wrong."""
         if world_size not in (-1, dist.get_world_size()) or rank not in (-1, dist.get_rank()):
             self.lines.append(
                 f"init_process_group is told rank={rank}, world_size={world_size}: every process"
@@ -189,7 +191,7 @@ class Watch:
             self.old = {p: p.grad for p in self.parameters() if p.grad is not None and p.grad.any()}
 
     def around_zero_grad(self, zero_grad: Callable) -> Callable:
-        """`zero_grad`, and note that it was called."""
+        """Return a `zero_grad` that also notes that it was called."""
 
         def cleared(*arguments, **settings):
             self.cleared = True
@@ -198,7 +200,7 @@ class Watch:
         return cleared
 
     def around_cross_entropy(self, cross_entropy: Callable) -> Callable:
-        """`cross_entropy`, and note over how much it takes the mean."""
+        """Return a `cross_entropy` that also notes the share of targets that its mean counts."""
 
         def counted(inputs, targets, weight=None, *others, ignore_index=-100, **settings):
             if torch.is_grad_enabled() and not targets.is_floating_point():
@@ -213,14 +215,14 @@ class Watch:
         return counted
 
     def before_step(self, *_: Any) -> None:
-        """Note whether gradients of the last step are used again, and where the last pass was."""
+        """Note whether the last step's gradients are used again, and if the last pass was local."""
         again = [p for p, grad in self.old.items() if p.grad is grad]
         if again and not self.cleared and MISSING not in self.lines:
             self.lines.append(MISSING)
         self.local_step = self.local_step or self.passes[-1:] == [True]
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the optimizer's parameters, and that the latest pass over the data trained."""
+        """Keep the optimizer's parameters, and note that the latest pass over the data trained."""
         self.groups = optimizer.param_groups
         self.passes = []
         self.old = {}
@@ -229,11 +231,11 @@ class Watch:
             self.epochs[-1].trained = True
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of the optimizer that made the last step."""
+        """Return the parameters of the optimizer that made the last step."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
     def report(self) -> Report:
-        """What this rank did."""
+        """Return what this rank did."""
         why = "the model is not wrapped, or the loss does not come from its wrapper"
         if self.local_step:
             why = (
@@ -259,20 +261,20 @@ def run_script(source: str, arguments: list[str]) -> None:
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
     )
     sys.argv = ["script", *arguments]
-    # From here a traceback takes the lines that it shows.
+    # A traceback takes the lines that it shows from this cache.
     linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
     with redirect_stdout(StringIO()):
         exec(compile(source, "script", "exec"), {"__name__": "__main__"})
 
 
 def samples_of(batch: Any) -> list[int]:
-    """A checksum of each sample's content.
+    """Return a checksum of each sample's content.
 
-    It identifies the sample whatever its data set and sampler are.
+    It identifies a sample whatever the data set and the sampler are.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     checksums = []
-    # Row i of the inputs, of the targets and of what else there is belong to sample i.
+    # Row i of each tensor, such as the inputs and the targets, belongs to sample i.
     for rows in zip(*tensors, strict=False):
         content = b"".join(row.numpy(force=True).tobytes() for row in rows)
         checksums.append(crc32(content))
@@ -280,7 +282,7 @@ def samples_of(batch: Any) -> list[int]:
 
 
 def names_of(state: Any) -> list[str]:
-    """The names of all tensors in what was saved: a model, its state, or a dict that holds one."""
+    """Return the names of all tensors in what was saved: a model, a state, or a dict of these."""
     if isinstance(state, torch.nn.Module):
         state = state.state_dict()
     if not isinstance(state, dict):

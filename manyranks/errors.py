@@ -1,4 +1,4 @@
-"""Every error that is raised on purpose where ranks are run, timed and checked:
+"""The errors that this library raises on purpose.
 
     ManyranksError
     ├── LaunchError          a launch failed; raised itself if the ranks could not be started, or
@@ -21,28 +21,43 @@ from typing import NamedTuple
 
 
 class ManyranksError(Exception):
-    """Base of these errors: their message says what was wrong and what to do."""
+    """The base of these errors, whose messages say what was wrong and what to do."""
 
     def _render_traceback_(self):
-        """What a notebook shows: the message alone, without the launcher's own frames."""
+        """Return what a notebook shows: the message alone, without the launcher's own frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class LaunchError(ManyranksError):
-    """A launch failed: its ranks could not be started, were ended from outside, or as below."""
+    """A launch failed: its ranks could not be started or were ended, or a subclass says how."""
+
+
+WAITING_WORDS = {
+    "send": "to send to rank {ranks[0]}",
+    "receive": "to receive from rank {ranks[0]}",
+    "receive from any": "to receive from any rank",
+    "collective": "for ranks {ranks} in {name}",
+    "new group": "for ranks {ranks} to make a group",
+    "thread": "for another thread",
+    "turn": "for its turn",
+    "files": "for files to be ready",
+    "fault": "after a fault",
+}
 
 
 class Awaited(NamedTuple):
-    """What a thread waits for.
+    """What a thread waits for; as text it is, for example, "to send to rank 1".
 
-    `kind` is "send", "receive", "receive from any", "collective", "new group", "thread" (another
-    one of its rank), "turn" or "fault" (it stopped at one that `every_order` has found). `ranks`
-    are the peer, or all members of a collective; `name` is that of the collective.
+    `kind` is a key of WAITING_WORDS. `ranks` are the peer of a message, or all members of a
+    collective; `name` is that of the collective.
     """
 
     kind: str
     ranks: tuple = ()
     name: str = ""
+
+    def __str__(self):
+        return WAITING_WORDS[self.kind].format(ranks=list(self.ranks), name=self.name)
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,8 @@ class Wait:
     """What a rank waits for in a deadlock, since when (virtual seconds), and at which line.
 
     `file` is a name without its folder, or "cell"; `text` is the line. If no line of the program's
-    own waits, the place is in a library, and `in_program` is False.
+    own waits, the place is in a library, and `in_program` is False. As text it is, for example,
+    "rank 0 waits to send to rank 1".
     """
 
     rank: int
@@ -61,13 +77,15 @@ class Wait:
     text: str
     in_program: bool = True
 
+    def __str__(self):
+        return f"rank {self.rank} waits {self.what}"
+
 
 @dataclass
 class Failure:
     """How one rank failed.
 
-    `type_name` is the exception's name, or "killed", "exited" for a process that ended.
-
+    `type_name` is the exception's name, or "killed" or "exited" for a process that ended.
     `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
     the machine's monotonic clock; `consequence` marks a broken connection, which follows from
     another rank's failure. A process that ended has its `exit_code`, negative for a signal; a
@@ -94,7 +112,7 @@ class Failure:
 class RankError(LaunchError):
     """A rank of a launch raised an exception or ended without a result.
 
-    `failures` has the culprit first.
+    `failures` has one Failure for each rank that failed, the culprit's first.
     """
 
     def __init__(self, failures: list, world_size: int):
@@ -122,7 +140,7 @@ class RankError(LaunchError):
 class RankState:
     """What a rank was doing when time ran out.
 
-    `stack` is text, and `collective` the last one that it entered.
+    `stack` is text, and `collective` is the last collective that the rank entered.
     """
 
     rank: int
@@ -134,10 +152,8 @@ class RankState:
 class LaunchTimeout(LaunchError):
     """A launch was not finished in time.
 
-    `states` says for each rank where it was, and in which collective.
-
-    `cause` tells which ranks did not enter the collective that the others wait in, if that is
-    known; their states come first.
+    `states` has a RankState for each rank. `cause` tells which ranks did not enter the collective
+    that the others wait in, if that is known; their states come first.
     """
 
     def __init__(self, timeout: float, states: list, cause: str = ""):
@@ -162,8 +178,8 @@ class LaunchTimeout(LaunchError):
 class DeadlockError(LaunchError, RuntimeError):
     """Under virtual time every thread of every rank waits for another; the message names all.
 
-    `waits` has a Wait for each rank that waits, `returned` the ranks that do not: they have
-    returned. From a launch, `failures` are those of the ranks, with tracebacks.
+    `waits` has a Wait for each rank that waits, and `returned` has the ranks that have returned. If
+    a launch raises the error, `failures` has a Failure for each rank, with its traceback.
     """
 
     def __init__(
@@ -186,7 +202,7 @@ class MismatchError(ManyranksError, RuntimeError):
 
 
 class EmulationError(ManyranksError, ValueError):
-    """An emulated link or device has impossible values, or cannot be had on this machine."""
+    """An emulated link or device has impossible values, or cannot be emulated on this machine."""
 
 
 class NoValueError(ManyranksError, RuntimeError):

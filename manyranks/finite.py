@@ -1,7 +1,4 @@
-"""NaN and infinity, named where they arise.
-
-An average spreads them to all ranks, and hides where they came from.
-"""
+"""NaN and infinity are named where they arise, before an average spreads them to all ranks."""
 
 import math
 
@@ -16,12 +13,12 @@ from .torch_inside import after_backward, backward_pass
 def watch_finite(model: nn.Module) -> list:
     """Check each gradient of `model` on this rank before it is averaged.
 
-    Call this before wrapping the model.
+    Call this before wrapping the model. `backward()` then raises NotFiniteError with this rank and
+    the parameter. Returns the hooks' handles.
 
-    `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks'
-    handles. The check is one sum per parameter: a sum is finite only if all its terms are. On a GPU
-    all sums are read together, when the pass is over: reading each would make the CPU wait for the
-    GPU each time.
+    The check is one sum per parameter: a sum is finite only if all its terms are. On a GPU all sums
+    are read together, when the pass is over: reading each would make the CPU wait for the GPU each
+    time.
     """
     names = {
         parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -29,7 +26,7 @@ def watch_finite(model: nn.Module) -> list:
     sums = SumsOfPass(names)
 
     def check_parameter(parameter):
-        """Look at a gradient that has just been made, now or on a GPU at the end of the pass."""
+        """Check a gradient that was just made; on a GPU, note its sum for the end of the pass."""
         if parameter.is_cuda:
             sums.note(parameter)
         else:
@@ -41,7 +38,7 @@ def watch_finite(model: nn.Module) -> list:
 class SumsOfPass:
     """The sums of the gradients of one backward pass, by the parameters' `names`.
 
-    Each is started as its gradient is made, and all are read when the pass is over.
+    Each sum is started as its gradient is made, and all are read when the pass is over.
     """
 
     def __init__(self, names):
@@ -50,9 +47,10 @@ class SumsOfPass:
         self.backward_pass = None
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Queue the sum of a gradient that has just been made; nothing waits for it."""
+        """Queue the sum of a gradient that has just been made; nothing waits for the sum."""
         if self.backward_pass != backward_pass():
-            self.sums = {}  # The last pass may have ended in an error.
+            # The last pass may have ended in an error, which left its sums behind.
+            self.sums = {}
             self.backward_pass = backward_pass()
             after_backward(self.check_sums)
         if not parameter.grad.is_sparse:
@@ -77,7 +75,7 @@ class SumsOfPass:
 
 
 def this_rank() -> int:
-    """The rank of this process; 0 outside of a job."""
+    """Return the rank of this process; 0 outside of a job."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

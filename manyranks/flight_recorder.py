@@ -1,6 +1,4 @@
-"""What each rank's last collective was.
-
-Other ranks can read it, and so can the launcher when a rank hangs.
+"""The record of each rank's last collectives, which other ranks and the launcher can read.
 
 The ranks of a launch share one table in memory. Each of our collectives records in it what it is
 about to reduce, before it sends anything, and reads what the other ranks recorded for the same
@@ -32,18 +30,17 @@ MOST_MEMBERS = 128  # Ranks from this number on have no place in the record of a
 
 # A process takes part in at most one launch, and shares its table.
 _own = SimpleNamespace(memory=None, rank=0)
-sequences: dict = {}  # by group name: how many of our collectives this rank has entered in it
-_inside = threading.local()  # Its `tag` is that of the collective which this thread is in.
+sequences: dict = {}  # how many of our collectives this rank has entered, by the group's name
+_inside = threading.local()  # Its `tag` is that of the collective in which this thread is.
 
 
 class Call(Structure):
     """One collective of one rank, laid out as in C.
 
-    `sequence` counts the calls in `group`; times are monotonic.
-
     `digest` and `group` are the numbers (`number_of`) of the call's whole text and of the group's
-    name. `marks` is True at the ranks of the group that are among the first 128. At `end` the call
-    returned; on a GPU its work may go on.
+    name. `sequence` counts the calls in the group. `marks` is True at the ranks of the group that
+    are among the first 128. Times are monotonic; the call returned at `end`, but on a GPU its work
+    may go on.
     """
 
     _fields_ = [
@@ -89,10 +86,9 @@ def entry(
 ) -> Iterator[None]:
     """Record a collective while it runs.
 
-    `tensors` is the tensor, or the list of tensors, that it works on.
-
-    Only the outermost collective is recorded, not those inside it. Raises MismatchError when
-    another member of `group` came to the same call with other tensors or another collective.
+    `tensors` is the tensor, or the list of tensors, that it works on. Only the outermost collective
+    is recorded, not those inside it. Raises MismatchError when another member of `group` came to
+    the same call with other tensors or another collective.
     """
     if tag():
         yield
@@ -109,10 +105,7 @@ def entry(
 
 
 def tag() -> int:
-    """Return a number for the collective that this thread is in, the same on all ranks.
-
-    It is 0 outside of any.
-    """
+    """Return the number of this thread's collective, the same on all ranks; 0 outside of any."""
     return getattr(_inside, "tag", 0)
 
 
@@ -142,10 +135,7 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
 
 @cache
 def marks(members: tuple) -> Any:
-    """Return an array that is True at each rank of a group.
-
-    Only the job's first 128 ranks have a place in it.
-    """
+    """Return an array that is True at each rank of a group that is among the job's first 128."""
     array = (c_bool * MOST_MEMBERS)()
     for rank in members:
         if rank < MOST_MEMBERS:
@@ -154,10 +144,7 @@ def marks(members: tuple) -> Any:
 
 
 def number_of(text: str) -> int:
-    """Return a number from 1 to 2**30 for `text`, the same in all processes.
-
-    It fits into the tag of a message.
-    """
+    """Return a number from 1 to 2**30 for `text`, the same in all processes, as a message's tag."""
     return 1 + (crc32(text.encode()) >> 2)
 
 
@@ -171,11 +158,9 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
 
 
 def compare(other: Call, rank: int, own: Call) -> None:
-    """Raise MismatchError if `other`, which `rank` recorded for the same call, differs.
-
-    The collective and its tensors are compared.
-    """
-    for _ in range(2):  # The other rank may have been writing its record at the first reading.
+    """Raise MismatchError if `rank` recorded another collective or tensors for this call."""
+    # There are two readings: at the first the other rank may have been writing its record.
+    for _ in range(2):
         if (other.group, other.sequence) != (own.group, own.sequence) or other.digest == own.digest:
             return
     raise MismatchError(

@@ -1,9 +1,7 @@
-"""Calls of the operating system that Python's own library lacks.
+"""Calls of Linux that Python's own library lacks: ends of processes, namespaces, limits.
 
-They are about how processes end, namespaces, and a container's limits.
-
-At its top it imports the standard library only, so that the preloaded server and other small
-processes can load it. The functions about processes do nothing on other systems; those about
+At its top this module imports the standard library only, so that the preloaded server and other
+small processes can load it. The functions about processes do nothing on other systems; those about
 namespaces raise OSError there. Sources: prctl(2), namespaces(7), user_namespaces(7), netdevice(7),
 proc_net_tcp(5), cgroups(7).
 """
@@ -34,7 +32,8 @@ MS_PRIVATE = 0x40000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 1
 MADV_COLLAPSE = 25
-LISTENING = "0A"  # the state of a socket that takes connections, as /proc/net/tcp writes it
+# /proc/net/tcp writes the state of a socket that takes connections in this way.
+LISTENING = "0A"
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 PROCESS_LIMIT = (
@@ -67,10 +66,8 @@ def prctl(option: int, value: int) -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends.
 
-    Exit at once if `parent`, a process id, has ended.
-
-    Linux forgets this when a process changes its credentials, as by entering a user namespace: call
-    this again then.
+    If the process `parent` is not the parent any more, exit at once. Linux forgets this when a
+    process changes its credentials, as by entering a user namespace: call this again then.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -78,7 +75,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parents have ended children of this process."""
+    """Have descendants become children of this process when their own parents end."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -97,10 +94,8 @@ def use_huge_pages() -> None:
 def unshare_as_anyone(flags: int) -> None:
     """Move this process into new namespaces.
 
-    Users without that right first enter a user namespace, where they have it.
-
-    The process keeps its user and group there. It must have one thread only. Raises OSError where
-    that is forbidden.
+    Users without that right first enter a user namespace, where they have it. The process keeps its
+    user and group there. It must have one thread only. Raises OSError where that is forbidden.
     """
     try:
         call("unshare", flags)
@@ -134,8 +129,8 @@ def raise_loopback() -> None:
 def enter_own_network() -> None:
     """Move this process into a network in which there is nothing but a loopback.
 
-    It must have one thread only. Raises OSError where that is forbidden; the process is then as it
-    was.
+    The process must have one thread only. Raises OSError where that is forbidden, and leaves the
+    process as it was.
 
     A child tries first: some systems let an ordinary user into a user namespace, and then forbid
     everything in it (AppArmor in Ubuntu 24.04).
@@ -189,15 +184,12 @@ def users_connected() -> set[int]:
 
 
 def usable_cores() -> int:
-    """Return how many processor cores this process may keep busy.
-
-    Its affinity and its containers' share of time decide.
-    """
+    """Return how many cores this process may keep busy, by its affinity and its containers."""
     return max(1, math.floor(processor_share()))
 
 
 def processor_share() -> float:
-    """Return the usable cores as a fraction: a container may be given half a core."""
+    """Return the usable cores, which may be a fraction: a container may be given half a core."""
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -213,17 +205,14 @@ def processor_share() -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes that new processes may use.
-
-    That is the machine's free memory, or less if a container allows less.
-    """
+    """Return the bytes that new processes may use: what is free, or less if a container says so."""
     free = available_memory()
     for folder in cgroup_folders("memory"):
         limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
         used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
             details = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-            # Cached files, which the kernel gives up first; in version 1 the total counts.
+            # The kernel gives up cached files first; version 1 has their total under another name.
             reclaimable = details.get("total_inactive_file") or details.get("inactive_file", "0")
             free = min(free, int(limit) - int(used) + int(reclaimable))
     return max(0, free)
@@ -243,10 +232,8 @@ def available_memory() -> int:
 def cgroup_folders(controller: str) -> list[Path]:
     """Return the folders of this process's control group and of all groups around it.
 
-    Each may set a limit.
-
-    `controller` is "memory" or "cpu". In version 1 every controller has a tree of its own, in
-    version 2 all share one.
+    Each group may set a limit. `controller` is "memory" or "cpu". In version 1 every controller has
+    a tree of its own, in version 2 all share one.
     """
     folders = []
     for line in read(OWN_CGROUPS).splitlines():

@@ -8,7 +8,7 @@ from typing import IO
 def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
     """Open a new file that no folder lists, in memory where the system can do that.
 
-    A full disk is no obstacle then.
+    A file in memory is possible on a full disk, too.
     """
     in_memory = hasattr(os, "memfd_create")
     file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115

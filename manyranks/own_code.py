@@ -1,8 +1,9 @@
-"""Which files are ours: those of this library, and of packages that are built on it.
+"""The register of packages whose lines are not the program's: this library, and those built on it.
 
-Such a package registers itself as it is imported. Its lines are not those of the program that runs,
-so a deadlock names the program's. Each launch brings the register along: what its ranks need of
-these packages is imported once for all of them, and again when a file of theirs has changed.
+A package that is built on this library registers itself as it is imported. A deadlock then names
+the program's own lines, and none of the package's. Each launch brings the register along: what its
+ranks need of these packages is imported once for all of them, and again when a file of the packages
+has changed.
 """
 
 import os
@@ -11,11 +12,11 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A registered package."""
+    """A registered package: its folder, where Python finds it, and what launches need of it."""
 
     folder: str
-    found_in: str  # Python finds the package from this folder.
-    modules: tuple[str, ...]  # Launches need these, with all that they import.
+    found_in: str  # the folder in which Python finds the package
+    modules: tuple[str, ...]  # the modules that launches need, with all that these import
 
 
 packages: dict[str, Package] = {}  # by name
@@ -47,7 +48,7 @@ register(
     ],
 )
 LIBRARY = packages[__package__]
-# In a rank these files call the program, whose own lines are those that they have called.
+# In a rank these files call the program: its own lines begin where these files end.
 CALLING = (
     os.path.join(HERE, "launching", "rank.py"),
     os.path.join(HERE, "launching", "cell.py"),

@@ -7,18 +7,16 @@ from typing import NamedTuple
 from . import units
 from .errors import EmulationError
 
-NVLINK = "NVLink"  # Without an accelerator's name it is the newest that LINKS has.
+NVLINK = "NVLink"  # Without an accelerator's name this means the newest NVLink of LINKS.
 
 
 class Accelerator(NamedTuple):
-    """An accelerator by its numbers.
+    """An accelerator by its maker's numbers.
 
-    `rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is the
-    bandwidth of its memory in bytes per second, and it has a capacity. `cycles` are those of all
-    its multiprocessors together, per second.
-
-    `link` joins it to its neighbours in a host (a name in LINKS); `network` is in bits per second
-    of all cards of such a host.
+    `rate` is in floating-point operations per second of dense 16-bit arithmetic. `memory` is the
+    bandwidth of its memory in bytes per second, and `capacity_gb` is the size of that memory.
+    `cycles` are those of all multiprocessors together, per second. `link`, a name in LINKS, joins
+    it to its neighbours in a host; `network` is in bits per second of all cards of such a host.
     """
 
     rate: float
@@ -64,9 +62,10 @@ with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
 
 
 def bandwidth(text: str | int, accelerator_name: str | None = None) -> float:
-    """The bits per second of a link of LINKS, or of a text such as "25Gbit".
+    """Return the bits per second of a link of LINKS, or of a text such as "25Gbit".
 
-    "NVLink" alone is that of the accelerator, or else the newest. Raises EmulationError for others.
+    "NVLink" alone is that of the accelerator, or else the newest. Raises EmulationError for other
+    text.
     """
     if text == NVLINK:
         name = ALIASES.get(str(accelerator_name), accelerator_name)
@@ -83,12 +82,12 @@ def bandwidth(text: str | int, accelerator_name: str | None = None) -> float:
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """The entry of ACCELERATORS with this name, which may be an alias; None for another name."""
+    """Return the accelerator with this name, which may be an alias; None for another name."""
     return ACCELERATORS.get(ALIASES.get(name, name))
 
 
 def rate(text: str | int) -> float:
-    """The flops per second of a text such as "2GFLOP/s".
+    """Return the flops per second of a text such as "2GFLOP/s".
 
     Raises EmulationError, which names the known accelerators too, for other text.
     """
@@ -102,13 +101,11 @@ def rate(text: str | int) -> float:
 
 
 def teach(text: str) -> str:
-    """Add an accelerator to ACCELERATORS from a text such as "X1=500TFLOP/s,2TB/s".
-
-    Return its name.
+    """Add an accelerator from a text such as "X1=500TFLOP/s,2TB/s"; return its name.
 
     After the two rates there may be the memory's size ("96GB"), the link inside a host (a name in
-    LINKS) and the network of all cards of a host ("3200Gbit"). They are the A100's where they are
-    not given, and so are the cycles for each flop. Raises EmulationError for other text.
+    LINKS) and the network of all cards of a host ("3200Gbit"). What is not given is as for the
+    A100, and so are the cycles for each flop. Raises EmulationError for other text.
     """
     name, _, words = text.partition("=")
     rates = [word.strip() for word in words.split(",")]
@@ -132,7 +129,7 @@ def teach(text: str) -> str:
 
 
 def detail(word: str) -> dict:
-    """The field of an Accelerator that a word stands for: a link's name, a size or a bandwidth."""
+    """Return the field that a word gives an Accelerator: a link's name, a size or a bandwidth."""
     if word in LINKS:
         return {"link": word}
     if word.lower().endswith("bit"):

@@ -21,9 +21,10 @@ def tried() -> list[dict[str, str]]:
 
 
 def minor(release: str) -> str:
-    """Return what 2.15.0+cpu and 2.15.1 have in common.
+    """Return the minor version of a release: "2.15" for 2.15.0+cpu and 2.15.1.
 
-    A nightly 2.15.0.dev1 has nothing in common with them.
+    A nightly such as 2.15.0.dev1 is returned whole, since it shares its minor version with no
+    release.
     """
     public = release.partition("+")[0]
     if public.replace(".", "").isdigit():
@@ -38,7 +39,7 @@ def trial() -> dict[str, str] | None:
 
 
 def untried() -> str:
-    """Return a sentence about a torch of which no release of its minor version was tried, or ""."""
+    """Return a sentence that says that no release of this minor version was tried, or "" if so."""
     if trial():
         return ""
     releases = dict.fromkeys(row["torch"] for row in tried())
@@ -50,7 +51,7 @@ def untried() -> str:
 
 @cache
 def say_once() -> None:
-    """Print, at the first call in a process, that nobody tried this torch, if so."""
+    """Print that nobody tried this torch, if nobody did, at the first call in a process."""
     if untried():
         print(untried(), file=sys.stderr)
 
@@ -58,9 +59,9 @@ def say_once() -> None:
 def part(path: str, feature: str) -> Any:
     """Return the part of torch at a path such as "torch.optim:SGD" (module, colon, names).
 
-    torch does not promise it. Where it is gone, what is returned can still be imported and derived
-    from, and each use of it raises a ManyranksError, which names the part and the `feature` that
-    needs it.
+    torch promises to nobody that the part stays. Where it is gone, what is returned can still be
+    imported and derived from, and each use of it raises a ManyranksError, which names the part and
+    the `feature` that needs it.
     """
     try:
         return resolve_name(path)
@@ -69,7 +70,7 @@ def part(path: str, feature: str) -> Any:
 
 
 class Gone(type):
-    """The class of all that stands for a part of torch which is gone."""
+    """The class of classes that stand for a part of torch which is gone."""
 
     path: str
     feature: str
@@ -91,9 +92,9 @@ class Gone(type):
 
 @contextmanager
 def needing(feature: str) -> Iterator[None]:
-    """Raise a ManyranksError where a private part of torch is gone, around a function that uses it.
+    """Turn the error of a function that uses a private part of torch into a ManyranksError.
 
-    The error names the part and the `feature` that needs it.
+    The new error names the part that is gone and the `feature` that needs it.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""What launching and virtual time need of torch that it does not promise.
+"""The private parts of torch that launching and virtual time need.
 
-It may differ between versions, so each part is asked for by what this torch has, never by its
+They may differ between versions, so each part is asked for by what this torch has, never by its
 number. docs/VERSIONS.md has the versions that were tried.
 
 No other module of the library names a private part of torch, or defines a method that torch calls
@@ -23,14 +23,14 @@ from torch.distributed import distributed_c10d
 from .this_torch import gone, needing, part
 
 SIZES = "tensors that have sizes only"
-# This is torch's own class, also after `make_groups_with`.
+# This stays torch's own class after `make_groups_with`, too.
 Gloo: Any = part("torch.distributed:ProcessGroupGloo", "virtual time")
 ProcessGroup: Any = dist.ProcessGroup  # The stubs overload its methods as no class can follow.
 
 TorchDispatchMode: Any = part(
     "torch.utils._python_dispatch:TorchDispatchMode", "an emulated device"
 )
-# Tensors of such classes, as DTensor, have others inside.
+# The function says whether a class of tensors, such as DTensor, has other tensors inside.
 is_wrapper = part(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type", "a model of DTensors"
 )
@@ -42,9 +42,9 @@ NO_VALUE = (
     part("torch._subclasses.fake_tensor:DynamicOutputShapeException", SIZES),
 )
 FakeTensor = part("torch._subclasses.fake_tensor:FakeTensor", SIZES)
-# Within this block new tensors have values again.
+# Within this context new tensors have values again.
 no_fake_tensors = part("torch._subclasses.fake_tensor:unset_fake_temporarily", SIZES)
-# Within this block no mode sees what is done, not even in threads that begin to work then.
+# Within this context no mode sees what is done, not even in threads that begin to work then.
 unseen_by_modes = part("torch._C:_DisableTorchDispatch", "an emulated device")
 # The function returns this thread's modes, the innermost last.
 dispatch_modes = part(
@@ -57,9 +57,9 @@ backward_pass = part("torch._C:_current_graph_task_id", "noticing a backward pas
 
 
 def tensors_in(*operands: Any) -> list[torch.Tensor]:
-    """Return the tensors among operands, and in their lists, tuples, dicts and dataclasses.
+    """Return the tensors in operands, lists, tuples, dicts and dataclasses.
 
-    `tree_leaves` takes twice as long.
+    This is called for each operation, and `tree_leaves` takes twice as long.
     """
     tensors: list[torch.Tensor] = []
     for operand in operands:
@@ -77,7 +77,7 @@ def tensors_in(*operands: Any) -> list[torch.Tensor]:
 
 
 def parts_of(tensors: list) -> list[torch.Tensor]:
-    """Return the tensors that hold the elements of tensors: a sparse one has two."""
+    """Return the dense tensors in which the elements of tensors lie: a sparse one has two."""
     parts: list = []
     for tensor in tensors:
         if tensor.is_sparse:
@@ -119,9 +119,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def fake_tensors() -> Any:
-    """Return a context in which tensors have sizes and no values.
+    """Return a context in which new tensors have sizes and no values.
 
-    Real ones that came before may take part in operations.
+    Tensors with values that came before may take part in operations.
     """
     return part("torch._subclasses.fake_tensor:FakeTensorMode", SIZES)(allow_non_fake_inputs=True)
 
@@ -156,7 +156,7 @@ def convert_without_values(
 def code_of(operation: Any) -> Callable | None:
     """Return the Python code of an operation of `fully_shard`, None for another operation.
 
-    Such an operation copies between parameters and what is gathered.
+    The operations of `fully_shard` copy between parameters and what is gathered.
     """
     if operation.namespace != "fsdp":
         return None
@@ -168,14 +168,15 @@ def code_of(operation: Any) -> Callable | None:
 
 
 def group_of_operation(name: Any) -> dist.ProcessGroup:
-    """Return the process group that a collective which is an operation of torch names."""
+    """Return the process group that a collective names where it is an operation of torch."""
     if isinstance(name, dist.ProcessGroup):
         return name
     return distributed_c10d._resolve_process_group(name)
 
 
-# By the name of such an operation, without "_coalesced" and the "_" of one that works in place: the
-# newest name of the group's method, and whether it is given the result first, and then the input.
+# The keys are names of collectives that are operations of torch, without "_coalesced" and the "_"
+# of those that work in place. The values are the newest name of the group's method, and whether the
+# method is given the result first, and then the input.
 OPERATIONS = {
     "all_reduce": ("allreduce", False),
     "broadcast": ("broadcast", False),
@@ -189,8 +190,8 @@ OPERATIONS = {
 def begin_operation(group: Any, name: str, inputs: Any, result: Any) -> list[tuple]:
     """Begin, in a group, a collective that is an operation of torch.
 
-    Return each tensor of its result with its work. Raises NotImplementedError for one that is not
-    known.
+    Return each tensor of its result with its work. Raises NotImplementedError if OPERATIONS lacks
+    the collective.
     """
     plain = name.rstrip("_").removesuffix("_coalesced")
     if plain not in OPERATIONS:
@@ -208,8 +209,8 @@ def begin_operation(group: Any, name: str, inputs: Any, result: Any) -> list[tup
 def after_backward(function: Callable[[], None]) -> None:
     """Have `function()` called when the running backward pass is over, before it returns.
 
-    That is by `torch.autograd.graph.queue_callback`, public since torch 2.15, or by its older
-    private name.
+    This uses `torch.autograd.graph.queue_callback`, public since torch 2.15, or its older private
+    name.
     """
     if hasattr(torch.autograd.graph, "queue_callback"):
         torch.autograd.graph.queue_callback(function)
@@ -220,10 +221,7 @@ def after_backward(function: Callable[[], None]) -> None:
 def serve_store_on(
     listener: socket.socket, patience: timedelta = timedelta(minutes=5)
 ) -> dist.TCPStore:
-    """Serve a key-value store on a bound socket, and on no other address.
-
-    So two jobs never clash.
-    """
+    """Serve a key-value store on a socket that is bound already, so that two jobs never clash."""
     host, port = listener.getsockname()[:2]
     own: dict[str, Any] = {
         "is_master": True,
@@ -249,21 +247,19 @@ def after_each_group(action: Callable[[], None]) -> None:
 
 @needing("counting messages")
 def messages() -> int:
-    """Return how many of torch's own messages and collectives this process has begun.
-
-    They are counted in all process groups.
-    """
+    """Return how many of torch's own operations this process has begun in all process groups."""
     # The stubs do not know that groups count their operations.
     groups: Any = distributed_c10d._world.pg_map
     count = 0
     for group in groups:
-        with suppress(RuntimeError):  # the backend of a mesh's group does not count its operations
+        # The backend of a mesh's group does not count its operations.
+        with suppress(RuntimeError):
             count += group._get_sequence_number_for_group()
     return count
 
 
 class WorkOfGloo(dist.Work):
-    """An operation that gloo carries out as `work`, for a class that adds to it."""
+    """The base of a class that adds to an operation which gloo carries out as `work`."""
 
     def __init__(self, work: Any):
         super().__init__()
@@ -274,9 +270,9 @@ class WorkOfGloo(dist.Work):
 
 
 def methods_of(collective: str) -> dict[str, str]:
-    """Return by which names this torch calls a process group for a collective.
+    """Return the names by which this torch calls a group for a collective, each with gloo's name.
 
-    Each has gloo's own name for it. torch has renamed some, the group's method before gloo's.
+    torch has renamed some of these methods, the group's before gloo's.
     """
     renamed = {
         "all_gather_single": "_allgather_base",
@@ -293,8 +289,8 @@ class InPlaceOfGloo(ProcessGroup):
 
     It has the methods that torch calls by private names, which `ProcessGroup` promises to nobody.
 
-    When torch has told who the `members` are (global ranks), it calls `begin`, which is a
-    subclass's, and makes the group of gloo that moves the data, `gloo`.
+    When torch has told the group who its `members` are (global ranks), the group calls `begin`,
+    which a subclass defines, and makes the group of gloo that moves the data, `gloo`.
 
     torch's `Backend.register_backend` promises more, but up to 2.13 it leaves the name "gloo" to
     torch's own class.
@@ -302,18 +298,19 @@ class InPlaceOfGloo(ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: Any):
         super().__init__(rank, size)
-        for name, value in more.items():  # since 2.14 there is `enable_reconfigure`
+        # Since torch 2.14 there is `enable_reconfigure`.
+        for name, value in more.items():
             if value:
                 raise NotImplementedError(f"a process group with clocks has no {name}={value!r}")
         self.store = store
         self.patience = timeout
-        # torch writes down here what it tells a new group of gloo after it was made.
+        # torch writes here what it tells a new group of gloo after it was made.
         self.options = SimpleNamespace(_timeout=timeout, global_ranks_in_group=[], group_name="")
         self.supports_coalescing = False
         self.members: list[int] = []
 
     def _set_group_name(self, name: str) -> None:
-        """Make the group: torch calls this once it has told who is in it."""
+        """Make the group, since torch has told by now who is in it."""
         super()._set_group_name(name)
         ranks = self.options.global_ranks_in_group
         self.members = list(ranks) or list(range(self.size()))
@@ -322,7 +319,7 @@ class InPlaceOfGloo(ProcessGroup):
         self.gloo._set_sequence_number_for_group()
 
     def begin(self, of_some_ranks: bool) -> None:
-        """Meet the other members: a group `of_some_ranks` is made while the whole job has one."""
+        """Meet the other members; a group `of_some_ranks` is made beside that of the whole job."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing yet: up to torch 2.13 this call comes before the group's name."""
@@ -354,10 +351,7 @@ def refuse_others(group_class: type[InPlaceOfGloo]) -> None:
 
 
 def wait_for_futures_with(wait: Callable, collect_all: Callable) -> None:
-    """Have torch wait for a future of a thread by `wait(run, future)`.
-
-    It makes the future of many by `collect_all(futures)`.
-    """
+    """Have torch wait by `wait(run, future)`, and join futures by `collect_all(futures)`."""
     future_class: Any = torch.futures.Future  # The stubs do not know that it can be patched.
     run = future_class.wait
     future_class.wait = lambda future: wait(run, future)

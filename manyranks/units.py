@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: "200Mbit", "5ms", "5GB/s"."""
+"""Reads numbers with units as people write them: "200Mbit", "5ms", "5GB/s"."""
 
 import math
 import re

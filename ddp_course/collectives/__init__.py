@@ -1,6 +1,6 @@
 """Other algorithms for an all-reduce.
 
-Each sums `tensor` over the ranks of `group` in place, like `ring_all_reduce`, for any number of
+Each sums a tensor over the ranks of a group in place, like `ring_all_reduce`, for any number of
 ranks.
 
 For p bytes over K ranks, links of bandwidth b and latency a, additions free:

@@ -1,7 +1,4 @@
-"""Recursive halving and doubling: few steps and least traffic.
-
-The largest parts travel between neighbours.
-"""
+"""Recursive halving and doubling: few steps and least traffic."""
 
 import torch
 import torch.distributed as dist
@@ -15,20 +12,20 @@ from .strides import copy_back, flat_memory
 def halving_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Recursive halving, then recursive doubling.
+    """Sum `tensor` over the ranks of `group` in place, by recursive halving and doubling.
 
-    Ranks exchange half, a quarter, an eighth …, and the same way back.
-
-    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, some of
-    the first ranks form pairs, each of which acts as one rank: the odd rank sends its tensor to the
-    even rank, and waits for the sum.
+    Partners exchange a half, then a quarter, an eighth …, and the same on the way back. They are
+    first neighbours, so that the largest parts go the shortest way, then at distance 2, 4 …. Where
+    K is not a power of two, some of the first ranks form pairs, each of which acts as one rank: the
+    odd rank sends its tensor to the even rank, and waits for the sum.
     """
     flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     power = 2 ** (world_size.bit_length() - 1)  # the greatest power of two up to K
-    paired = 2 * (world_size - power)  # With so many ranks in pairs, `power` ranks are left.
-    # Ranks 0 and 1 are a pair, 2 and 3, …: their numbers differ in the last bit.
+    # With so many ranks in pairs, `power` ranks are left.
+    paired = 2 * (world_size - power)
+    # Ranks 0 and 1 are a pair, as are 2 and 3, …: their numbers differ in the last bit.
     partner = wire.global_rank(rank ^ 1, group) if rank < paired else None
     if partner is not None and rank % 2:
         wire.send(flat, partner, group)
@@ -52,9 +49,9 @@ def halve_and_double(
     distance: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Exchange halves of `part` with a partner, sum the own half by recursion, fetch the other.
+    """Exchange halves of `part` with a partner, sum one's own by recursion, and fetch the other.
 
-    This rank is at `place` in `ranks`, and its partner `distance` places on or back.
+    This rank is at `place` in `ranks`, and its partner is `distance` places on or back.
     """
     if distance == len(ranks):
         return

@@ -1,4 +1,4 @@
-"""Rings inside hosts around rings between them: for links of two speeds."""
+"""Rings inside hosts around rings between hosts, for links of two speeds."""
 
 import os
 
@@ -16,13 +16,12 @@ from .strides import copy_back, flat_memory
 def hierarchical_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, ranks_per_host: int | None = None
 ) -> torch.Tensor:
-    """Two levels: reduce-scatter and allgather inside each host, a ring of hosts between them.
+    """Sum `tensor` over the ranks of `group` in place, on two levels.
 
-    There is a ring for each chunk.
-
-    Hosts are runs of `ranks_per_host` consecutive ranks (default: LOCAL_WORLD_SIZE, else all on one
-    host); the number must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between
-    the H hosts of R ranks.
+    Each host's ranks reduce-scatter; each chunk then goes around a ring of hosts; and the host's
+    ranks allgather. Hosts are runs of `ranks_per_host` consecutive ranks (default:
+    LOCAL_WORLD_SIZE, else all ranks on one host). Only 2(H-1)/H p/R bytes of a rank cross between
+    the H hosts of R ranks. Raises ValueError if K is no multiple of the number.
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
@@ -34,7 +33,7 @@ def hierarchical_all_reduce(
             " to fit"
         )
     whole = group or default_group()
-    place = rank % size  # in the host
+    place = rank % size  # the rank's number in its host
     first = rank - place
     inside = group_of(whole, range(first, first + size))
     across = group_of(whole, range(place, world_size, size))
@@ -52,7 +51,7 @@ def hierarchical_all_reduce(
 
 
 def group_of(whole: dist.ProcessGroup, members: range) -> dist.ProcessGroup:
-    """The group of these members of `whole`, which is `whole` itself if they are all of it."""
+    """Return the group of these members of `whole`, which is `whole` itself for all members."""
     if len(members) == dist.get_world_size(whole):
         return whole
     return wire.group_of(whole, tuple(members))

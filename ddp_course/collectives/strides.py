@@ -4,13 +4,13 @@ import torch
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of `tensor` as flat memory.
+    """Return the values of `tensor` as flat memory: the tensor's own, or a copy.
 
-    That is the tensor's own memory, or a copy if the tensor has gaps or is a conjugated or negated
-    view.
+    It is a copy if the tensor has gaps, or is a conjugated or negated view.
     """
     flat = tensor.resolve_conj().resolve_neg().contiguous()
-    return flat.as_strided([flat.numel()], [1])  # A single element may have any stride.
+    # A single element may have any stride, so the stride is set here.
+    return flat.as_strided([flat.numel()], [1])
 
 
 def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The binomial tree: few steps, whole tensors."""
+"""The binomial tree: few steps, in which whole tensors travel."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     flat = flat_memory(tensor)
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
-    lowest_bit = rank & -rank  # the docstring's d; 0 for rank 0, which has nobody above it
+    # This is the docstring's d; it is 0 for rank 0, which has nobody above it.
+    lowest_bit = rank & -rank
     above = wire.global_rank(rank - lowest_bit, group)
     below = []
     distance = 1

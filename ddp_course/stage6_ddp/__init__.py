@@ -4,7 +4,7 @@ Stage 5 assumed that all goes well: every parameter gets a gradient in every pas
 the same model and the same amount of data, and gradients are not accumulated. One file per feature,
 in reading order:
 
-    before_training  are all ranks about to train the same model?
+    before_training  whether all ranks are about to train the same model
     buckets          gradients that travel together, and how they get in and out
     bucket_sums      sums of a bucket: by the backend, by our own algorithms, by a hook
     reducer          when each bucket leaves, and in which order: the heart of the stage
@@ -14,7 +14,7 @@ in reading order:
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
     mixed_precision  compute and communicate in half precision
-    after_wrapping   is it still the model that was wrapped?
+    after_wrapping   whether it still is the model that was wrapped
     ddp              the class that puts everything together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB
@@ -40,10 +40,7 @@ def train(
     loss=cross_entropy,
     optimizer=SGD,
 ):
-    """Train `model` in place on this rank's share of each batch.
-
-    Return this rank's loss of every step.
-    """
+    """Train `model` in place on this rank's share of each batch; return its losses."""
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, all_reduce=all_reduce)
     optimizer = optimizer(model.parameters(), lr=lr)
     losses = []

@@ -1,10 +1,11 @@
-"""Is it still the model that was wrapped?
+"""Checks that it still is the model that was wrapped.
 
-The reducer listens to the parameters that a model had when it was wrapped. Others get gradients
-too, which nobody averages: after `load_state_dict(…, assign=True)`, `layer.weight = Parameter(…)`,
-`parametrize`, an adapter in place of a layer, or when a frozen parameter is to be trained after
-all. So every forward pass with gradients looks whether the model has the same parameters. That
-takes a third of a microsecond for each layer: it compares the contents of the layers' dicts in C.
+The reducer listens to the parameters that a model had when it was wrapped. Nobody averages the
+gradients of others, which a model may get by `load_state_dict(…, assign=True)`, `layer.weight =
+Parameter(…)`, `parametrize`, an adapter in place of a layer, or when a frozen parameter is to be
+trained after all. So every forward pass with gradients looks whether the model has the same
+parameters. That takes a third of a microsecond for each layer, as it compares the contents of the
+layers' dicts in C.
 """
 
 import weakref
@@ -24,8 +25,8 @@ WHAT_TO_DO = (
 class Inventory:
     """The parameters of `module` when it was wrapped.
 
-    `averaged`, {name: parameter}, are those whose gradients are averaged, and `ignored` has the
-    names of others. Some `may_be_unused`.
+    `averaged`, {name: parameter}, has those whose gradients are averaged, and `ignored` the names
+    of others. `may_be_unused` says whether a pass may leave out some of them.
     """
 
     def __init__(self, module, averaged, ignored, may_be_unused):
@@ -39,7 +40,7 @@ class Inventory:
         self.note()
 
     def note(self):
-        """Keep what each layer has, and which parameters are trained."""
+        """Note what each layer has now, and which parameters are trained."""
         self.dicts = []
         for layer in self.module.modules():
             self.dicts += [layer._parameters, layer._modules]
@@ -48,12 +49,12 @@ class Inventory:
         self.trained = list(map(trains, self.parameters))
 
     def now_held(self):
-        """The parameters and layers that each layer has now."""
+        """Return the parameters and layers that each layer has now."""
         return [*chain.from_iterable(map(contents, self.dicts))]
 
     @uncompiled
     def check(self):
-        """Raise RuntimeError, with names, if a gradient would not be averaged, or be waited for."""
+        """Raise RuntimeError, with names, if a gradient would be left out, or awaited in vain."""
         held = self.now_held()
         same = len(held) == len(self.held) and all(map(is_, held, self.held))
         if same and list(map(trains, self.parameters)) == self.trained:
@@ -65,7 +66,7 @@ class Inventory:
         known = {parameter: name for name, parameter in self.averaged.items()}
         new = [trained[parameter] for parameter in trained.keys() - known.keys()]
         lost = [known[parameter] for parameter in known.keys() - trained.keys()]
-        # Where all are frozen, as in a generator's turn, none is waited for.
+        # If all parameters are frozen, as in a generator's turn, the reducer waits for none.
         if new or (len(lost) < len(known) and lost and not self.may_be_unused):
             names = ", ".join(sorted({*new, *lost}))
             raise RuntimeError(

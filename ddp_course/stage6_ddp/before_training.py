@@ -1,6 +1,4 @@
-"""Checks before the first step.
-
-What can be trained, and are all ranks about to train the same model?
+"""Checks before the first step that all ranks are about to train the same model.
 
 A rank with one parameter more, or with another shape, would add up gradients that do not belong
 together, or hang. These checks find such a rank before training begins, and name its parameter.
@@ -19,9 +17,9 @@ from ..torch_private import default_group
 def trainable(module, ignored):
     """Return {name: parameter} of all parameters that take part, each once.
 
-    Several layers may share one; `ignored` has the names of others. Raises RuntimeError if there is
-    none or one is not initialised, ValueError for parts of parameters and for several types of
-    device.
+    Several layers may share a parameter. `ignored` has the names of parameters that take no part.
+    Raises RuntimeError if there is no parameter or one is not initialised, ValueError for parts of
+    parameters and for several types of device.
     """
     parameters = dict(module.named_parameters())
     for name in ignored:
@@ -52,10 +50,7 @@ def trainable(module, ignored):
 
 
 def sparse_parameters(module):
-    """The parameters whose gradients will be sparse tensors.
-
-    These are those of embeddings made with `sparse=True`.
-    """
+    """Return the weights of embeddings with `sparse=True`, whose gradients will be sparse."""
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {
         layer.weight for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse
@@ -65,7 +60,8 @@ def sparse_parameters(module):
 def same_on_all_ranks(parameters, group=None):
     """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
 
-    Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
+    Number, shape, dtype and strides are compared with rank 0's, in order; names only serve the
+    message.
     """
     forms = []
     for name, parameter in parameters.items():
@@ -83,7 +79,7 @@ def same_on_all_ranks(parameters, group=None):
 
 
 def first_difference(expected, actual, rank):
-    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not.
+    """Return in words how a rank's parameters differ from rank 0's; None if they do not.
 
     Both lists have the (name, form) of each parameter.
     """
@@ -106,7 +102,7 @@ def first_difference(expected, actual, rank):
 
 
 def group_of(process_group, device_mesh):
-    """The process group that the two arguments stand for.
+    """Return the process group for which the two arguments stand.
 
     Raises RuntimeError for both at once, and for a mesh of several dimensions.
     """
@@ -120,10 +116,9 @@ def group_of(process_group, device_mesh):
 
 
 def devices_of(parameters, device_ids, output_device):
-    """Check `device_ids` and `output_device`.
+    """Return the arguments [the inputs' GPU] and the outputs' GPU, checked, or None for both.
 
-    Return [the inputs' GPU] and the outputs' GPU, or None for both. Raises ValueError for several
-    devices, or a GPU without a model on it.
+    Raises ValueError for several devices, or a GPU without the model on it.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
@@ -142,7 +137,7 @@ def devices_of(parameters, device_ids, output_device):
 
 def refuse_modules(module):
     """Raise ValueError for a layer that torch has sharded, or its SyncBatchNorm on the CPU."""
-    # Importing torch's FSDP, to ask for its classes, takes a while.
+    # Classes are known by the names of their modules, as importing torch's FSDP takes a while.
     homes = {each.__module__ for layer in module.modules() for each in type(layer).__mro__}
     if any(home.startswith("torch.distributed.fsdp") for home in homes):
         raise ValueError(

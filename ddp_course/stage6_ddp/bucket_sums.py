@@ -1,6 +1,4 @@
-"""Three ways to sum a full bucket over the ranks.
-
-The backend does it, or one of our own algorithms, or a hook of yours.
+"""Three ways to sum a full bucket: by the backend, by an algorithm of our own, or by your hook.
 
 The reducer treats all three alike. `start(bucket)` begins the communication and returns at once;
 the function that it returns waits for the end, and returns the tensor with the result:
@@ -18,9 +16,7 @@ from ..torch_private import Future
 
 
 class GradBucket:
-    """A bucket as a communication hook sees it.
-
-    It has the interface of `torch.distributed.GradBucket`.
+    """A bucket as a communication hook sees it, with the interface of torch's `GradBucket`.
 
     Python cannot construct torch's own class, and torch's hooks do not ask for the type.
     """
@@ -32,18 +28,15 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self):
-        """Position of the bucket in the order of communication, from 0."""
+        """Return the position of the bucket in the order of communication, from 0."""
         return self._index
 
     def buffer(self):
-        """The bucket's gradients in one flat tensor; not yet divided by the number of ranks."""
+        """Return the gradients in one flat tensor, not yet divided by the number of ranks."""
         return self._buffer
 
     def gradients(self):
-        """Views of the present buffer, one for each parameter.
-
-        Each has the parameter's shape and no gaps.
-        """
+        """Return a view of the buffer for each parameter, with its shape and without gaps."""
         if self._buffer.is_sparse:
             return [self._buffer]
         pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])
@@ -53,11 +46,11 @@ class GradBucket:
         ]
 
     def parameters(self):
-        """The parameters in the bucket."""
+        """Return the parameters in the bucket."""
         return self._parameters
 
     def is_last(self):
-        """Whether no other bucket follows in this pass."""
+        """Return whether no other bucket follows in this pass."""
         return self._is_last
 
     def set_buffer(self, tensor):
@@ -66,7 +59,7 @@ class GradBucket:
 
 
 def by_backend(group=None):
-    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
+    """Return a way to sum buckets by gloo's or NCCL's own all_reduce, in its thread or stream."""
 
     def start(bucket):
         """Have the backend sum the bucket."""
@@ -87,7 +80,7 @@ def by_backend(group=None):
 
 
 def by_algorithm(all_reduce, group=None):
-    """Our own `all_reduce`, such as a ring, in the communication thread.
+    """Return a way to sum buckets by our own `all_reduce`, such as a ring, in a thread.
 
     The backend sums sparse gradients.
     """
@@ -99,7 +92,7 @@ def by_algorithm(all_reduce, group=None):
         tensor = bucket.buffer()
         if tensor.is_sparse:
             return backend(bucket)
-        # The thread sends over a group of its own.
+        # The thread sends over a group of its own, the twin.
         wait_for_sum = thread.start(lambda twin: all_reduce(tensor, group=twin), tensor.device)
 
         def wait():
@@ -112,13 +105,13 @@ def by_algorithm(all_reduce, group=None):
 
 
 def by_hook(hook, state):
-    """A communication hook.
+    """Return a way to average buckets by a communication hook.
 
-    `hook(state, bucket)` returns a future of the averaged tensor, and divides by K.
+    `hook(state, bucket)` returns a future of the averaged tensor, and divides by K itself.
     """
 
     def start(bucket):
-        """Call the hook."""
+        """Have the hook average the bucket."""
         future = hook(state, bucket)
         if not isinstance(future, Future):
             raise TypeError(

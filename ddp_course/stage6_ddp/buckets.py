@@ -1,4 +1,4 @@
-"""Which gradients travel together, and how they get into their bucket and out again.
+"""Buckets: which gradients travel together, and how they get in and out.
 
 A bucket is one flat tensor with a window, a *view*, for each gradient in it. There are two ways to
 fill it:
@@ -23,7 +23,7 @@ from math import inf
 import torch
 
 MIB = 2**20
-FIRST_CAP = 1 * MIB  # The first bucket is small so that communication starts early.
+FIRST_CAP = 1 * MIB  # The first bucket is small, so that communication starts early.
 DEFAULT_CAP = 25 * MIB
 NO_LIMIT = 2**63  # No model has so many bytes: all gradients of a kind share one bucket.
 HIGHER_ORDER = (
@@ -35,12 +35,10 @@ HIGHER_ORDER = (
 
 
 def size_limits(cap_mb, cap_mb_list=None):
-    """Bytes at which the first, second, … bucket closes.
+    """Return the bytes at which the first, second, … bucket closes.
 
-    The last entry is repeated for all that follow.
-
-    Only the default cap (None) has a smaller first bucket. Raises ValueError unless all caps are
-    positive.
+    The last entry holds for all buckets that follow. Only the default cap (None) has a smaller
+    first bucket. Raises ValueError unless all caps are positive.
     """
     caps = cap_mb_list or [cap_mb]
     if any(cap is not None and not 0 < cap < inf for cap in caps):
@@ -54,15 +52,13 @@ def size_limits(cap_mb, cap_mb_list=None):
 
 
 def bucket_assignment(tensors, limits, sparse=(), order=None):
-    """Return the indices into `tensors` for each bucket.
+    """Return for each bucket the indices into `tensors` of its members.
 
-    A bucket has one (dtype, device) and closes at its limit.
-
-    The buckets of each (dtype, device) use `limits` (bytes) one by one. `sparse` holds the indices
-    of tensors with sparse gradients, which travel alone. `order` is the order in which gradients
-    become ready; without it, tensors are taken as they come and the buckets sorted by their first
-    member. Buckets that are still open at the end come last, those of the dtype seen last before
-    the others.
+    All members have one dtype and device. The buckets of each dtype and device close at the
+    `limits` (bytes), one by one. `sparse` holds the indices of tensors with sparse gradients, which
+    travel alone. `order` is the order in which gradients become ready; without it, tensors are
+    taken as they come, and the buckets are sorted by their first member. Buckets that are still
+    open at the end come last, those of the dtype seen last before the others.
     """
     filling = {}
     closed = []
@@ -84,10 +80,7 @@ def bucket_assignment(tensors, limits, sparse=(), order=None):
 
 @dataclass
 class Filling:
-    """A bucket that is still open.
-
-    It has the limits of it and of later buckets, its members' indices, and its size in bytes.
-    """
+    """A bucket that is still open: its limit and those of later ones, its members, its bytes."""
 
     limits: list
     members: list = field(default_factory=list)
@@ -95,10 +88,10 @@ class Filling:
 
 
 class Bucket:
-    """The flat tensor that is all-reduced, its views, and whose gradients it carries.
+    """The flat tensor that is all-reduced, with a view for the gradient of each parameter.
 
-    `dtype` is that of the flat tensor (None: the parameters'); only gradients of the same dtype can
-    be views of it.
+    `dtype` is that of the flat tensor, or None for the parameters'; only gradients of the same
+    dtype can be views of it.
     """
 
     def __init__(self, index, parameters, as_view, dtype):
@@ -116,7 +109,7 @@ class Bucket:
     def adopt(self):
         """Move existing gradients into this bucket, where `put_gradient` divides them.
 
-        torch does so, too. A copy would be multiplied by 1 / divisor, which rounds another way.
+        torch does so, too. A copy would be multiplied by 1 / divisor, which rounds in another way.
         """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
@@ -125,10 +118,8 @@ class Bucket:
     def put_gradient(self, slot, divisor):
         """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket.
 
-        These are zeros if it has none.
-
-        The division comes before the sum, as in torch: large gradients do not overflow, and the
-        bits agree.
+        A parameter without a gradient gives zeros. The division comes before the sum, as in torch:
+        large gradients do not overflow, and the bits agree.
         """
         parameter = self.parameters[slot]
         view = self.views[slot]
@@ -147,9 +138,9 @@ class Bucket:
                 parameter.grad = view
 
     def without_graph(self, grad):
-        """Return `grad` without its graph.
+        """Return a gradient without its graph.
 
-        Raise RuntimeError, as torch does, if the bucket has several gradients.
+        Raises RuntimeError, as torch does, if the bucket has several gradients.
         """
         if len(self.parameters) > 1:
             raise RuntimeError(HIGHER_ORDER)
@@ -157,14 +148,11 @@ class Bucket:
         return grad.detach()
 
     def zeros(self):
-        """The contribution of a rank that has no data."""
+        """Return the contribution of a rank that has no data."""
         return torch.zeros_like(self.flat)
 
     def hand_out(self, averages, untouched=()):
-        """Make the flat tensor `averages` the parameters' gradients.
-
-        The `untouched` ones, which no rank used, are left out.
-        """
+        """Make the flat tensor `averages` the gradients of all but the `untouched` parameters."""
         if averages.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(averages.view(-1))
         grads = []
@@ -184,7 +172,7 @@ class Bucket:
 class SparseBucket:
     """The bucket of one parameter with sparse gradients.
 
-    There is nothing to lay out, the gradient travels as it is, so `as_view` and `dtype` have no
+    The gradient travels as it is, so there is nothing to lay out, and `as_view` and `dtype` have no
     effect.
     """
 
@@ -196,13 +184,13 @@ class SparseBucket:
     def put_gradient(self, slot, divisor):
         """Keep the gradient, over `divisor`.
 
-        A rank that did not use the parameter adds a tensor without entries.
+        A rank that did not use the parameter adds a sparse tensor without entries.
         """
         grad = self.parameters[slot].grad
         self.flat = self.zeros() if grad is None else grad.detach() / divisor
 
     def zeros(self):
-        """A sparse tensor without entries."""
+        """Return a sparse tensor without entries."""
         parameter = self.parameters[0]
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
@@ -216,17 +204,14 @@ class SparseBucket:
 
 @cache
 def reciprocal(divisor, dtype):
-    """1 / `divisor` as a tensor, for gradients of `dtype`.
+    """Return 1 / `divisor` as a tensor, for gradients of `dtype`.
 
-    It is made once, because that takes longer than the copy of a small gradient.
+    It is made only once, because that takes longer than the copy of a small gradient.
     """
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def view_like(piece, parameter):
-    """The vector `piece` with the shape of `parameter`.
-
-    It has its strides, too, if these leave no gaps.
-    """
+    """Return the vector `piece` with a parameter's shape, and its strides if they leave no gaps."""
     # `empty_like` keeps channels_last, and packs other layouts.
     return piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())

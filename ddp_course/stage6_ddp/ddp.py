@@ -1,9 +1,9 @@
-"""The wrapper: puts the other files together, behind the interface of torch's own.
+"""The wrapper, which puts the other files together behind the interface of torch's own class.
 
 wrapping    the module is checked, rank 0's weights are broadcast, buckets are laid out, and the
             reducer listens to every gradient
-forward     buckets are laid out anew, once; buffers are broadcast; the module runs; the reducer
-            expects a backward pass
+forward     buckets are laid out again, once; buffers are broadcast; the module runs; the
+            reducer expects a backward pass
 backward    the reducer does all that is left: see `reducer`
 """
 
@@ -138,7 +138,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
 
     def trainable(self):
-        """{name: parameter} of those whose gradients are averaged."""
+        """Return {name: parameter} of those whose gradients are averaged."""
         return before_training.trainable(self.module, self.parameters_to_ignore)
 
     def start_equal(self, init_sync, broadcast_buffers, forward_sync_buffers):
@@ -148,7 +148,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers = forward_sync_buffers
             with_buffers = True
-        self.buffers_from = 0  # This rank's buffers are broadcast outside of `join`.
+        self.buffers_from = 0  # the rank whose buffers are broadcast outside of `join`
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         if init_sync:
@@ -156,7 +156,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.sync_model(0, with_buffers)
 
     def make_reducer(self):
-        """Lay out the buckets and listen to the gradients; unpickling calls this too."""
+        """Lay out the buckets and listen to the gradients; unpickling calls this, too."""
         self.has_buffers = bool(self.named_buffers_in_sync())
         group = self.process_group
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
@@ -199,11 +199,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.reducer.expect(outputs, not synchronising) if recording else outputs
 
     def before_forward(self):
-        """The collectives at the beginning of an iteration.
-
-        They are in the order that shadowing ranks follow.
-        """
-        announcement = Join.notify_join_context(self)  # None, unless in `join`
+        """Take part in an iteration's collectives, in the order that shadowing ranks follow."""
+        # The announcement is None outside of `join`.
+        announcement = Join.notify_join_context(self)
         self.reducer.divisor = dist.get_world_size(self.process_group)
         if announcement and not self.divides_by_initial_world_size:
             self.reducer.divisor = active_ranks(announcement)
@@ -211,15 +209,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.reducer.rebuild()
         if self.syncs_buffers():
             self.sync_buffers()
-        if self._join_config.enable:  # Only ranks without data need the answer.
+        # Only ranks without data need the answer.
+        if self._join_config.enable:
             any_synchronises(self, self.require_backward_grad_sync)
 
     @contextmanager
     def no_sync(self):
-        """Within this context, gradients are accumulated on each rank and not averaged.
+        """Accumulate gradients on each rank, and do not average them, within this context.
 
-        What counts is where the *forward* pass runs: it prepares the synchronisation of its
-        backward pass. The first forward and backward after the context average all that was
+        It counts where the *forward* pass runs, as that prepares the synchronisation of its
+        backward pass. The first forward and backward pass after the context average all that was
         accumulated, once.
         """
         before = self.require_backward_grad_sync
@@ -230,7 +229,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def sync_model(self, src, with_buffers):
-        """Overwrite parameters, and buffers too if wanted, with those of rank `src`."""
+        """Overwrite parameters, and if wanted buffers, too, with those of rank `src`."""
         parameters = [
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
@@ -238,7 +237,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         broadcast_tensors(parameters + buffers, src, self.process_group)
 
     def named_buffers_in_sync(self):
-        """{name: buffer}; looked up each time, because modules may replace their buffers."""
+        """Return {name: buffer}, looked up each time, because modules may replace their buffers."""
         return {
             name: buffer
             for name, buffer in self.module.named_buffers()
@@ -246,14 +245,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         }
 
     def syncs_buffers(self):
-        """Whether buffers are broadcast before this forward pass."""
+        """Return whether buffers are broadcast before this forward pass."""
         return self.forward_sync_buffers and self.require_forward_param_sync and self.has_buffers
 
     def sync_buffers(self, src=None):
-        """Broadcast the buffers of `src`.
+        """Broadcast the buffers of rank `src`.
 
-        If that is None, they are rank 0's, in `join` those of a rank with data, and after it the
-        last rank's.
+        None stands for rank 0, in `join` for a rank with data, and after it for the last rank.
         """
         if src is None:
             src = self.buffers_from
@@ -267,11 +265,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def register_comm_hook(self, state, hook):
         """Let `hook(state, bucket)` average each bucket in place of the default.
 
-        It returns a `torch.futures.Future`.
-
-        `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
-        `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first
-        backward pass. Raises TypeError for what cannot be called, RuntimeError for a second hook.
+        The hook gets a `GradBucket`, whose buffer is not yet divided by K, and returns a
+        `torch.futures.Future`. The hooks of `torch.distributed.algorithms.ddp_comm_hooks` run
+        unchanged. There can be one hook, before the first backward pass. Raises TypeError for a
+        hook that cannot be called, RuntimeError for a second hook.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -283,13 +280,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def join(
         self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
     ):
-        """Context manager around a training loop in which ranks may run out of data.
+        """Return a context for a training loop in which ranks may run out of data early.
 
-        They may do so at different times; see `uneven`.
-
-        With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of
-        data: needed where the model has collectives of its own, such as SyncBatchNorm, which cannot
-        be shadowed.
+        The module `uneven` says how. With `throw_on_early_termination` all ranks raise RuntimeError
+        as soon as one is out of data: that is needed where the model has collectives of its own,
+        such as SyncBatchNorm's, which cannot be shadowed.
         """
         return Join(
             [self],
@@ -299,10 +294,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs):
-        """What a rank without data does in every iteration of the other ranks."""
+        """Return what a rank without data does in every iteration of the other ranks."""
         return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
-    join_device = property(lambda self: self.device)  # the join context counts ranks there
+    # The join context counts ranks on this device.
+    join_device = property(lambda self: self.device)
     join_process_group = property(lambda self: self.process_group)
 
     def __getstate__(self):

@@ -1,4 +1,4 @@
-"""`mixed_precision=`: compute and communicate in few bits, keep the weights in all of theirs.
+"""`mixed_precision=`: compute and communicate in few bits, and keep the weights in all of theirs.
 
     weights, float32 --cast--> low --forward, backward--> gradient, low --cast--> gradient, float32
                                                                                      |
@@ -7,9 +7,8 @@
 The casts are ordinary operations in the graph, so autograd finds the way back by itself. Between
 passes all is float32: optimizer, checkpoints, accumulated gradients. Only an exception in backward
 leaves low weights in the module, until the next forward pass. A bucket in half precision has half
-the bytes.
-`torch.autocast` works otherwise: it chooses a precision for each operation, and communicates in
-float32.
+the bytes. `torch.autocast` works otherwise: it chooses a precision for each operation, and
+communicates in float32.
 """
 
 from contextlib import ExitStack
@@ -25,10 +24,9 @@ from ..torch_private import uncompiled, with_weights
 class LowPrecision:
     """A module that computes in few bits.
 
-    `wanted` has the fields of torch's `_MixedPrecision`, a dtype or None each:
-
-    param_dtype: of weights and inputs in forward. reduce_dtype: of the buckets; without one,
-    param_dtype. buffer_dtype: of the module's floating-point buffers, from now on.
+    `wanted` has the fields of torch's `_MixedPrecision`, each of them a dtype or None:
+    `param_dtype` is for weights and inputs in forward, `reduce_dtype` for the buckets (None: as
+    `param_dtype`), and `buffer_dtype` for the module's floating-point buffers, from now on.
     """
 
     def __init__(self, wanted, module, ignored):
@@ -36,8 +34,8 @@ class LowPrecision:
         self.communicate = wanted.reduce_dtype or wanted.param_dtype
         self.module = module
         self.ignored = ignored
-        self.in_backward = ExitStack()  # In a backward pass the module has low-precision weights.
-        self.latest_pass = -1  # The number of the latest backward pass, from 0; there was none yet.
+        self.in_backward = ExitStack()  # what a backward pass leaves: the low-precision weights
+        self.latest_pass = -1  # the number of the latest backward pass, from 0; -1 before the first
         for name, buffer in module.named_buffers():
             if name not in ignored and buffer.is_floating_point() and wanted.buffer_dtype:
                 buffer.data = buffer.to(wanted.buffer_dtype)
@@ -46,7 +44,8 @@ class LowPrecision:
         """Run the module with low-precision weights and inputs."""
         if self.compute is None:
             return self.module(*inputs, **kwargs)
-        self.in_backward.close()  # The pass before may have ended with an exception.
+        # The pass before may have ended with an exception.
+        self.in_backward.close()
         low_inputs, low_kwargs = tree_map_only(torch.Tensor, self.cast, (inputs, kwargs))
         outputs = functional_call(self.module, self.weights(), low_inputs, low_kwargs)
         for tensor in tensors_in(outputs):
@@ -55,12 +54,13 @@ class LowPrecision:
         return outputs
 
     def cast(self, tensor):
-        """A tensor of floating-point numbers in low precision; any other as it is."""
+        """Return a floating-point tensor in low precision, and any other tensor as it is."""
         return tensor.to(self.compute) if tensor.is_floating_point() else tensor
 
-    @torch.enable_grad()  # Hooks run without gradients, but these copies lead back to the weights.
+    # Hooks run without recording gradients, but these copies must lead back to the weights.
+    @torch.enable_grad()
     def weights(self):
-        """{name: low-precision weight}, made from the module's own."""
+        """Return {name: low-precision weight}, computed from the module's own weights."""
         return {
             name: parameter.to(self.compute)
             for name, parameter in self.module.named_parameters()
@@ -69,10 +69,9 @@ class LowPrecision:
 
     @uncompiled
     def enter_backward(self, gradient):
-        """The hook on outputs, once in a pass.
+        """Give the module low-precision weights for a backward pass; this is a hook on outputs.
 
-        Activation checkpointing will run parts of the module again, and then needs low-precision
-        weights too.
+        Activation checkpointing runs parts of the module again, and needs them.
         """
         if backward_pass() != self.latest_pass:
             self.latest_pass = backward_pass()

@@ -1,6 +1,4 @@
-"""When each bucket leaves.
-
-The reducer listens to every gradient and keeps the ranks' collectives in one order.
+"""The reducer: it listens to every gradient, and sends buckets in one order on all ranks.
 
     forward     expect(): the backward passes from these outputs are to be synchronised
     backward    begin(), where it comes to the outputs: a new `Pass`
@@ -11,15 +9,15 @@ The reducer listens to every gradient and keeps the ranks' collectives in one or
     forward     rebuild(), once: new buckets, in the order in which gradients really became ready
 
 Ranks may finish their gradients in different orders, but bucket 1 never leaves before bucket 0:
-otherwise two ranks could add different buckets up. For the same reason all ranks rebuild their
+otherwise two ranks could add up different buckets. For the same reason all ranks rebuild their
 buckets in rank 0's order.
 
 Each backward pass is synchronised for itself, so forward and backward passes may come in any order,
 and a graph may be used twice: an average plus what a later pass adds has the mean as its average.
 
-Here every parameter gets one gradient in every pass. For all other models, `graphs` has two
-reducers, which override unused_behind(), listen_to(), start_pass(), completed_by(), all_sent() and
-untouched().
+This reducer is for models in which every parameter gets one gradient in every pass. For all other
+models, `graphs` has two reducers, which override unused_behind(), listen_to(), start_pass(),
+completed_by(), all_sent() and untouched().
 """
 
 import weakref
@@ -39,10 +37,9 @@ from .unused import UNUSED, bypassed, not_finished, ready_twice
 
 
 class ForwardPass:
-    """What a forward pass returned.
+    """A forward pass, whose backward passes are to be synchronised unless they are `local`.
 
-    Backward passes from there are to be synchronised, unless they are `local`. `unused` has the
-    indices of the parameters that are not behind it.
+    `unused` has the indices of the parameters that are not in the graph behind its outputs.
     """
 
     def __init__(self, local, unused=()):
@@ -51,22 +48,22 @@ class ForwardPass:
 
 
 class Pass:
-    """One backward pass that is to be synchronised: what has come, and what has left."""
+    """A backward pass that is to be synchronised: which gradients came, and which buckets left."""
 
     def __init__(self, buckets, forward, number):
         self.forward = forward
         self.number = number  # autograd's number of the backward pass
-        # How many gradients each bucket still waits for.
+        # Each bucket still waits for so many gradients.
         self.missing = [len(bucket.parameters) for bucket in buckets]
-        # The indices of the parameters whose gradients came, in that order. A dict finds them fast.
+        # The keys are the indices of the parameters whose gradients came, in that order.
         self.ready = {}
-        # A function for each bucket that has left: it waits for the sum.
-        self.waits = []
-        # For `graphs`: these parameters count as ready as soon as the first gradient comes.
+        self.waits = []  # a function for each bucket that has left, which waits for its sum
+        # The reducers of `graphs` count these parameters as ready as soon as the first gradient
+        # comes.
         self.unused = list(forward.unused)
 
     def take_unused(self):
-        """Return `unused`, which is empty from now on."""
+        """Return the unused parameters, once: after this there are none."""
         unused = self.unused
         self.unused = []
         return unused
@@ -78,15 +75,15 @@ class Reducer:
     - limits: the sizes of the buckets in bytes, from the second pass on; the first pass, in which
       the order of gradients is not known yet, has one bucket of each kind, unless it is
       `limited_at_once`.
-    - start: the way to communicate, see `communication`; `hooked` says that it divides by K itself.
-    - sparse: the parameters with sparse gradients. as_view: gradients are views of the buckets.
-    - dtype: that of the buckets (None: the parameters').
+    - start: the way to sum a bucket, see `bucket_sums`; `hooked` says that it divides by K itself.
+    - sparse: the parameters with sparse gradients.
+    - as_view: whether gradients are views of the buckets.
+    - dtype: that of the buckets, or None for the parameters'.
     """
 
-    reason = UNUSED  # Most passes without an end have this cause.
-    keeps_buckets = False  # Buckets are laid out anew after the first pass.
-    # So many backward passes of this process have come to the outputs of a wrapper.
-    running = 0
+    reason = UNUSED  # the usual cause of a pass without an end
+    keeps_buckets = False  # whether buckets are not laid out again after the first pass
+    running = 0  # how many backward passes of this process have come to outputs of a wrapper
 
     def __init__(
         self,
@@ -111,12 +108,12 @@ class Reducer:
         self.dtype = dtype
         self.divisor = dist.get_world_size(group)
         self.hooked = False
-        self.current = None  # This is a `Pass` from `begin` to `finish`.
+        self.current = None  # the `Pass` that runs, from `begin` to `finish`
         self.awaited = None  # the newest `ForwardPass`, until its backward pass has ended
         self.number = None  # autograd's number of the backward pass that is running here
-        self.local = False  # That pass is not to be synchronised.
-        self.forward = None  # the `ForwardPass` to whose outputs it came
-        self.order = []  # The parameters' indices, as gradients became ready in the first pass.
+        self.local = False  # whether the running pass is not to be synchronised
+        self.forward = None  # the `ForwardPass` to whose outputs the running pass came
+        self.order = []  # the parameters' indices, in the order of gradients in the first pass
         self.rebuilt = False
         first_limits = limits if limited_at_once or self.keeps_buckets else [NO_LIMIT]
         layout = bucket_assignment(self.parameters, first_limits, self.sparse)
@@ -133,7 +130,7 @@ class Reducer:
             if reducer is not None:
                 reducer.gradient_ready(index)
 
-        # An accumulator and its hooks last only as long as somebody keeps it.
+        # An accumulator and its hooks last only as long as somebody keeps the accumulator.
         with as_plain_tensors():
             self.accumulators = [get_gradient_edge(p).node for p in self.parameters]
         for index, accumulator in enumerate(self.accumulators):
@@ -156,11 +153,12 @@ class Reducer:
 
     @uncompiled
     def expect(self, outputs, local=False):
-        """Prepare to synchronise backward passes from `outputs`.
+        """Prepare to synchronise backward passes from `outputs`, unless they are `local`.
 
-        In `no_sync` they are left `local`. Return the outputs that the loss is to use.
+        Return the outputs that the loss is to use.
         """
-        if backward_pass() == -1:  # A backward pass before may have ended with an exception.
+        # A backward pass before this may have ended with an exception.
+        if backward_pass() == -1:
             self.number = None
             self.forward = None
             Reducer.running = 0
@@ -171,21 +169,15 @@ class Reducer:
         return self.listen_to(outputs, partial(self.begin, self.awaited))
 
     def unused_behind(self, outputs):
-        """The indices of the parameters that get no gradient in a backward pass from `outputs`."""
+        """Return the indices of the parameters without a gradient in a pass from `outputs`."""
         return ()
 
     def listen_to(self, outputs, begin):
-        """Have `begin` called where a backward pass comes to `outputs`.
-
-        Return the outputs that the loss is to use.
-        """
+        """Have `begin` called where a backward pass comes to `outputs`; return `outputs`."""
         return listen_to_each(outputs, begin)
 
     def check_finished(self):
-        """Raise RuntimeError if a backward pass began and not all buckets left.
-
-        It names the parameters.
-        """
+        """Raise RuntimeError, with names, if a pass began in which not all buckets have left."""
         if self.current and self.current.ready:
             missing = {
                 index: name
@@ -195,17 +187,15 @@ class Reducer:
             raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.reason))
 
     def rebuild(self):
-        """Lay the buckets out again, in rank 0's order and sizes.
-
-        This happens once, after the first synchronised backward pass.
-        """
+        """Lay the buckets out again, as rank 0 does, once after the first synchronised pass."""
         self.check_finished()
         if self.keeps_buckets or self.rebuilt or not self.order:
             return
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         with wire.naming_absent(self.group):
             dist.broadcast(plan, group_src=0, group=self.group)
-        numbers = plan.tolist()  # the processor waits for a GPU here, once
+        # The processor waits for a GPU here, but only once.
+        numbers = plan.tolist()
         order = numbers[: len(self.order)]
         limits = numbers[len(self.order) :]
         self.rebuilt = True
@@ -215,9 +205,9 @@ class Reducer:
 
     @uncompiled
     def begin(self, forward, *_):
-        """The hook on outputs: a backward pass has come to those of `forward`.
+        """Begin a pass, since a backward pass has come to the outputs of `forward`.
 
-        Raises RuntimeError if another pass has begun and not ended.
+        This is a hook on outputs. Raises RuntimeError if another pass has begun and not ended.
         """
         number = backward_pass()
         if self.number != number:
@@ -242,51 +232,48 @@ class Reducer:
         self.current = Pass(self.buckets, self.forward, self.number)
 
     def leave(self, number, local, forward):
-        """Called by autograd at the end of a backward pass that came to outputs.
-
-        Go on with the pass around it, if there is one.
-        """
+        """Go on with the pass around one that has ended, if there is one; autograd calls this."""
         self.number = number
         self.local = local
         self.forward = forward
         Reducer.running = max(0, Reducer.running - 1)
-        if self.current and not self.current.ready:  # It led to no parameter of this model.
+        # The pass may have led to no parameter of this model.
+        if self.current and not self.current.ready:
             self.current = None
 
     @uncompiled
     def gradient_ready(self, index):
-        """The hook: the gradient of parameter `index` has just been accumulated.
+        """Take in the gradient of parameter `index`, which was just accumulated; this is a hook.
 
-        Or there is none to accumulate.
+        The parameter may also have no gradient.
         """
         if self.number is None:
             self.begin_unseen(index)
         if self.local:
             return
-        if self.current is None and self.forward:  # A pass inside this one has taken its place.
+        # A pass inside this one may have taken its place.
+        if self.current is None and self.forward:
             self.start_pass()
         if self.current:
             for complete in self.completed_by(index):
                 self.mark_ready(complete)
 
     def begin_unseen(self, index):
-        """A gradient comes in a backward pass that came to no outputs of this wrapper.
+        """Begin a pass with a gradient, where a backward pass came to no outputs of this wrapper.
 
-        They may be hidden in an object. Raises RuntimeError if no forward pass waits for its
+        The outputs may be hidden in an object. Raises RuntimeError if no forward pass waits for its
         backward pass.
         """
         if self.awaited:
             self.begin(self.awaited)
-        elif Reducer.running:  # Another wrapper has this parameter too, and averages its gradient.
+        elif Reducer.running:
+            # Another wrapper has this parameter, too, and averages its gradient.
             self.local = True
         else:
             raise RuntimeError(bypassed(self.names[index]))
 
     def completed_by(self, index):
-        """The parameters that need no further gradient in this pass.
-
-        There is one for parameter `index` now.
-        """
+        """Return the parameters that are complete in this pass with a gradient of `index`."""
         return [index]
 
     def mark_ready(self, index):
@@ -304,10 +291,7 @@ class Reducer:
             self.send_off()
 
     def send_off(self):
-        """Start communication for the next buckets in line that are full.
-
-        After the last one, queue the end.
-        """
+        """Start to sum the next buckets in line that are full; queue the end after the last."""
         waits = self.current.waits
         while len(waits) < len(self.buckets) and not self.current.missing[len(waits)]:
             bucket = self.buckets[len(waits)]
@@ -317,20 +301,17 @@ class Reducer:
             after_backward(self.finish)
 
     def as_grad_bucket(self, bucket, flat):
-        """`bucket` as hooks see it, with the contents `flat`."""
+        """Return a bucket as hooks see it, with the contents `flat`."""
         is_last = bucket.index == len(self.buckets) - 1
         return GradBucket(bucket.index, flat, bucket.parameters, is_last)
 
     def all_sent(self):
-        """Called when the last bucket has left."""
+        """Do nothing when the last bucket has left; a subclass may send something more."""
 
     @uncompiled
     @torch.no_grad()
     def finish(self):
-        """Called by autograd before `backward()` returns.
-
-        Wait for all buckets and hand the averages out.
-        """
+        """Wait for all buckets and hand the averages out; autograd calls this at a pass's end."""
         ended = self.current
         self.current = None
         if self.awaited is ended.forward:
@@ -343,10 +324,7 @@ class Reducer:
                 bucket.hand_out(wait(), untouched)
 
     def untouched(self):
-        """The parameters that no rank has used since the last synchronised pass.
-
-        Their gradients stay as they are.
-        """
+        """Return the parameters whose gradients stay, as no rank used them since the last pass."""
         return ()
 
     # A rank without data calls the next method.
@@ -361,10 +339,7 @@ class Reducer:
 
 
 def listen_to_each(outputs, begin):
-    """Have `begin` called where a backward pass comes to one of the tensors in `outputs`.
-
-    Return them.
-    """
+    """Have `begin` called where a backward pass comes to a tensor in `outputs`; return these."""
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:
             tensor.register_hook(begin)

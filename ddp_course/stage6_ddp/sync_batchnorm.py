@@ -22,13 +22,11 @@ from ..torch_private import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation whose statistics are those of all ranks of `process_group` together.
-
-    It takes (N, C, …) to (N, C, …).
+    """Batch normalisation, (N, C, …) to (N, C, …), by the statistics of all ranks together.
 
     Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of
-    dimensions from 2 on. Ranks may have batches of different sizes, even empty ones. In evaluation
-    it is ordinary batch normalisation.
+    dimensions from 2 on. The ranks are those of `process_group`. They may have batches of different
+    sizes, even empty ones. In evaluation it is ordinary batch normalisation.
     """
 
     def __init__(
@@ -51,10 +49,7 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def forward(self, inputs):
-        """Normalise each channel, then scale and shift it by `weight` and `bias`.
-
-        All is in float32 at least.
-        """
+        """Normalise each channel, then scale and shift it, in float32 at least."""
         self._check_input_dim(inputs)
         if not self.training:
             return super().forward(inputs)
@@ -71,17 +66,15 @@ class SyncBatchNorm(BatchNorm):
         """Move the running averages towards this batch's mean and unbiased variance."""
         self.num_batches_tracked += 1
         momentum = self.momentum
-        if momentum is None:  # All batches so far weigh the same.
+        # Without a momentum all batches so far weigh the same.
+        if momentum is None:
             momentum = (1 / self.num_batches_tracked).to(self.running_mean.dtype)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return `module`, whose BatchNorm layers are synchronised now.
-
-        They keep their parameters and buffers.
-        """
+        """Synchronise all BatchNorm layers of `module`, which keep their state, and return it."""
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
                 layer.__class__ = cls
@@ -90,10 +83,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 class Normalise(Function):
-    """(x - mean) / std over the batches of all ranks, with its gradient.
-
-    It also returns mean, variance and N.
-    """
+    """(x - mean) / std over the batches of all ranks, with its gradient; also mean, var and N."""
 
     @staticmethod
     def forward(ctx, inputs, eps, group):
@@ -118,21 +108,22 @@ class Normalise(Function):
 
 
 def whole_batch_statistics(inputs, group=None):
-    """Mean and biased variance of each channel over all ranks' inputs, and N, by one collective.
+    """Return each channel's mean and biased variance over all ranks, and N, by one collective.
 
     Raises ValueError for a single value per channel, which has no variance.
     """
     channels = inputs.transpose(0, 1).flatten(1)
     width = len(channels)
     count = channels.shape[1]
-    mean = channels.mean(1) if count else channels.new_zeros(width)  # The mean of nothing is NaN.
+    # The mean of nothing would be NaN.
+    mean = channels.mean(1) if count else channels.new_zeros(width)
     deviations = (channels - mean[:, None]).square().sum(1)
     own = torch.cat([mean, deviations, mean.new_full((1,), count)])
     of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_ranks, own, group=group)
     means, deviations, counts = torch.stack(of_ranks).split([width, width, 1], dim=1)
     total = counts.sum()
-    # A rank with 2 values or more need not read `total`, for which it would wait on a GPU.
+    # A rank with 2 values or more need not read `total`, for which it would have to wait for a GPU.
     if count <= 1 and total <= 1:
         raise ValueError(
             "training needs more than 1 value per channel over all ranks together, got"
@@ -144,6 +135,6 @@ def whole_batch_statistics(inputs, group=None):
 
 
 def per_channel(values, inputs):
-    """Shape `values`, one for each channel, so that they broadcast over (N, C, …)."""
+    """Return `values`, one for each channel, in a shape that broadcasts over (N, C, …)."""
     ones = [1] * (inputs.dim() - 2)
     return values.view(1, -1, *ones)

@@ -1,4 +1,4 @@
-"""Ranks that run out of data early, while the others still wait for them in every collective.
+"""Lets ranks run out of data early, while the others still need them in every collective.
 
 Inside `with ddp.join():` a rank that is done does not leave. It *shadows* the other ranks: in each
 of their forward and backward passes it takes part in the same collectives, with zeros. The context
@@ -16,8 +16,9 @@ class Shadow(JoinHook):
 
     `divide_by_initial_world_size` chooses the divisor of the other ranks' sum:
 
-    True: by K, as if the missing shares were zero, so every sample of the epoch weighs the same.
-    False: by the number of ranks that still have data, so the late samples weigh more.
+    - True: it is K, as if the missing shares were zero, so every sample of the epoch weighs the
+    same.
+    - False: it is the number of ranks that still have data, so the late samples weigh more.
     """
 
     def __init__(self, ddp, divide_by_initial_world_size=True):
@@ -27,10 +28,7 @@ class Shadow(JoinHook):
         ddp.buffers_from = 0
 
     def main_hook(self):
-        """Shadow one iteration.
-
-        Rebuild buckets, sync buffers, and reduce all buckets if the other ranks do.
-        """
+        """Shadow one iteration: rebuild, broadcast and reduce if the other ranks do."""
         ddp = self.ddp
         ddp.reducer.rebuild()
         if ddp.syncs_buffers():
@@ -40,10 +38,7 @@ class Shadow(JoinHook):
             ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner):
-        """All ranks are done.
-
-        The rank that trained last has the newest buffers, so all ranks get its model.
-        """
+        """Give all ranks the model of a rank that trained last, which has the newest buffers."""
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
         # From now on buffers are the last rank's, as in torch's class.
@@ -51,17 +46,18 @@ class Shadow(JoinHook):
 
 
 def common_rank(ddp, candidate):
-    """Agree on one rank: the highest among the candidates. At least one rank is a candidate."""
-    own = dist.get_rank(ddp.process_group) if candidate else -1  # any candidate is higher
+    """Return the highest rank among the candidates, of which there must be at least one."""
+    # Any candidate is higher than -1.
+    own = dist.get_rank(ddp.process_group) if candidate else -1
     rank = torch.tensor([own], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     return rank.item()
 
 
 def any_synchronises(ddp, own):
-    """Whether any rank synchronises its gradients in this iteration.
+    """Return whether any rank synchronises its gradients in this iteration.
 
-    `own` is True on a rank that does, which has data and is not in `no_sync`.
+    `own` is True on a rank that does: it has data, and is not in `no_sync`.
     """
     votes = torch.tensor([float(own)], device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
@@ -69,9 +65,7 @@ def any_synchronises(ddp, own):
 
 
 def active_ranks(work):
-    """The number of ranks that still have data.
-
-    It is from the all-reduce that announced this iteration.
-    """
-    work.wait()  # this makes the current stream wait, which gloo's future would not do
+    """Return the number of ranks with data, from the all-reduce that announced an iteration."""
+    # This makes the current stream wait, which gloo's future would not do.
+    work.wait()
     return int(work.get_future().wait()[0].item())

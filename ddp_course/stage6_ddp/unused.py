@@ -1,6 +1,4 @@
-"""Parameters that get no gradient.
-
-How they are found, and what the user is told who did not expect them.
+"""Finds parameters that get no gradient, and has the words for those who did not expect any.
 
 A bucket leaves when all its gradients are there. If the model skips a layer, that moment never
 comes. With `find_unused_parameters=True` every forward pass ends with a walk over the autograd
@@ -27,16 +25,16 @@ def used_by(outputs):
 
 
 def graph_behind(roots, stop=()):
-    """Walk from the autograd functions `roots` towards the leaves.
+    """Return the functions and the leaves of the graph behind the autograd functions `roots`.
 
-    The walk does not go into the functions `stop`. Return the functions met, `roots` among them,
-    and the leaves.
+    The functions include `roots`. The walk does not go into the functions `stop`.
     """
     functions = [*roots]
     leaves = set()
     known = {None, *roots, *stop}
-    for function in functions:  # The loop also visits the functions that it appends.
-        # Other functions may have a `variable` too.
+    # The loop also visits the functions that it appends.
+    for function in functions:
+        # Other functions may have a `variable`, too.
         if type(function).__name__ == "AccumulateGrad":
             leaves.add(function.variable)
         for following, _ in function.next_functions:
@@ -47,10 +45,7 @@ def graph_behind(roots, stop=()):
 
 
 def count_users(used_here, device, group=None):
-    """Start to add up the ranks' bitmaps.
-
-    Return a function that waits and returns each parameter's number of users.
-    """
+    """Start to add up the ranks' bitmaps; return a function that waits for the users of each."""
     counts = torch.tensor(used_here, dtype=torch.int32).to(device)
     work = dist.all_reduce(counts, group=group, async_op=True)
 
@@ -62,9 +57,7 @@ def count_users(used_here, device, group=None):
 
 
 class Entrance(Function):
-    """The identity, placed between the outputs and the loss.
-
-    `entered()` is called when backward begins.
+    """The identity, placed between outputs and loss, which calls `entered()` as backward begins.
 
     As all outputs pass through this one node, an output that the loss does not use still gets a
     gradient, an undefined one, which travels down to the parameters and sets off their hooks.
@@ -85,10 +78,7 @@ class Entrance(Function):
 
 
 def behind_entrance(outputs, entered):
-    """Return `outputs` with every tensor that has a graph passed through one `Entrance`.
-
-    They keep their structure.
-    """
+    """Return `outputs`, in the same structure, with all computed tensors behind one `Entrance`."""
     tensors = filter(torch.is_tensor, tree_leaves(outputs))
     computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if not computed:
@@ -118,7 +108,7 @@ CHANGED = (
 
 
 def not_finished(missing, rank, reason):
-    """The error when the next iteration begins and parameters still have no gradient.
+    """Return the error of an iteration that begins while parameters lack gradients.
 
     These are `missing`, {index: name}.
     """
@@ -134,10 +124,7 @@ def not_finished(missing, rank, reason):
 
 
 def used_anew(name):
-    """The error when a static graph's backward pass reaches a parameter more often than before.
-
-    The first pass counts.
-    """
+    """Return the error of a static graph that reaches a parameter more often than at first."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first"
         " iteration, but then got used in the second iteration. this is not compatible with"
@@ -146,7 +133,7 @@ def used_anew(name):
 
 
 def ready_twice(name):
-    """The error when a gradient becomes ready a second time in one backward pass."""
+    """Return the error of a gradient that becomes ready a second time in one backward pass."""
     return (
         f"Expected to mark a variable ready only once, but parameter {name} became ready twice in"
         " one backward pass: used outside of `forward`, checkpointed several times with"
@@ -156,7 +143,7 @@ def ready_twice(name):
 
 
 def bypassed(name):
-    """The error when a gradient comes, and not from a forward pass of the wrapper."""
+    """Return the error of a gradient that does not come from a forward pass of the wrapper."""
     return (
         f"Parameter {name} got a gradient in a backward pass that does not come from what the"
         " wrapper returned, so nobody would average it. Call the wrapper, not its module, or a part"

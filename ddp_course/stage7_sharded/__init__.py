@@ -1,6 +1,4 @@
-"""Stage 7: no rank keeps everything.
-
-Each keeps a shard, and asks the others for the rest when it needs it.
+"""Stage 7: each rank keeps a shard, and asks the others for the rest when it needs the rest.
 
 Training P float32 parameters with Adam takes 16 P bytes: 4 P of parameters, 4 P of gradients, 8 P
 of Adam's two moments. Data parallelism keeps all of it on every rank. Lay the parameters end to end
@@ -36,10 +34,7 @@ __all__ = ["FullyShardedDataParallel", "ShardedOptimizer", "train"]
 
 
 def train(model, batches, lr, loss=cross_entropy, optimizer=SGD):
-    """Train `model` in place on this rank's share of each batch.
-
-    Return this rank's loss of every step.
-    """
+    """Train `model` in place on this rank's share of each batch; return its losses."""
     parallel = FullyShardedDataParallel(model)
     optimizer = optimizer(parallel.parameters(), lr=lr)
     losses = []

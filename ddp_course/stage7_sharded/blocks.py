@@ -1,4 +1,4 @@
-"""What is gathered and freed together: the parameters of one block of the model."""
+"""Blocks of a model, whose parameters are gathered and freed together."""
 
 from contextlib import suppress
 
@@ -10,15 +10,13 @@ from ..torch_private import as_plain_tensors
 from .flat import Flat, Shard, gather_chunks
 from .parts import label
 
-# These functions and attributes tell of shape and kind, and read no element.
+# These functions and attributes tell a tensor's shape and kind, and read none of its elements.
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex"}
 HARMLESS |= {"shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad"}
 
 
 class Sharded(torch.nn.Parameter):
-    """A parameter while its block does not compute: only its shape and kind are here.
-
-    All else is refused.
+    """A parameter while its block does not compute: only its shape and kind can be read.
 
     A parameter's class is exchanged for this one and back, as that of a
     `torch.nn.UninitializedParameter` is.
@@ -45,13 +43,13 @@ class Sharded(torch.nn.Parameter):
 class Block(Flat):
     """The parameters of one `module`, whole from `make_room` and `gather` until `free`.
 
-    Otherwise only `shard` stays.
+    At other times only `shard` stays. Memory is freed by resizing the storage to nothing, so that
+    the tensors which autograd keeps for backward get their values back with the next `gather`. Only
+    the training thread calls `make_room` and `free`: `fsdp` says why.
 
-    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for
-    backward get their values back with the next `gather`. Only the training thread calls
-    `make_room` and `free`: `fsdp` says why. `gathering` waits until the block is whole, or is None.
-    `following` has the block that comes next in each phase. `holders` are the layers of each
-    parameter, with its name in them: while the block is not whole, they have its shard instead.
+    `gathering` is a function that waits until the block is whole, or None. `following` has the
+    block that comes next in each phase. `holders` are the layers of each parameter, with its name
+    in them: while the block is not whole, they have the parameter's shard instead.
     """
 
     def __init__(self, number, module, parameters, group, holders):
@@ -88,18 +86,16 @@ class Block(Flat):
         gather_chunks(self.chunks, group)
 
     def free(self):
-        """Free the whole parameters, even if they are still on their way.
-
-        From now on they are `Sharded`.
-        """
+        """Free the whole parameters, even if they are on their way; now they are `Sharded`."""
         if self.gathering is not None:
-            # The block that waited for the parameters has raised the error.
+            # If gathering failed, whoever waited for the parameters has raised the error.
             with suppress(Exception):
                 self.gathering()
             self.gathering = None
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
-                # One element, repeated by strides of 0, has the shape without the memory.
+                # One element, repeated by strides of 0, has the parameter's shape without its
+                # memory.
                 parameter.data = self.full.new_empty(()).expand(parameter.shape)
                 parameter.grad = None
                 parameter.__class__ = Sharded
@@ -109,10 +105,7 @@ class Block(Flat):
 
 
 def default_blocks(module):
-    """The members of every outermost Sequential or ModuleList in `module`.
-
-    The module may be one itself.
-    """
+    """Return the members of every outermost Sequential or ModuleList in, or at, `module`."""
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
         return [child for child in module if list(child.parameters())]
     return [block for child in module.children() for block in default_blocks(child)]
@@ -121,10 +114,11 @@ def default_blocks(module):
 def assign_blocks(module, blocks):
     """Return (block, its parameters) pairs.
 
-    Parameters of no block, of several, or of other layers too go to `module` as a whole. Raises
-    ValueError for a block that is no part of the model.
+    Parameters of no block, of several blocks, or of layers outside of their block, too, go to
+    `module` as a whole. Raises ValueError for a block that is no part of the model.
     """
-    members = {block: [] for block in [module, *blocks]}  # A module that runs twice is one block.
+    # A module that runs twice is one block.
+    members = {block: [] for block in [module, *blocks]}
     if not {*members} <= {*module.modules()}:
         raise ValueError("every block must be a submodule of the model")
     for parameter, places in holders_of(module).items():
@@ -136,7 +130,7 @@ def assign_blocks(module, blocks):
 
 
 def holders_of(module):
-    """{parameter: its (layer, name) pairs in `module`}; a tied parameter is in several layers."""
+    """Return the (layer, name) pairs of each parameter: a tied one is in several layers."""
     holders = {}
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has a part."""
+"""Clips gradients by their norm where each rank has a part of them."""
 
 import torch
 import torch.distributed as dist
@@ -7,13 +7,11 @@ from ..stage4_ring import ring_all_reduce
 
 
 def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
-    """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`.
+    """Scale all ranks' gradients to a norm of at most `max_norm`; return the norm before.
 
-    Return the norm before.
-
-    Like `torch.nn.utils.clip_grad_norm_`, if all the gradients were on one device. All ranks of
-    `group` must call this; each sends 16 (K-1) bytes. Raises ValueError for a norm of an order that
-    is not positive.
+    The result is that of `torch.nn.utils.clip_grad_norm_` with all gradients on one device. All
+    ranks of `group` must call this; each sends 16 (K-1) bytes. Raises ValueError unless the order
+    of the norm is positive.
     """
     parameters = list(parameters)
     total = total_norm(parameters, norm_type, group, device)
@@ -22,7 +20,10 @@ def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
 
 
 def total_norm(parameters, norm_type, group, device):
-    """The norm of the gradients of all ranks' `parameters` together. Raises ValueError as above."""
+    """Return the norm of the gradients of all ranks' `parameters` together.
+
+    Raises ValueError unless the order of the norm is positive.
+    """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
     gradients = [

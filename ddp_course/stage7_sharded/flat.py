@@ -1,7 +1,4 @@
-"""Parameters laid end to end and cut into one chunk per rank.
-
-So are their gradients, and an optimizer's state.
-"""
+"""Parameters, gradients and state of an optimizer, end to end and cut into a chunk per rank."""
 
 import sys
 import threading
@@ -20,14 +17,14 @@ from ..torch_private import allow_foreach, as_plain_tensors, timeout_of
 from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)
-NOTICE = 10.0  # After so many seconds a rank that waits for the others says so.
+NOTICE = 10.0  # A rank that has waited for the others for so many seconds says so.
 sum_chunks = wire.collective(reduce_scatter)
 
 
 class Shard(PartOfParameter):
     """This rank's elements of a parameter that is cut into shards, for an optimizer.
 
-    They lie in the memory of the flat tensor, and must stay there.
+    The elements lie in the memory of the flat tensor, and must stay there.
     """
 
     refusal = (
@@ -39,11 +36,11 @@ class Shard(PartOfParameter):
 
     @classmethod
     def takes(cls, tensor, values):
-        """Not if the tensor is a shard: what is trained is the memory that it has now."""
+        """Return False for a shard, as the memory that it has now is what is trained."""
         return not isinstance(tensor, Shard)
 
     def refuse_average(self, name, group):
-        """Raise ValueError: each rank has other elements."""
+        """Raise ValueError, as each rank has other elements."""
         raise ValueError(
             f"{name or 'the model'} is sharded by FullyShardedDataParallel, which averages"
             " gradients itself; use it alone"
@@ -56,13 +53,11 @@ allow_foreach(Shard)
 class Flat:
     """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`.
 
-    `own_chunk` is this rank's.
-
-    The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter
-    p that lies in this rank's chunk, as a range of p's elements and as a range of the chunk, both
-    empty if there is none. `shards[p]` is that part as a parameter of its own, for an optimizer,
-    with as many dimensions as p; together they are `shard`: the memory of the chunk, or a copy that
-    stays when the chunk is freed.
+    `own_chunk` is this rank's chunk. The parameters become views into `full`. `pieces[p]` is a pair
+    of slices: the part of parameter p that lies in this rank's chunk, as a range of p's elements
+    and as a range of the chunk, both empty if there is none. `shards[p]` is that part as a
+    parameter of its own, for an optimizer, with as many dimensions as p. All shards together are
+    `shard`, which is the memory of the chunk, or a copy that stays when the chunk is freed.
     """
 
     def __init__(self, parameters, group=None, copied=False):
@@ -94,24 +89,24 @@ class Flat:
             parameter.data = view
 
     def views(self, flat):
-        """{parameter: the part of `flat` (as long as `full`) that belongs to it, in its shape}."""
+        """Return each parameter's part of `flat`, which is as long as `full`, in its shape."""
         pieces = flat.split([parameter.numel() for parameter in self.parameters])
         return {p: piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
 
-    # Gradients go from the parameters, divided by K, into one message, and from the sum of the
-    # messages to the shards.
+    # The next methods move gradients: from the parameters, divided by K, into one message, and from
+    # the sum of the messages to the shards.
 
     def make_room_for_gradients(self):
         """Make room for the gradients in one message.
 
-        `places` has the views of those that are missing. A parameter that gets none on this rank
-        adds zeros to the sum.
+        `places` has the views for the gradients that are missing. A parameter that gets no gradient
+        on this rank adds zeros to the sum.
         """
         self.gradient = torch.zeros_like(self.full)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def put_gradient(self, parameter):
-        """Move a finished gradient, divided by K, to its place."""
+        """Move a finished gradient, divided by K, to its place in the message."""
         gradient = parameter.grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
         place = self.places.pop(parameter)
@@ -119,9 +114,9 @@ class Flat:
         parameter.grad = None
 
     def average(self, group=None):
-        """Reduce-scatter the gradients and keep this rank's chunk for `hand_out_averages`.
+        """Reduce-scatter the gradients, and keep this rank's chunk for `hand_out_averages`.
 
-        On a GPU the message is returned: whoever waits for it holds its memory until then.
+        On a GPU return the message, so that whoever waits for this holds its memory until then.
         """
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
@@ -134,8 +129,7 @@ class Flat:
     def hand_out_averages(self, used):
         """Add the averages to the `.grad` of the shards whose parameters some rank has `used`.
 
-        All other shards stay as they are. This comes after the pass, so that a pass that failed
-        leaves no gradients.
+        This comes after the pass, so that a pass that failed leaves no gradients.
         """
         for parameter, (_, inside) in self.pieces.items():
             if parameter not in used or inside.start == inside.stop:
@@ -156,25 +150,26 @@ class Flat:
 
 
 def with_dimensions_of(piece, tensor):
-    """A view of the vector `piece` with as many dimensions as `tensor`.
+    """Return a view of the vector `piece` with as many dimensions as `tensor`.
 
-    By these training loops choose weight decay.
+    Training loops choose weight decay by the number of dimensions.
     """
     return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def used_on_any_rank(parameters, used, device, group=None):
-    """Those of `parameters` that are among `used` on some rank.
+    """Return those of `parameters` that are among `used` on some rank.
 
-    The ranks add up a bitmap, as in stage 6. All others must keep the gradient that they have, even
-    None: one of zeros lets weight decay and momentum change them.
+    The ranks add up a bitmap, as in stage 6. All other parameters must keep the gradient that they
+    have, even None: a gradient of zeros would let weight decay and momentum change them.
     """
     bitmap = [int(parameter in used) for parameter in parameters]
     users = count_users(bitmap, device, group)()
     return {p for p, count in zip(parameters, users, strict=True) if count}
 
 
-# Every rank has pieces of an optimizer's state; a state dict has the whole state, as on one device.
+# Every rank has pieces of an optimizer's state. The functions that follow make the whole state, as
+# on one device, from these pieces, and pieces from a whole state.
 
 
 def wait_for_all_ranks(what, group=None):
@@ -199,9 +194,9 @@ def wait_for_all_ranks(what, group=None):
 
 
 def shards_of(optimizer, flats):
-    """(flat, parameter, shard) of each shard in `optimizer`, in its order.
+    """Return (flat, parameter, shard) for each shard in `optimizer`, in the optimizer's order.
 
-    Raises ValueError if it has other parameters.
+    Raises ValueError if the optimizer has other parameters.
     """
     homes = {
         shard: (flat, parameter, shard)
@@ -218,12 +213,10 @@ def shards_of(optimizer, flats):
 
 
 def whole_state(optimizer, flats, group=None):
-    """The "state" of an `optimizer` of shards as if nothing were sharded, alike on all ranks.
+    """Return the state of an `optimizer` of shards as if nothing were sharded; all ranks call this.
 
-    All of them call this.
-
-    Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on
-    every rank.
+    Tensors with dimensions are joined from all ranks' pieces. Everything else, such as Adam's count
+    of steps, is the same on every rank.
     """
     wait_for_all_ranks("the state dict of a sharded optimizer", group)
     members = shards_of(optimizer, flats)
@@ -234,7 +227,8 @@ def whole_state(optimizer, flats, group=None):
         entries = optimizer.state.get(shard, {}) if shard.numel() else {}
         own.append(tree_map_only(torch.Tensor, whole_on_cpu, entries))
     dist.all_gather_object(everyone, own, group=group)
-    in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
+    # Rank 0 has chunk 1, and the last rank has chunk 0.
+    in_order = everyone[-1:] + everyone[:-1]
     for number, (_, parameter, _) in enumerate(members):
         pieces = [entries[number] for entries in in_order if entries[number]]
         if not pieces:
@@ -248,7 +242,7 @@ def whole_state(optimizer, flats, group=None):
 
 
 def whole_on_cpu(part):
-    """A part as an ordinary tensor on the CPU, for ranks that put all parts together."""
+    """Return a part as an ordinary tensor on the CPU, for ranks that put all parts together."""
     return part.as_subclass(torch.Tensor).cpu()
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way.
+"""ZeRO-3: hooks by which each block is whole while it computes, and the next is on its way.
 
 On CUDA only streams wait, and the processor is far ahead of them. So only the training thread
 allocates and frees memory, and a message waits for the work that was queued before its memory was
@@ -31,15 +31,13 @@ from .shardable import check_model
 
 
 class FullyShardedDataParallel(torch.nn.Module):
-    """ZeRO-3: parameters, gradients and optimizer state in shards.
+    """ZeRO-3: everything is in shards, and each block is whole only while it computes.
 
-    A block is whole only while it computes.
-
-    `blocks`: the submodules to gather one at a time, each of one dtype, by default the members of
-    every outermost Sequential or ModuleList; what is in none of them forms one more block. Every
-    rank must run the same blocks in the same order. `parameters()` are this rank's shards: make the
-    optimizer (any that works element by element) from them, after wrapping. Raises ValueError if
-    nothing is trainable, or something is sharded already.
+    `blocks` are the submodules to gather one at a time, each of one dtype, by default the members
+    of every outermost Sequential or ModuleList; parameters in none of them form one more block.
+    Every rank must run the same blocks in the same order. `parameters()` are this rank's shards:
+    make an optimizer that works element by element from them, after wrapping. Raises ValueError if
+    nothing is trainable, or if something is sharded already.
     """
 
     load_state_dict = _load_from_state_dict = refuse_with(
@@ -88,9 +86,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in self.names.values()]
 
     def add_hooks(self, block):
-        """Register the hooks that gather, free and reduce `block`.
+        """Yield the handles of the hooks that gather, free and reduce `block`, as they are added.
 
-        The first one runs before `forward`, the last one after it.
+        The first hook runs before the block's `forward`, the second one after it.
         """
         yield block.module.register_forward_pre_hook(
             lambda *_: self.before_forward(block), prepend=True
@@ -110,24 +108,24 @@ class FullyShardedDataParallel(torch.nn.Module):
         if backward_pass() != -1:
             return self.module(*args, **kwargs)
         self.check_usable()
-        if not (self.training and torch.is_grad_enabled()):  # rank 0 may try to evaluate alone
+        # Rank 0 may try to evaluate alone.
+        if not (self.training and torch.is_grad_enabled()):
             wait_for_all_ranks("a forward pass of a sharded model", self.group)
-        self.start_over()  # the pass before may have ended with an exception
+        # The pass before may have ended with an exception.
+        self.start_over()
         self.passes += 1
         outputs = self.module(*args, **kwargs)
-        self.free_all()  # a block may have been gathered ahead and not used
+        # A block may have been gathered ahead and not used.
+        self.free_all()
         return outputs
 
     def check_usable(self):
-        """Raise RuntimeError after `restore`, or if parameters have changed since wrapping.
-
-        They may have been exchanged, frozen or unfrozen.
-        """
+        """Raise RuntimeError after `restore`, or if parameters have changed since wrapping."""
         if not self.handles:
             raise RuntimeError(
                 "restore() has made the module an ordinary one again; use that, or wrap it anew"
             )
-        # After a pass that failed some may be whole.
+        # After a pass that failed some parameters may be whole.
         present = dict(self.module.named_parameters())
         known = {*self.shards, *self.shards.values()}
         others = [name for name, parameter in present.items() if parameter not in known]
@@ -145,10 +143,7 @@ class FullyShardedDataParallel(torch.nn.Module):
                 )
 
     def start_over(self):
-        """Wait for messages on their way, and drop what a failed pass has left.
-
-        That is its gradients and whole blocks.
-        """
+        """Wait for messages on their way, and drop gradients and blocks that a failed pass left."""
         reducing = self.reducing
         self.reducing = []
         self.used = set()
@@ -163,20 +158,14 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.free_all()
 
     def before_forward(self, block):
-        """Have `block` whole.
-
-        Inside a backward pass, activation checkpointing computes forward again.
-        """
+        """Have `block` whole, also where activation checkpointing runs it again in backward."""
         if backward_pass() == -1:
             self.enter(block, "forward")
         else:
             self.request(block)()
 
     def enter(self, block, phase):
-        """Have `block` whole before it computes, and start to gather the next one.
-
-        That is the block that came after it last time.
-        """
+        """Have `block` whole before it computes, and start to gather the one that came next before."""
         if self.latest is not None:
             self.latest.following[phase] = block
         self.latest = block
@@ -187,20 +176,14 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block.following[phase])
 
     def request(self, block):
-        """Start to gather `block` unless it is here or on its way.
-
-        Return a function that waits for it.
-        """
+        """Return a function that waits for `block`, and start to gather it unless that has begun."""
         if block.gathering is None:
             block.make_room()
             block.gathering = self.start("gather", block, block.gather)
         return block.gathering
 
     def start(self, what, block, collective):
-        """Queue a collective for the communication thread.
-
-        The flight recorder knows it by block and pass.
-        """
+        """Queue a collective for the communication thread, named by its block and pass."""
         phase = "forward" if self.backward_pass is None else "backward"
         name = f"{what} of block {block.number}, {phase} {self.passes},"
 
@@ -211,10 +194,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         return self.thread.start(recorded, self.device)
 
     def after_forward(self, block, outputs):
-        """Free the block after its forward pass, and put a hook on its outputs.
+        """Free the block after its forward pass, and put a hook on its outputs for backward.
 
-        The hook runs when backward reaches them. Raises RuntimeError for outputs in which no tensor
-        is found.
+        Raises RuntimeError for outputs in which no tensor is found.
         """
         version = block.shard._version
         found = tensors_in(outputs)
@@ -235,7 +217,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Gather the block again, as it was in forward, and make room for its gradients.
 
         Raises RuntimeError for create_graph=True, for a backward pass inside another or after one
-        that failed, and if the weights have changed since the forward pass.
+        that failed, and for weights that have changed since the forward pass.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -265,10 +247,10 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.make_room_for_gradients()
 
     def gradient_ready(self, block, parameter):
-        """The hook: average the gradients of a block once the last one is complete.
+        """Take in a gradient, and average those of a block once the last one is complete.
 
-        Backward goes on meanwhile. Raises RuntimeError if the gradient came without its block's
-        outputs.
+        This is a hook, and backward goes on meanwhile. Raises RuntimeError if the gradient came,
+        but not by way of its block's outputs.
         """
         if block.places is None:
             raise RuntimeError(
@@ -280,16 +262,13 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.reduce(block)
 
     def reduce(self, block):
-        """Start to average the gradients of `block`.
-
-        Its parameters are not needed any more, unless some are frozen.
-        """
+        """Start to average the gradients of `block`, and free it unless parameters are frozen."""
         if all(parameter.requires_grad for parameter in block.parameters):
             block.free()
         self.reducing.append(self.start("average", block, block.average))
 
     def finish(self):
-        """Average the blocks in which some parameters took no part, and wait for all averages.
+        """Average blocks of which some parameters took no part, and wait for all averages.
 
         This runs before `backward()` returns.
         """
@@ -311,17 +290,14 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm.
+        """Scale all ranks' gradients to a norm of at most `max_norm`; return the norm before.
 
         All ranks call this.
         """
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     def prepare_to_gather(self, what):
-        """Wait for all ranks and all messages, and broadcast rank 0's buffers.
-
-        This comes before a call that gathers the model.
-        """
+        """Wait for all ranks and messages, and broadcast rank 0's buffers, before gathering all."""
         self.check_usable()
         wait_for_all_ranks(f"{what} of a sharded model", self.group)
         self.start_over()
@@ -331,7 +307,8 @@ class FullyShardedDataParallel(torch.nn.Module):
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """Return the state dict of the whole model, on the CPU, with rank 0's buffers.
 
-        All ranks must call this. A model around this one may pass its `destination` and `prefix`.
+        All ranks must call this. If this is a part of another module, that one passes `destination`
+        and `prefix`.
         """
         self.prepare_to_gather("state_dict()")
         whole = {}
@@ -360,16 +337,13 @@ class FullyShardedDataParallel(torch.nn.Module):
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Take the shards' state out of an ordinary optimizer's state dict.
 
-        Raises RuntimeError if it does not fit.
+        Raises torch's errors if the state dict does not fit.
         """
         load_whole_state_dict(optimizer, self.blocks, state_dict)
 
     @torch.no_grad()
     def restore(self):
-        """Make the module an ordinary one again, whole on every rank; all ranks call this.
-
-        Returns it.
-        """
+        """Return the module, ordinary again and whole on every rank; all ranks call this."""
         self.prepare_to_gather("restore()")
         for block in self.blocks:
             self.request(block)()
@@ -380,9 +354,9 @@ class FullyShardedDataParallel(torch.nn.Module):
 
 
 def refuse_parts(module, prefix, keep_vars):
-    """The hook: a state dict of this model alone would have this rank's shards in it.
+    """Raise RuntimeError in place of a state dict with this rank's shards; this is a hook.
 
-    Raises RuntimeError, unless the tensors themselves are wanted (`keep_vars`).
+    With `keep_vars` the tensors themselves are wanted, and nothing is raised.
     """
     if not keep_vars:
         raise RuntimeError("the model is sharded; call state_dict() of its wrapper, on all ranks")

@@ -1,9 +1,9 @@
-"""ZeRO-1 is stage 4's ring with the update in the middle:
+"""ZeRO-1, which is stage 4's ring with the update in the middle.
 
     reduce-scatter    rank r ends up with the average of chunk r+1 of the gradients
-    update            of this chunk of the parameters, by an optimizer that keeps state for this
-                      chunk only
-    allgather         of the updated chunks
+    update            rank r updates chunk r+1 of the parameters, by an optimizer that keeps state
+                      for this chunk only
+    allgather         all ranks get the updated chunks
 
 So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 """
@@ -38,8 +38,8 @@ NOTHING_TO_AVERAGE = (
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO-1: average the gradients, update this rank's shard, and gather all ranks' shards.
 
-    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by
-    element, as SGD and Adam do: then results equal those of the unsharded optimizer bit for bit.
+    `params` are as for any optimizer, also in groups. `optimizer_cls(**kwargs)` must work element
+    by element, as SGD and Adam do: then results equal those of the unsharded optimizer bit for bit.
     Training starts from rank 0's parameters. Every rank calls `backward()` on its own share of the
     batch, with no wrapper, and then `step()`, which uses the gradients up. Raises ValueError for an
     optimizer that looks at whole tensors.
@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Average the gradients, update this rank's shard, gather all shards.
+        """Average the gradients, update this rank's shard, and gather all shards.
 
         Each rank sends 2 (K-1)/K p bytes, and a bitmap with a number for each parameter.
         """
@@ -142,10 +142,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.averaged = False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Average the gradients and scale them so that their norm is at most `max_norm`.
+        """Average the gradients and scale them to a norm of at most `max_norm`.
 
-        Return the norm. Raises RuntimeError for gradients of a split model, whose norm no rank
-        knows.
+        Return the norm before. Raises RuntimeError for gradients of a split model, whose norm no
+        rank knows.
         """
         if any(isinstance(parameter, Part) for parameter in self.parameters):
             raise RuntimeError(
@@ -166,10 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return flats
 
     def state_dict(self):
-        """Return the state dict of the unsharded optimizer, the same on every rank.
-
-        All ranks must call this.
-        """
+        """Return the unsharded optimizer's state dict, the same on all ranks; all call this."""
         with failing_together(self.group):
             return {
                 **super().state_dict(),
@@ -179,14 +176,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Take this rank's shards out of the state dict of an unsharded optimizer.
 
-        It may also be of one on any number of ranks.
+        The state dict may also be of a sharded optimizer on any number of ranks.
         """
         load_whole_state_dict(self.local, self.flats, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
 
 
 def check_elementwise(optimizer_cls, kwargs):
-    """Try the optimizer on a part of a matrix, and return it; ValueError if it needs the whole."""
+    """Return an optimizer that was tried on a part of a matrix.
+
+    Raises ValueError if it needs the whole matrix.
+    """
     trial = Shard(torch.ones(2, 1))
     trial.grad = torch.ones(2, 1)
     try:
@@ -200,6 +200,7 @@ def check_elementwise(optimizer_cls, kwargs):
 
 
 def mark_as_own(parameter):
-    """The hook: mark a new gradient as this rank's own, because it is not averaged yet."""
-    if not parameter.grad.is_sparse:  # sparse tensors have no subclasses
+    """Mark a new gradient as this rank's own, because it is not averaged yet; this is a hook."""
+    # Sparse tensors have no subclasses.
+    if not parameter.grad.is_sparse:
         parameter.grad = parameter.grad.as_subclass(OwnGradient)

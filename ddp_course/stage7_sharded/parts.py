@@ -1,4 +1,4 @@
-"""Weights and gradients of which this rank has a part only, and what may be computed from one.
+"""Parts: weights and gradients of which this rank has a part, and what may be computed from it.
 
 Element by element, a part is as good as the whole. A function that mixes elements, such as a norm,
 an initialiser that looks at the shape, or an optimizer that multiplies matrices, would give another
@@ -16,14 +16,14 @@ from manyranks.torch_inside import tensors_in, tree_map_only
 
 from ..torch_private import Operator, allow_foreach, as_plain_tensors
 
-# These copy elements, convert them, or make room for as many.
+# These functions copy elements, convert them, or make room for as many.
 SAME_ELEMENTS = """
     view view_as reshape flatten cat split view_as_real view_as_complex detach detach_ contiguous
     to type cpu cuda float double half bfloat16 conj copy_ _foreach_copy_ zero_ _foreach_zero_ fill_
     constant_ zeros_like ones_like full_like empty_like new_empty new_zeros new_ones new_full
     requires_grad_
 """
-# These tell of the tensor itself, show it to a person, or have autograd work on it.
+# These tell something of the tensor itself, show it to a person, or have autograd work on it.
 NO_ELEMENTS = """
     size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage
     get_device is_contiguous is_floating_point is_complex is_pinned is_shared share_memory_
@@ -45,9 +45,9 @@ MAY_CHANGE_SHAPE = frozenset(OTHER_SHAPES.split())
 ALLOWED_BEFORE_AVERAGE = frozenset(LINEAR.split())
 ACCESS = {"__get__", "__set__"}  # torch calls these to read and to write an attribute.
 TRANSPOSED = {"T", "mT", "H", "mH"}
-# torch marks `equal` and a form of `max`, but these make one number of all elements.
+# torch marks these as working element by element, but they make one number of all elements.
 NOT_POINTWISE = {"equal", "_foreach_max"}
-# {another name of a function: the name by which torch marks it}
+# The keys are other names of functions, and the values the names that torch marks.
 ALIASES = {
     "floordiv": "div",
     "floor_divide": "div",
@@ -81,10 +81,9 @@ WHOLE_STATES = (
 class Part(torch.Tensor):
     """A tensor of which other ranks have other parts.
 
-    For functions that work element by element it is an ordinary tensor.
-
-    `tensor.as_subclass(Part)` is one on the same memory, and so are the results that are computed
-    from it, and the gradient of a parameter that is one.
+    For functions that work element by element it is an ordinary tensor. `tensor.as_subclass(Part)`
+    is a part on the same memory. Results that are computed from a part are parts, and so is the
+    gradient of a parameter that is a part.
     """
 
     is_part = True  # `checkpoint` asks for this.
@@ -100,7 +99,8 @@ class Part(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if isinstance(function, Operator):  # A dispatch mode calls it for an allowed function.
+        # A dispatch mode calls operators on behalf of functions that were allowed.
+        if isinstance(function, Operator):
             with as_plain_tensors():
                 return function(*args, **kwargs)
         name = function.__name__
@@ -120,13 +120,13 @@ class Part(torch.Tensor):
             shapes = [each.shape for each in tensors_in(args, kwargs) if isinstance(each, Part)]
             if any(each.shape not in shapes for each in tensors_in(result)):
                 raise RuntimeError(f"{label(function)} {cls.refusal}")
-        # What is computed from a parameter is a part, but no parameter.
+        # The result of a parameter is a part, but no parameter.
         kind = Part if issubclass(cls, torch.nn.Parameter) else cls
         return marked(result, kind)
 
     @classmethod
     def check(cls, name, function, args):
-        """Raise RuntimeError if parts may not be among the arguments."""
+        """Raise RuntimeError if parts may not be among the arguments of a function."""
         if name == "__set__" and label(function) == "data" and not cls.takes(*args):
             raise RuntimeError(
                 "this parameter is a part of one, and lies in memory of its own: write values into"
@@ -143,14 +143,15 @@ class Part(torch.Tensor):
 
     @classmethod
     def allows(cls, function, args):
-        """Whether parts may be among the arguments of `function`.
+        """Return whether parts may be among the arguments of `function`.
 
-        It works element by element, leaves them as they are, or communicates.
+        They may if it works element by element, leaves the elements as they are, or communicates.
         """
         name = function.__name__
         if name == "__get__":
             return label(function) not in TRANSPOSED
-        if name == "__setitem__":  # A mask chooses elements one by one.
+        # A mask chooses elements one by one.
+        if name == "__setitem__":
             return isinstance(args[1], Part) and args[1].dtype == torch.bool
         if name in ALLOWED or is_pointwise(name):
             return True
@@ -158,7 +159,7 @@ class Part(torch.Tensor):
 
     @classmethod
     def takes(cls, tensor, values):
-        """Whether `tensor.data = values` leaves the tensor the same part, if it is one."""
+        """Return whether `tensor.data = values` may be done: it must leave a part the same part."""
         return values.shape == tensor.shape
 
     def __deepcopy__(self, memo):
@@ -170,7 +171,7 @@ class Part(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol):
-        """What is saved, or sent to another process, says whose part it is."""
+        """Return the part for pickling, with the rank whose part it is."""
         place = getattr(self, "place", own_place())
         return part_of_rank, (self.as_subclass(torch.Tensor), *place)
 
@@ -181,12 +182,12 @@ allow_foreach(Part)
 class OthersPart(Part):
     """A part that another rank saved, or that was saved with another number of ranks.
 
-    `place` is that rank and number. Nothing can be computed from it.
+    `place` is that rank and that number. Nothing can be computed from such a part.
     """
 
     @classmethod
     def check(cls, name, function, args):
-        """Raise RuntimeError."""
+        """Raise RuntimeError, whatever the function is."""
         (part, *_) = [each for each in tensors_in(args) if isinstance(each, OthersPart)]
         (rank, ranks) = part.place
         (own_rank, own_ranks) = own_place()
@@ -198,17 +199,17 @@ class OthersPart(Part):
 
 
 def own_place():
-    """This process's rank, and the number of ranks."""
+    """Return this process's rank, and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def part_of_rank(tensor, rank, ranks):
-    """The part that `rank` of `ranks` saved.
+    """Return the part that `rank` of `ranks` saved, as it is unpickled.
 
-    On that rank it is a part again, elsewhere an `OthersPart`, and an ordinary tensor where there
-    are no ranks.
+    On that rank it is a part again, elsewhere it is an `OthersPart`, and without ranks it is an
+    ordinary tensor.
     """
     if not dist.is_initialized():
         return tensor
@@ -234,7 +235,7 @@ class OwnGradient(Part):
 
     @classmethod
     def allows(cls, function, args):
-        """Whether the function is linear."""
+        """Return whether a function is linear, and so may precede the average."""
         return function.__name__ in ALLOWED_BEFORE_AVERAGE
 
 
@@ -243,9 +244,9 @@ class PartOfParameter(Part, torch.nn.Parameter):
 
 
 def label(function):
-    """What people call `function`.
+    """Return the name by which people know `function`.
 
-    Where it reads or writes an attribute, the attribute's name, if that has one.
+    If it reads or writes an attribute, that is the attribute's name, or "" if that has none.
     """
     if function.__name__ in ACCESS:
         return getattr(function.__self__, "__name__", "")
@@ -254,7 +255,7 @@ def label(function):
 
 @cache
 def is_pointwise(name):
-    """Whether torch marks the function called `name` as working element by element.
+    """Return whether torch marks the function called `name` as working element by element.
 
     `_foreach_mul_`, `mul_`, `__mul__` and `__imul__` are forms of `mul`.
     """
@@ -275,9 +276,9 @@ def is_pointwise(name):
 
 
 def mark_changed(name, args):
-    """Make the tensors into which parts were written parts, too.
+    """Make tensors into which parts were written, such as an optimizer's moments, parts, too.
 
-    An optimizer's moments are such tensors; the parameters themselves stay what they are.
+    Parameters stay what they are.
     """
     written = args if name.startswith("_fused_") else args[:1]
     for tensor in tensors_in(*written):
@@ -301,7 +302,7 @@ def marked_like_lists(result, args):
 
 
 def marked(result, kind):
-    """`result` with its ordinary tensors as tensors of the class `kind`."""
+    """Return `result` with its ordinary tensors as tensors of the class `kind`."""
 
     def mark(tensor):
         return tensor if isinstance(tensor, Part) else tensor.as_subclass(kind)
@@ -310,10 +311,7 @@ def marked(result, kind):
 
 
 def refuse_with(words):
-    """A function that raises RuntimeError with these `words`.
-
-    It stands in place of a method that stage 7 does not support.
-    """
+    """Return a function that raises RuntimeError with these `words`, in place of a method."""
 
     def refuse(*_, **__):
         raise RuntimeError(words)

@@ -1,4 +1,4 @@
-"""Which models can be cut into parts."""
+"""Refuses models that cannot be cut into parts."""
 
 from ..stage3_paramserver import trainable
 from ..stage6_ddp.before_training import same_on_all_ranks
@@ -17,8 +17,9 @@ def check_model(module, group):
             "a part of the model is sharded already, or split: wrap or split the whole model, once"
         )
     for layer in module.modules():
-        # The first is what torch.compile(layer) returns, the second what layer.compile() sets.
+        # torch.compile(layer) returns an OptimizedModule, and layer.compile() sets the attribute.
         if type(layer).__name__ == "OptimizedModule" or layer._compiled_call_impl:
             raise ValueError("the model, or a part of it, is compiled already; wrap it first")
-    trainable(module)  # It raises if there is nothing to train.
+    # This raises an error if there is nothing to train.
+    trainable(module)
     same_on_all_ranks(parameters, group)

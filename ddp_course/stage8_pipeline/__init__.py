@@ -1,6 +1,4 @@
-"""Stage 8: the model is split, not the data.
-
-Each rank holds a few layers, and micro-batches stream through.
+"""Stage 8: the model is split, not the data: micro-batches stream through all ranks' layers.
 
 Rank r computes stage r of the model. With one batch at a time, all ranks but one would wait; cut
 into M micro-batches, the ranks work on different ones at once. A schedule lists what each rank
@@ -80,9 +78,7 @@ def train(
     loss=cross_entropy,
     optimizer=SGD,
 ):
-    """Train `model` in place as a pipeline over `stages` ranks (default: all).
-
-    Return the loss of every step.
+    """Train `model` in place as a pipeline over `stages` ranks (default: all); return its losses.
 
     Each rank trains its part, and at the end all ranks have the whole model. With fewer stages than
     ranks there are several pipelines side by side, and `batches` are the share of this rank's

@@ -1,4 +1,4 @@
-"""What a rank is told to do, and what passes from stage to stage.
+"""Instructions, which tell a rank what to do, and results, which pass from stage to stage.
 
 stage s  ── Result(m, s, s + 1), an activation ──────>  stage s + 1
 stage s  <── Result(m, s + 1, s), the gradient of it ── stage s + 1
@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 class Result(NamedTuple):
     """What stage `source` computes from a micro-batch for its neighbour, the stage `user`.
 
-    For the next stage it is an activation, for the one before the gradient of an activation, which
-    has its shape.
+    For the next stage it is an activation; for the stage before it is the gradient of an
+    activation, and has its shape.
     """
 
     microbatch: int
@@ -29,9 +29,9 @@ class Result(NamedTuple):
 class Instruction:
     """One thing to do with a micro-batch (0 to M-1) at a stage (0 to the number of stages - 1).
 
-    `letter` stands for it in a timetable, `name` in a sentence. What it `needs` and what it `gives`
-    is a `Result` or None; at the first and last stage that may be one which no stage computes or
-    needs.
+    `letter` stands for it in a timetable, and `name` in a sentence. What it `needs` and what it
+    `gives` is a `Result` or None; at the first and last stage that may be a result which no stage
+    computes or needs.
     """
 
     microbatch: int
@@ -44,7 +44,7 @@ class Instruction:
 
 
 class Forward(Instruction):
-    """Compute the stage's outputs; the last stage computes the loss of them."""
+    """Compute the stage's outputs; the last stage computes the loss from them."""
 
     letter = "F"
     name = "forward"
@@ -56,7 +56,7 @@ class Forward(Instruction):
 
     @property
     def gives(self):
-        """The outputs, for the next stage."""
+        """The outputs of this stage, for the next one."""
         return Result(self.microbatch, self.stage, self.stage + 1)
 
 

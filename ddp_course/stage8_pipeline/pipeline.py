@@ -1,4 +1,4 @@
-"""The class that runs a schedule on the layers of this rank."""
+"""`Pipeline`: runs a schedule on the layers of this rank."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from .schedules import one_forward_one_backward
 from .timetable import home_ranks, timetable
 from .transfers import Transfers
 
-# These would average gradients after every micro-batch.
+# These wrappers would average gradients after every micro-batch.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
 NO_MEAN = (
@@ -64,7 +64,8 @@ class Pipeline:
         self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.schedule = schedule(dist.get_world_size(group), microbatches)
-        timetable(self.schedule)  # it raises if the schedule cannot work
+        # This raises an error if the schedule cannot work.
+        timetable(self.schedule)
         self.homes = home_ranks(self.schedule)
         self.last = max(self.homes)
         modules = [stages] if isinstance(stages, torch.nn.Module) else stages
@@ -76,7 +77,10 @@ class Pipeline:
         self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
 
     def numbered(self, modules):
-        """This rank's modules by the numbers of their stages; ValueError if they do not belong."""
+        """Return this rank's modules by the numbers of their stages.
+
+        Raises ValueError if they are too many, too few, or wrapped.
+        """
         own = [stage for stage, rank in self.homes.items() if rank == self.rank]
         if len(modules) != len(own):
             raise ValueError(
@@ -94,8 +98,8 @@ class Pipeline:
         """Add the gradients of one batch to this rank's parameters; return the loss.
 
         Every rank is given the same batch: the first stage works with its inputs, the last with its
-        targets; ranks without the last stage return None. After an exception in the middle of a
-        step these ranks refuse all further steps. Raises ValueError for a batch that is too small,
+        targets. Ranks without the last stage return None. After an exception in the middle of a
+        step the ranks refuse all further steps. Raises ValueError for a batch that is too small,
         and for a loss that is not the mean of its micro-batches' losses.
         """
         if len(inputs) != len(targets) or len(inputs) < self.microbatches:
@@ -106,20 +110,22 @@ class Pipeline:
             self.run(inputs, targets)
             if self.outputs:
                 self.compare_with_the_whole(targets)
+        # No rank has the norm of all gradients, so these are parts: see `Part`.
         for parameter in self.module.parameters():
-            if parameter.grad is not None:  # No rank has the norm of all gradients: see `Part`.
+            if parameter.grad is not None:
                 parameter.grad = parameter.grad.as_subclass(Part)
         return float(self.batch_loss) if self.last in self.stages else None
 
     def run(self, inputs, targets):
-        """Go through the instructions of this rank."""
+        """Carry out the instructions of this rank, one after the other."""
         self.weight = self.weights(targets)
         self.inputs = inputs.tensor_split(self.microbatches)
         self.targets = targets.tensor_split(self.microbatches)
         self.device = inputs.device
         self.batch_loss = 0
         self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
-        # In the first step, and where targets are left out, the loss is compared with the whole's.
+        # In the first step, and where targets are left out, the loss is compared with that of the
+        # whole batch.
         left_out = not targets.is_floating_point() and bool((targets < 0).any())
         self.compares = left_out or (inputs.dtype, inputs.shape[1:]) not in self.forms
         self.outputs = {}
@@ -142,7 +148,8 @@ class Pipeline:
         inputs = self.inputs[microbatch]
         if stage > 0:
             received = self.transfers.receive(instruction.needs).requires_grad_()
-            inputs = received.clone()  # Layers may overwrite their inputs, but no leaf of a graph.
+            # Layers may overwrite their inputs, but not a leaf of a graph.
+            inputs = received.clone()
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             outputs = self.loss_of(microbatch, outputs)
@@ -153,15 +160,16 @@ class Pipeline:
         self.kept[microbatch, stage] = received, outputs
 
     def loss_of(self, microbatch, outputs):
-        """The share of a micro-batch in the loss of the batch.
+        """Return the share of a micro-batch in the loss of the batch.
 
-        Raises ValueError for several numbers.
+        Raises ValueError for a loss of several numbers.
         """
         targets = self.targets[microbatch]
         if self.compares and isinstance(outputs, torch.Tensor):
             self.outputs[microbatch] = outputs.detach()
         share = self.weights(targets) / self.weight
-        if not share:  # All targets are left out, so their mean is not a number.
+        # If all targets are left out, their mean is not a number.
+        if not share:
             return outputs.sum() * 0.0
         loss = self.loss(outputs, targets)
         if loss.numel() != 1:
@@ -202,12 +210,13 @@ class Pipeline:
             outputs.backward(gradient)
         if received is not None:
             towards = received.grad
-            if towards is None:  # The stage does not use its input.
+            # The stage may not use its input.
+            if towards is None:
                 towards = torch.zeros_like(received)
             self.transfers.send(instruction.gives, towards.contiguous())
 
     def backward_weight(self, instruction):
-        """Compute the gradients of the weights."""
+        """Compute the gradients of the weights, the second part of a backward pass."""
         for arguments in self.kept.pop((instruction.microbatch, instruction.stage)):
             torch.autograd.backward(**arguments)
 
@@ -219,9 +228,9 @@ class Pipeline:
     }
 
     def state_dict(self):
-        """Return the state dict of all stages, "0.…" that of the first, the same on every rank.
+        """Return the state dict of all stages, the same on every rank; all ranks call this.
 
-        All ranks call this.
+        Names begin with the number of the stage: "0.…" are those of the first.
         """
         own = {}
         for stage, module in self.stages.items():
@@ -232,19 +241,16 @@ class Pipeline:
         return {name: tensor for each in everyones for name, tensor in each.items()}
 
     def load_state_dict(self, state_dict):
-        """Give this rank's stages their part of what `state_dict` returned.
-
-        It may be from any number of ranks with as many stages.
-        """
+        """Give this rank's stages their part of the state dict of as many stages."""
         for stage, module in self.stages.items():
             start = f"{stage}."
             own = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
             module.load_state_dict(own)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients of all stages so that their norm is at most `max_norm`.
+        """Scale all stages' gradients to a norm of at most `max_norm`; return the norm before.
 
-        Return the norm before. All ranks call this.
+        All ranks call this.
         """
         return clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, self.group, self.device
@@ -252,17 +258,17 @@ class Pipeline:
 
 
 def backward_to(received, outputs, gradient):
-    """The first part of a backward pass.
+    """Compute the gradient of what was `received` from that of `outputs`; return the second part.
 
-    It goes from the gradient of `outputs` to that of what was `received`, and not to the weights.
-
-    Returns the second part as a list of arguments of `torch.autograd.backward`: from the gradients
-    that came to a function to the weights that it uses. Where a weight is used twice, the second
-    part goes through the whole graph again.
+    The second part, for the weights, is a list of arguments of `torch.autograd.backward`: from the
+    gradients that came to a function to the weights that it uses. Where a weight is used twice, the
+    second part goes through the whole graph again.
     """
-    if not outputs.requires_grad:  # The first stages may be frozen.
+    # The first stages may be frozen.
+    if not outputs.requires_grad:
         return []
-    if received is None:  # No rank waits for a gradient of the first stage.
+    # No rank waits for a gradient of the first stage's input.
+    if received is None:
         return [{"tensors": outputs, "grad_tensors": gradient}]
     incoming = {}  # {function: the gradients that came to it}
     functions, leaves = graph_behind([outputs.grad_fn])
@@ -278,7 +284,8 @@ def backward_to(received, outputs, gradient):
     for function in incoming:
         _, leaves = graph_behind([function], stop=incoming)
         weights_of[function] = leaves - {received}
-    if sum(map(len, weights_of.values())) != len(weights):  # Two functions use one weight.
+    # If the sums differ, two functions use one weight.
+    if sum(map(len, weights_of.values())) != len(weights):
         return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*weights]}]
     second_part = []
     for function, own_weights in weights_of.items():
@@ -298,16 +305,13 @@ def backward_to(received, outputs, gradient):
 
 
 def mark_as_parts(module, state, prefix, _):
-    """The hook: the state dict of a stage is a part of the model's, and says so."""
+    """Mark the tensors of a stage's state dict as parts of the model's; this is a hook."""
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, torch.Tensor):
             state[name] = value.as_subclass(Part)
 
 
 def average_part(part, group):
-    """Average the gradients of one stage over the replicas that hold it.
-
-    A frozen stage has none.
-    """
+    """Average the gradients of one stage, unless it is frozen, over the replicas that hold it."""
     if any(parameter.requires_grad for parameter in part.parameters()):
         average_on_ring(gradients(part), group=group)

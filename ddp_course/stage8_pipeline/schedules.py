@@ -30,17 +30,17 @@ def one_forward_one_backward(ranks, microbatches):
 
 
 def interleaved(ranks, microbatches, chunks=2):
-    """1F1B with `chunks` stages on every rank.
+    """The interleaved schedule: 1F1B with `chunks` stages on every rank.
 
-    Groups of K micro-batches go around all the ranks once for each chunk. Raises ValueError unless
-    the number of micro-batches is a multiple of K.
+    Groups of K micro-batches go around all ranks once for each chunk. Raises ValueError unless the
+    number of micro-batches is a multiple of K.
     """
     if microbatches % ranks:
         raise ValueError(
             f"{microbatches} micro-batches cannot go around {ranks} ranks; use a multiple of "
             f"{ranks}"
         )
-    order = []  # (micro-batch, chunk)
+    order = []  # pairs (micro-batch, chunk)
     for first in range(0, microbatches, ranks):
         for chunk in range(chunks):
             order += [(m, chunk) for m in range(first, first + ranks)]
@@ -48,17 +48,17 @@ def interleaved(ranks, microbatches, chunks=2):
     for rank in range(ranks):
         forward = [(m, rank + ranks * chunk) for m, chunk in order]
         backward = [(m, rank + ranks * (chunks - 1 - chunk)) for m, chunk in order]
-        # As in Megatron-LM: the first group's passes through all chunks but the last, and two more
-        # for each rank behind this one.
+        # As in Megatron-LM, a rank is ahead by the first group's passes through all chunks but the
+        # last, and by two more for each rank behind this one.
         ahead = ranks * (chunks - 1) + 2 * (ranks - 1 - rank)
         schedule.append(alternate(forward, backward, ahead))
     return schedule
 
 
 def alternate(forward, backward, ahead):
-    """Order two lists of (micro-batch, stage) into the instructions of one rank.
+    """Return one rank's instructions from two lists of (micro-batch, stage).
 
-    After `ahead` forward passes come one forward and one backward in turn.
+    After `ahead` forward passes, forward and backward passes take turns.
     """
     row = [Forward(*place) for place in forward[:ahead]]
     for forward_place, backward_place in zip_longest(forward[ahead:], backward):
@@ -69,9 +69,9 @@ def alternate(forward, backward, ahead):
 
 
 def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
-    """`schedule` with its backward passes split.
+    """The zero-bubble schedule: `schedule` with its backward passes split.
 
-    Rank r computes the weights' gradients r micro-batches later. This fills the time in which the
+    Rank r computes the weights' gradients r micro-batches later, which fills the time in which the
     rank would wait for a gradient. With 1F1B this is ZB-H1 of the paper.
     """
     rows = []
@@ -91,5 +91,5 @@ def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
 
 
 def bubble(ranks, microbatches, chunks=1):
-    """The share (0 to 1) of the time that a rank idles, in GPipe, 1F1B and interleaved 1F1B."""
+    """Return the share (0 to 1) of time that a rank idles in GPipe, 1F1B and interleaved 1F1B."""
     return (ranks - 1) / (chunks * microbatches + ranks - 1)

@@ -1,4 +1,4 @@
-"""A model as stages of about equal size."""
+"""Cuts a model into stages of about equal size."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import torch
 
 
 def layers_of(model):
-    """The modules of a Sequential, or of the model's layers(), to run one after the other.
+    """Return a model's modules, to run one after the other: a Sequential's, or its layers().
 
     Raises ValueError if it is no Sequential and has no layers().
     """
@@ -21,7 +21,7 @@ def layers_of(model):
 
 
 def count_parameters(layer):
-    """How many numbers the parameters of a layer have."""
+    """Return how many numbers the parameters of a layer have."""
     return sum(parameter.numel() for parameter in layer.parameters())
 
 
@@ -32,7 +32,8 @@ def split(layers, stages):
     have parameters, or if two stages would share a parameter or a buffer.
     """
     sizes = [count_parameters(layer) for layer in layers]
-    best = {0: (0, [])}  # No layers in no stages: `with_one_stage_more` says what this holds.
+    # This is the cut of no layers into no stages; `with_one_stage_more` says what `best` holds.
+    best = {0: (0, [])}
     for _ in range(stages):
         best = with_one_stage_more(best, sizes)
     if len(layers) not in best:
@@ -56,12 +57,10 @@ def split(layers, stages):
 
 
 def with_one_stage_more(best, sizes):
-    """`best` has the best cut of the first 1, 2, … layers into a number of stages.
+    """Return the best cuts of the first 1, 2, … layers with one stage more than `best` has.
 
-    Return the same for one stage more.
-
-    Both are {number of layers: (sum of squared sizes, where each stage starts)}, without those
-    layers that cannot be cut into stages with parameters in all of them.
+    Both are {number of layers: (sum of squared sizes, where each stage starts)}. Numbers of layers
+    that cannot be cut into stages with parameters in all of them are left out.
     """
     longer = {}
     for end in range(1, len(sizes) + 1):
@@ -71,5 +70,6 @@ def with_one_stage_more(best, sizes):
             if start < end and size > 0:
                 choices.append((squares + size**2, [*starts, start]))
         if choices:
-            longer[end] = min(choices)  # Of equal sums the one with the earliest starts.
+            # Of cuts with equal sums this takes the one with the earliest starts.
+            longer[end] = min(choices)
     return longer

@@ -1,4 +1,4 @@
-"""When each rank does what, and whether a schedule can work at all."""
+"""Works out when each rank does what, and whether a schedule can work at all."""
 
 from collections import defaultdict, deque
 
@@ -9,13 +9,13 @@ IN_PARTS = ["forward", "input", "weight"]
 
 
 def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
-    """When each rank does what: a list of (instruction, start, end) for each rank.
+    """Return when each rank does what: a list of (instruction, start, end) for each rank.
 
     `forward` and `backward` are the times of a pass, in any unit; each part of a split backward
     pass takes half of the latter. `message` is the time of a message's bytes on the link of a rank,
-    which carries one message out and one in at a time, and `latency` passes on the way. All but the
-    last may be lists of times: one for each stage, and one message time for each cut. Raises
-    ValueError for a schedule that cannot work.
+    which carries one message out and one in at a time, and `latency` passes on the way. The times
+    of passes may be lists with one for each stage, and `message` a list with one for each cut.
+    Raises ValueError for a schedule that cannot work.
     """
     homes = home_ranks(schedule)
     durations = durations_of(forward, backward, len(homes))
@@ -23,11 +23,11 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     waiting = [deque(instructions) for instructions in schedule]
     rows = [[] for _ in schedule]
     free = [0.0 for _ in schedule]  # when each rank has done what it has begun
-    arrivals = {None: 0.0}  # {activation or gradient: when the rank that needs it has it}
-    links = defaultdict(float)  # {("out" or "in", rank): when this way is free again}
+    arrivals = {None: 0.0}  # when each activation or gradient is where it is needed
+    links = defaultdict(float)  # when each way, ("out" or "in", rank), is free again
     while any(waiting):
-        # (end, rank, start) of what can be done next. The first end comes first, because its
-        # message leaves then, and holds up later ones on the same links.
+        # This has (end, rank, start) of each instruction that can be carried out next. The one that
+        # ends first comes first, because its message then holds up later ones on the same links.
         ready = []
         for rank, queue in enumerate(waiting):
             if queue and needed(queue[0], homes) in arrivals:
@@ -59,12 +59,12 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
 
 
 def as_list(times, count):
-    """A list of `count` times: `times` itself if it is one, else this one time for all."""
+    """Return a list of `count` times: `times` itself if it is a list, else this time for all."""
     return [times] * count if isinstance(times, int | float) else times
 
 
 def durations_of(forward, backward, stages):
-    """How long each kind of instruction takes at each stage: {class: list of times}."""
+    """Return how long each class of instructions takes at each stage, as a list."""
     whole = as_list(backward, stages)
     half = [time / 2 for time in whole]
     return {
@@ -76,19 +76,19 @@ def durations_of(forward, backward, stages):
 
 
 def needed(instruction, homes):
-    """The activation or gradient that `instruction` waits for; None if no stage computes it."""
+    """Return the result for which `instruction` waits; None if no stage computes it."""
     needs = instruction.needs
     return needs if needs is not None and needs.source in homes else None
 
 
 def given(instruction, homes):
-    """The activation or gradient that another stage needs of `instruction`; None if none does."""
+    """Return the result of `instruction` that another stage needs; None if none does."""
     gives = instruction.gives
     return gives if gives is not None and gives.user in homes else None
 
 
 def home_ranks(schedule):
-    """The rank of every stage: {stage: rank}.
+    """Return the rank of every stage, by the stage's number.
 
     Raises ValueError unless each micro-batch runs once at every stage, forward before backward.
     """
@@ -98,7 +98,8 @@ def home_ranks(schedule):
             homes[instruction.stage] = rank
     stages = range(max(homes) + 1)
     microbatches = {instruction.microbatch for instruction in schedule[0]}
-    # {(micro-batch, stage, rank): what runs there}, of a stage that no rank has nothing
+    # This has the names of what runs at each (micro-batch, stage, rank). The rank of a stage that
+    # no rank has is None, and nothing runs there.
     names_at = {(m, stage, homes.get(stage)): [] for m in microbatches for stage in stages}
     for rank, instructions in enumerate(schedule):
         for instruction in instructions:

@@ -1,4 +1,4 @@
-"""Activations and gradients on their way between ranks, in one step."""
+"""Transfers: activations and gradients on their way between ranks, in one step."""
 
 from collections import deque
 
@@ -9,7 +9,8 @@ from .. import wire
 from .instructions import Result
 from .timetable import given
 
-CPU = torch.device("cpu")  # Forms travel over gloo: NCCL would need a communicator more for them.
+# Forms travel over gloo, as NCCL would need another communicator for them.
+CPU = torch.device("cpu")
 
 
 class Transfers:
@@ -17,8 +18,7 @@ class Transfers:
 
     `schedule` has the instructions of all ranks, and `homes` maps each stage to its rank. `inputs`
     are those of each micro-batch. `forms` maps each cut to the form, (dtype, shape), of a sample
-    there: it is filled in the first step, and is given again in later steps with batches of this
-    kind.
+    there: it is filled in the first step, and given again in later steps with batches of this kind.
     """
 
     def __init__(self, schedule, homes, group, inputs, forms):
@@ -28,10 +28,10 @@ class Transfers:
         self.inputs = inputs
 
         self.forms = forms
-        self.own_results = {}  # {result: tensor} between two stages of this rank
-        self.arriving = {}  # {result: its transfer, which has begun}
-        self.leaving = {}  # {result: its transfer}
-        # For each rank the results that it will still send here, without those in `arriving`.
+        self.own_results = {}  # the tensors of results that pass between two stages of this rank
+        self.arriving = {}  # the transfers of results that have begun to come here
+        self.leaving = {}  # the transfers of results that have begun to leave
+        # Each rank will still send these results here, beside those in `arriving`.
         self.expected = [self.sent_here(instructions) for instructions in schedule]
         if wire.on_nccl(inputs[0], group):
             self.connect()
@@ -42,22 +42,23 @@ class Transfers:
     def connect(self):
         """Make this rank's groups of two before the first message.
 
-        Both ranks wait for each other there, so all go through them in one order, and no receive
-        may be under way.
+        To make a group both ranks wait for each other, so all go through them in one order, and no
+        receive may be under way.
         """
         for rank, results in enumerate(self.expected):
             if results and rank != self.rank:
                 first, second = sorted([rank, self.rank])
                 self.channel(first, second)
-                self.channel(second, first)  # Gradients go back where activations come from.
+                # Gradients go back where activations come from.
+                self.channel(second, first)
 
     def sent_here(self, instructions):
-        """The results of a rank's instructions that this rank needs, in the order of sending."""
+        """Return the results of a rank's instructions that this rank needs, in sending order."""
         results = [given(instruction, self.homes) for instruction in instructions]
         return deque(each for each in results if each and self.homes[each.user] == self.rank)
 
     def receive(self, result):
-        """The tensor of `result`, from this rank or another; None if no stage computes it."""
+        """Return the tensor of `result`, from this rank or another; None if none computes it."""
         rank = self.homes.get(result.source, self.rank)
         if rank == self.rank:
             return self.own_results.pop(result, None)
@@ -68,12 +69,13 @@ class Transfers:
         with wire.span("wait"):
             transfer.wait()
         sent = self.leaving.pop(Result(result.microbatch, result.user, result.source), None)
+        # The gradient of what was sent has arrived, so that has arrived, too.
         if sent is not None:
-            sent.wait()  # Its gradient has arrived, so the activation has, too.
+            sent.wait()
         return transfer.tensor
 
     def post_next(self, rank):
-        """Begin to receive the next message from `rank`, which may come early, if it is known."""
+        """Begin to receive the next message from `rank` early, if its form is known."""
         if self.expected[rank] and self.expected[rank][0].cut in self.forms:
             self.post_receive(rank)
 
@@ -91,11 +93,12 @@ class Transfers:
         self.arriving[result] = wire.irecv(room, peer, group)
 
     def announce(self, outputs, stage):
-        """Before the first activations over a cut, tell the next rank their dtype and shape.
+        """Tell the next rank the dtype and shape of activations before the first over a cut.
 
         Raises ValueError for outputs that cannot be passed on.
         """
-        form = (type(outputs).__name__,)  # This is for the error alone.
+        # This form is only for the error's words.
+        form = (type(outputs).__name__,)
         sendable = False
         if isinstance(outputs, torch.Tensor):
             form = (outputs.dtype, outputs.shape[1:])
@@ -113,7 +116,7 @@ class Transfers:
         self.forms[stage] = form
 
     def send(self, result, tensor):
-        """Give `result` to the instruction that needs it, on this rank or another."""
+        """Give a result's `tensor` to the instruction that needs it, here or on another rank."""
         rank = self.homes[result.user]
         if rank == self.rank:
             self.own_results[result] = tensor
@@ -121,18 +124,16 @@ class Transfers:
             self.leaving[result] = wire.isend(tensor, *self.channel(self.rank, rank))
 
     def finish(self):
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
         for transfer in self.leaving.values():
             transfer.wait()
 
     def channel(self, sender, receiver):
-        """The other rank's global number, and the group for messages between the two.
+        """Return the other rank's global number, and the group for messages to `receiver`.
 
-        Messages go from `sender` to `receiver`, of which one is this rank.
-
-        NCCL works through a group's messages one after the other, so a message that is waited for
-        would hold up all others. So with NCCL two ranks have a group of their own for each
-        direction.
+        One of `sender` and `receiver` is this rank. NCCL works through a group's messages one after
+        the other, so a message for which a rank waits would hold up all others. So with NCCL two
+        ranks have a group of their own for each direction.
         """
         other = wire.global_rank(receiver if sender == self.rank else sender, self.group)
         if not wire.on_nccl(self.inputs[0], self.group):

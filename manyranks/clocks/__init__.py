@@ -1,9 +1,7 @@
 """Virtual time: operations and messages move a thread's clock on, and nobody sleeps.
 
-Each thread of each rank has a clock.
-
-docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `enter` gives a rank
-its clocks.
+Each thread of each rank has a clock. Where a device or a link is emulated, `enter` gives a rank its
+clocks. docs/VIRTUAL_TIME.md defines how they move.
 
     now() advance(seconds)      this thread's time in seconds; let time pass
     post(…) join(…) wait(…)     what the process group calls for messages and collectives
@@ -32,9 +30,9 @@ __all__ = [
 
 
 def enter(table: Table, rank: int) -> None:
-    """Give the threads of this process, which is `rank`, clocks.
+    """Give clocks to the threads of this process, which is rank `rank`.
 
-    torch makes groups with clocks from then on, where it would use gloo.
+    From then on torch makes groups with clocks where it would use gloo.
     """
     from .. import torch_inside
     from . import group, stalls, threads
@@ -61,10 +59,10 @@ def refuse_plain_gloo() -> None:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """Within this block the caller's function runs; after it the main thread has no clock.
+    """Run the caller's function within this block; after it the main thread has no clock.
 
-    If the function has failed, other ranks that wait for this one are in no deadlock. In real time,
-    and in a child that the function has forked, this does nothing.
+    If the function has failed, other ranks that wait for this one are in no deadlock. In real time
+    this does nothing, nor does it in a child that the function has forked.
     """
     try:
         yield

@@ -1,9 +1,7 @@
-"""The arbiter of virtual time.
+"""The arbiter books messages and collectives and ends turns, in the order of virtual time.
 
-It books messages and collectives, and ends turns and timers, in the order of virtual time.
-
-There is no process of that name: whoever stops, or passes the moment for which the arbiter waits,
-does its work. All functions are called under the table's lock.
+It is no process: each thread that stops, or that passes the next moment at which something is due,
+does the arbiter's work. All functions are called under the table's lock.
 """
 
 from collections.abc import Sequence
@@ -33,54 +31,63 @@ from .table import (
 
 # Entries that are ready at one moment are booked in this order.
 ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
-# Others wait in vain once daemons alone have lived for so long, six hours.
+# Threads wait in vain once daemons alone have gone on for six hours (here in picoseconds).
 PATIENCE = 6 * 3600 * 10**12
-CHANNEL = attrgetter("second", "group", "tag")  # Receives from any rank are told apart by these.
-AGE = attrgetter("moment", "first", "count")  # of sends
+# A send can meet those receives from any rank that have the same three fields.
+CHANNEL = attrgetter("second", "group", "tag")
+# Sends are sorted by these fields, the oldest first.
+AGE = attrgetter("moment", "first", "count")
 
 
 def settle(table: Table) -> None:
-    """Do all that is due, up to the first moment at which a thread may still do something.
+    """Do all that is due before the first moment at which a thread may still do something.
 
-    It finds out whether nothing can go on.
+    If nothing can go on any more, note the deadlock and wake all threads that wait.
     """
     head = table.head
     while True:
-        booking = first_ready(table)
-        turn = least(table.threads["timer"])
-        matching, receive, send = first_match(table)
-        moment = min(booking, turn, matching)
+        next_booking = first_ready(table)
+        next_turn = least(table.threads["timer"])
+        next_match, receive, send = first_match(table)
+        moment = min(next_booking, next_turn, next_match)
         if moment == FOREVER or only_daemons_live(table, moment):
             break
         if least(table.threads["floor"]) <= moment:
             head.threshold = moment
             return
         head.latest = moment
-        due = in_turn(table, moment) if turn == moment else []
+        due = in_turn(table, moment) if next_turn == moment else []
         posting = [place for place in due if place.posts]
-        if booking == moment and not posting:
+        if next_booking == moment and not posting:
             for entry in ready_at(table, moment):
                 book(table, entry)
-        elif matching == moment and not posting:
+        elif next_match == moment and not posting:
             match(table, receive, send, moment)
         else:
             release(table, (posting or due)[0], moment)
     head.threshold = FOREVER
+    find_deadlock(table)
+
+
+def find_deadlock(table: Table) -> None:
+    """Note a deadlock, and wake all threads that wait, if threads wait and nothing can go on."""
+    head = table.head
     threads = table.threads
     alive = (threads["state"] == RUNNING) | (threads["outside"] > 0)
-    if len(table.waiting()) and not head.failed and not head.deadlock:
-        if not alive.any() or only_daemons_live(table, least(threads["floor"])):
-            head.deadlock = 1
-            for place in where(table.places, threads["state"] == BLOCKED):
-                table.wake(place)
-        else:
-            head.threshold = head.needed + PATIENCE
+    if not len(table.waiting()) or head.failed or head.deadlock:
+        return
+    if not alive.any() or only_daemons_live(table, least(threads["floor"])):
+        head.deadlock = 1
+        for place in where(table.places, threads["state"] == BLOCKED):
+            table.wake(place)
+    else:
+        head.threshold = head.needed + PATIENCE
 
 
 def only_daemons_live(table: Table, moment: int) -> bool:
-    """Return whether only daemons have gone on for so long that the others wait in vain.
+    """Return whether only daemons have gone on for so long that the other threads wait in vain.
 
-    So a daemon that ticks hides no deadlock.
+    So a daemon that ticks for ever hides no deadlock.
     """
     if moment <= table.head.needed + PATIENCE:
         return False
@@ -89,14 +96,16 @@ def only_daemons_live(table: Table, moment: int) -> bool:
     goes_on = (
         (threads["state"] == RUNNING) | (threads["timer"] < FOREVER) | (threads["outside"] > 0)
     )
-    # torch itself gives up on a message that does not come; threads may wait for a daemon for ever.
+    # torch itself gives up on a message that does not come, so only waits for ranks count: a thread
+    # may wait for a daemon for ever.
     waits_for_rank = threads["awaits"] != 0
     return bool((needed & waits_for_rank).any() and not (needed & goes_on).any())
 
 
 def first_ready(table: Table) -> int:
     """Return the first moment at which an entry is to be booked; FOREVER if none is."""
-    if not table.head.pending:  # mostly so: then there is no need to look at all entries
+    # Mostly nothing is pending, and then there is no need to look at all entries.
+    if not table.head.pending:
         return FOREVER
     ready = table.rows["stage"] == READY
     return int(table.rows["moment"][ready].min(initial=FOREVER))
@@ -111,7 +120,7 @@ def ready_at(table: Table, moment: int) -> list[Entry]:
 def in_turn(table: Table, moment: int) -> list[Place]:
     """Return the places of the threads that may go on at `moment`, by rank, then by number.
 
-    A place is given to a new thread when its thread has ended, so places are in no order.
+    A new thread gets the place of one that has ended, so the order of places says nothing.
     """
     due = (table.threads["timer"] == moment).nonzero()[0].tolist()
 
@@ -122,7 +131,7 @@ def in_turn(table: Table, moment: int) -> list[Place]:
 
 
 def make_ready(table: Table, entry: Entry) -> None:
-    """All sides have come: book the entry when it is its turn, or at once if it needs no link."""
+    """Book an entry whose sides have all come, at its turn, or at once if it needs no link."""
     entry.stage = READY
     table.head.pending += 1
     if not needs_order(table, entry):
@@ -133,10 +142,11 @@ def make_ready(table: Table, entry: Entry) -> None:
 
 
 def needs_order(table: Table, entry: Entry) -> bool:
-    """Return whether other bookings can matter to an entry, or it to them."""
+    """Return whether an entry's booking depends on other bookings, or others on it."""
     if entry.kind == NEW_GROUP:
         return True
     if entry.kind == MESSAGE:
+        # A TiB takes time on every link that is emulated.
         return table.step_takes(1 << 40, (entry.first, entry.second)) > 0
     return entry.duration > 0
 
@@ -148,7 +158,7 @@ def members_of(table: Table, entry: Entry) -> list[int]:
 
 
 def ways_of(table: Table, ranks: Sequence[int]) -> list[Ways]:
-    """Return the ways that these ranks use: on one host each its own, else those of their hosts."""
+    """Return the ways that ranks use: on one host each has its own, else those of their hosts."""
     if table.on_one_host(ranks):
         return [table.ways_inside[rank] for rank in ranks]
     hosts = dict.fromkeys(table.hosts[rank] for rank in ranks)  # in the order of ranks
@@ -156,14 +166,15 @@ def ways_of(table: Table, ranks: Sequence[int]) -> list[Ways]:
 
 
 def book(table: Table, entry: Entry) -> None:
-    """Decide when a message or a collective ends, and let who waits for it go on."""
+    """Decide when a message or a collective ends, and let those who wait for it go on."""
     entry.departs = entry.arrives = entry.moment
     if entry.kind == MESSAGE:
         book_message(table, entry)
     elif entry.kind == COLLECTIVE:
         book_collective(table, entry)
     else:
-        entry.group = table.head.groups  # the number of the new group
+        # The new group gets the next free number.
+        entry.group = table.head.groups
         table.head.groups += 1
     table.head.pending -= 1
     if entry.for_any:
@@ -175,7 +186,7 @@ def book(table: Table, entry: Entry) -> None:
 
 
 def end(table: Table, entry: Entry) -> None:
-    """The end of a message or a collective is known: let who waits for it go on."""
+    """Let those who wait for a message or a collective go on, since its end is known now."""
     entry.stage = BOOKED
     for place in where(table.places, table.threads["awaits"] == entry.key):
         release(table, place, entry.departs if place.sends else entry.arrives)
@@ -199,8 +210,8 @@ def book_message(table: Table, entry: Entry) -> None:
 def book_collective(table: Table, entry: Entry) -> None:
     """Book a collective on all ways of its members.
 
-    Without bytes it uses no way; without a duration, as on one host that has no links inside, it
-    takes no time.
+    A collective without bytes uses no way. One without a duration, as on one host that has no links
+    inside, takes no time.
     """
     if not entry.duration:
         return
@@ -224,15 +235,15 @@ def release(table: Table, place: Place, moment: int) -> None:
     place.awaits = 0
     if place.needed:
         table.head.needed = max(table.head.needed, place.clock)
-    place.state = RUNNING  # it counts as running before it wakes, so that nobody passes it
+    # It counts as running before it wakes, so that nobody passes it.
+    place.state = RUNNING
     table.wake(place)
 
 
 def first_match(table: Table) -> tuple[int, Any, Any]:
-    """Return the first moment at which a receive from any rank gets a message.
+    """Return the first moment at which a receive from any rank gets a message, and both entries.
 
-    It is FOREVER if none does, and comes with the entries of both. Of its channel the oldest
-    receive gets the oldest send.
+    The moment is FOREVER if none does. In each channel the oldest receive gets the oldest send.
     """
     if not table.head.from_any:
         return FOREVER, None, None
@@ -244,8 +255,8 @@ def first_match(table: Table) -> tuple[int, Any, Any]:
     for channel in sorted(set(map(CHANNEL, receives))):
         sent = [send for send in sends if CHANNEL(send) == channel]
         if sent:
-            own = [receive for receive in receives if CHANNEL(receive) == channel]
-            receive = min(own, key=attrgetter("count"))
+            waiting = [receive for receive in receives if CHANNEL(receive) == channel]
+            receive = min(waiting, key=attrgetter("count"))
             send = min(sent, key=AGE)
             pairs.append((max(receive.moment, send.moment), receive, send))
     return min(pairs, key=itemgetter(0), default=(FOREVER, None, None))
@@ -267,12 +278,13 @@ def find(table: Table, key: int) -> Entry:
 
     Raises RuntimeError if the table is full.
     """
-    while table.dropped:  # Other threads may drop more meanwhile.
+    # Other threads may drop more entries while this loop runs.
+    while table.dropped:
         entry = table.dropped.pop()
         entry.readers -= 1
         free_if_read(entry)
     keys = table.rows["key"]
-    # An entry is in this row, unless another one was there when it came.
+    # An entry is in this row, unless the row was taken when the entry came.
     entry = table.entries[key % len(keys)]
     if entry.key == key:
         return entry
@@ -292,6 +304,6 @@ def find(table: Table, key: int) -> Entry:
 
 
 def free_if_read(entry: Entry) -> None:
-    """Free an entry that is booked, if no side will read it any more."""
+    """Free an entry if it is booked and no side will read it any more."""
     if entry.stage == BOOKED and entry.readers == 0:
         memset(byref(entry), 0, sizeof(entry))

@@ -11,18 +11,18 @@ from ..errors import Awaited, DeadlockError
 from . import arbiter, stalls
 from .table import BLOCKED, FOREVER, FREE, RUNNING, Place, Table, real_clock
 
-QUESTION_S = 10e-6  # a question that is answered with "no" takes so long
+QUESTION_S = 10e-6  # A question that is answered with "no" takes so long.
 TURN = Awaited("turn")
 FILES = Awaited("files")
 
 process: Any = SimpleNamespace(
-    table=None,  # a process without one has real time
-    started=0,  # so many threads with a clock have been started, beside the main one
-    threads=0,  # so many of them run
-    needed=0,  # so many of these are no daemons
+    table=None,  # the launch's table; None where time is real
+    started=0,  # how many threads with a clock have been started, beside the main one
+    threads=0,  # how many threads with a clock run
+    needed=0,  # how many of the running threads are no daemons
     daemons=set(),  # the slots of the daemons that have computed
-    asking=[],  # the clocks that wait for files, and what says whether one is ready
-    calls=Counter(),  # the messages posted by channel and side, and the collectives by group
+    asking=[],  # each clock that waits for files, with a function that says whether one is ready
+    calls=Counter(),  # how many messages were posted by channel and side, and collectives by group
 )
 
 
@@ -63,8 +63,8 @@ class Clock:
     def take_turn(self, to_post: bool = False) -> None:
         """Wait for this thread's turn at this moment, if the rank has other threads.
 
-        So all touch what they share in the order of virtual time. Turns `to_post` come before the
-        bookings of this moment, so that all that is posted now is booked together.
+        So threads touch what they share in the order of virtual time. Turns `to_post` come before
+        the bookings of this moment, so that all that is posted now is booked together.
         """
         if process.threads > 1:
             self.place.posts = to_post
@@ -72,7 +72,7 @@ class Clock:
             self.place.posts = 0
 
     def sleep_until(self, moment: int, what: Awaited) -> None:
-        """Wait until the arbiter comes to `moment`: then all that is due before has been done."""
+        """Wait until the arbiter comes to `moment`, when all that was due before has been done."""
         with self.table.lock:
             self.stop(moment)
         self.stand(what)
@@ -80,8 +80,8 @@ class Clock:
     def stop(self, timer: int = FOREVER, ticket: Any = None) -> None:
         """Stop this clock, under the lock, until something lets it go on.
 
-        That is another thread that releases it, the moment `timer`, or the booking of what the
-        `ticket` is for.
+        It goes on when another thread releases it, at the moment `timer`, or at the booking of what
+        the `ticket` is for.
         """
         place = self.place
         self.tell_who_asks()
@@ -101,7 +101,7 @@ class Clock:
     def tell_who_asks(self) -> None:
         """Let threads of this rank go on whose files have become ready.
 
-        This thread has done, under the lock, all that it does at this moment.
+        This is called, under the lock, once this thread has done all that it does at this moment.
         """
         for clock, is_ready in process.asking:
             if is_ready():
@@ -124,21 +124,21 @@ class Clock:
         return ready
 
     def stand(self, what: Awaited, is_ready: Callable = bool) -> None:
-        """Sleep, without the lock, until this clock has been released, or `is_ready` outside.
+        """Sleep, without the lock, until this clock is released, or until `is_ready()` is true.
 
-        Raises DeadlockError, which says `what` the thread waits for, if it never can be.
+        Raises DeadlockError, which says `what` the thread waits for, if nothing can release it.
         """
         table = self.table
         place = self.place
         while place.state == BLOCKED:
             if table.head.deadlock and place.needed:
-                # On its way out a thread lets go of locks, and would wait again.
+                # On its way out a thread lets go of locks, and would wait again: it raises again.
                 if self.deadlock is None:
                     self.deadlock = stalls.deadlock(self, what)
                 raise self.deadlock
             table.sleep_until_woken(place)
             if place.state == BLOCKED and not place.woken:
-                # Floors are written without the lock: the last call may have read an old one.
+                # Floors are written without the lock, so the last call may have read an old one.
                 with table.lock:
                     if is_ready():
                         arbiter.release(table, place, self.moment)
@@ -146,7 +146,7 @@ class Clock:
         self.moment = place.clock
 
     def end(self) -> None:
-        """The thread has ended, or goes on without a clock."""
+        """Free this clock's place: its thread has ended, or goes on without a clock."""
         local.clock = None
         with self.table.lock:
             self.tell_who_asks()
@@ -181,7 +181,7 @@ def virtual() -> bool:
 
 
 def moment() -> int:
-    """Return this thread's time in picoseconds; the real clock's where it has no clock."""
+    """Return this thread's time in picoseconds; without a clock of its own, the real time."""
     clock = own()
     return round(real_clock() * 1e12) if clock is None else clock.moment
 
@@ -207,9 +207,9 @@ def take_turn(to_post: bool = False) -> None:
 
 
 def ask(answer: bool) -> bool:
-    """Return the answer to a question.
+    """Return the `answer` to a question, and let time pass on this thread's clock if it is "no".
 
-    A "no" takes some time, if this thread has a clock, so that a loop of questions comes to an end.
+    So a loop of questions comes to an end.
     """
     if not answer:
         advance(QUESTION_S)
@@ -219,8 +219,8 @@ def ask(answer: bool) -> bool:
 def new_clock(parent: Clock, needed: bool) -> Clock:
     """Return a clock for a thread that `parent`'s thread is about to start.
 
-    It is `needed` if the thread is no daemon. Raises RuntimeError if the rank has as many threads
-    as it may have.
+    The clock is `needed` if the thread is no daemon. Raises RuntimeError if the rank has as many
+    threads as it may have.
     """
     table = parent.table
     with table.lock:
@@ -247,7 +247,7 @@ def begin(table: Table, slot: int, moment: int, needed: bool) -> Clock:
 def several_compute() -> bool:
     """Return whether another thread of this rank may compute, too.
 
-    A thread that is no daemon may; of a daemon that is known once it has computed.
+    Every thread that is no daemon may; a daemon counts once it has computed.
     """
     clock = own()
     if clock is None:

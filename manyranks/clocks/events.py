@@ -22,9 +22,10 @@ from .table import (
 
 
 class Ticket(NamedTuple):
-    """What `wait` needs: an entry of the table, and what this side of it waits for.
+    """What `wait` needs of a message or a collective.
 
-    `sends` says whether this side is the sender.
+    `entry` is that of the table, `sends` says whether this side is the sender, and `what` says what
+    this side waits for.
     """
 
     entry: Entry
@@ -33,17 +34,14 @@ class Ticket(NamedTuple):
 
     @property
     def end(self) -> int | None:
-        """The moment that is waited for; None as long as it is not known."""
+        """The moment for which this side waits; None as long as it is not known."""
         if self.entry.stage != BOOKED:
             return None
         return self.entry.departs if self.sends else self.entry.arrives
 
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
-    """Announce a message to or from global rank `peer`, or from ANY, in a group.
-
-    Return a ticket for `wait`.
-    """
+    """Announce a message to or from global rank `peer`, or from ANY; return a ticket for `wait`."""
     table = process.table
     if sending:
         sender = table.rank
@@ -57,7 +55,7 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
     # The hash of numbers is the same in all processes; that of a text is not.
     key = hash((*channel, count))
     with table.lock:
-        entry = come(
+        entry = register_side(
             key,
             sides=2,
             kind=FROM_ANY if peer == ANY else MESSAGE,
@@ -86,16 +84,17 @@ def awaited_message(sending: bool, peer: int) -> Awaited:
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
-    """Take part in a collective; return a ticket.
+    """Take part in a collective of all `members`, which are global ranks; return a ticket.
 
-    It begins when all `members` (global ranks) have joined.
+    The collective begins when all members have joined.
     """
     table = process.table
     process.calls[group] += 1
     count = process.calls[group]
-    key = hash((group, count, zlib.crc32(name.encode())))  # Unlike collectives never meet.
+    # The name is part of the key, so collectives of different kinds never meet.
+    key = hash((group, count, zlib.crc32(name.encode())))
     with table.lock:
-        entry = come(key, sides=len(members), kind=COLLECTIVE, group=group, count=count)
+        entry = register_side(key, sides=len(members), kind=COLLECTIVE, group=group, count=count)
         entry.duration = max(entry.duration, duration)
         entry.has_bytes = max(entry.has_bytes, has_bytes)
         if entry.present == len(members):
@@ -110,14 +109,16 @@ def join_new_group(name: str, members: list[int]) -> int:
     """
     table = process.table
     digest = hashlib.sha256(name.encode()).digest()
-    key = int.from_bytes(digest[:7], "big")  # seven bytes are never too many for a field
+    # A field of the table has eight bytes, of which one bit is the sign.
+    key = int.from_bytes(digest[:7], "big")
     with table.lock:
-        entry = come(key, sides=len(members), kind=NEW_GROUP, first=members[0])
+        entry = register_side(key, sides=len(members), kind=NEW_GROUP, first=members[0])
         if entry.present == len(members):
             arbiter.make_ready(table, entry)
     ticket = Ticket(entry, False, Awaited("new group", tuple(members)))
     stand_until_booked(ticket)
-    number = entry.group  # once all have waited, the entry is free
+    # The number is read first: once all members have waited, the entry is free.
+    number = entry.group
     wait(ticket)
     if number >= MOST_GROUPS:
         raise RuntimeError(
@@ -128,12 +129,13 @@ def join_new_group(name: str, members: list[int]) -> int:
     return number
 
 
-def come(key: int, sides: int, **fields: int) -> Entry:
+def register_side(key: int, sides: int, **fields: int) -> Entry:
     """Note, under the lock, that one of the `sides` of a message or a collective has come.
 
     Return its entry, in which the first side writes the `fields`.
     """
-    entry = arbiter.find(process.table, key or 1)  # the key 0 would be an entry that is free
+    # An entry with the key 0 is free, so no message has that key.
+    entry = arbiter.find(process.table, key or 1)
     if not entry.stage:
         entry.stage = OPEN
         entry.readers = sides
@@ -145,9 +147,9 @@ def come(key: int, sides: int, **fields: int) -> Entry:
 
 
 def wait(ticket: Ticket) -> int:
-    """Wait for a ticket's message or collective; return when it was over.
+    """Wait for a ticket's message or collective; return the moment of its end.
 
-    A message is over for its sender when it has left, for its receiver when it has arrived.
+    For its sender a message ends when it has left, for its receiver when it has arrived.
     """
     stand_until_booked(ticket)
     moment: Any = ticket.end  # It is known now.
@@ -157,7 +159,7 @@ def wait(ticket: Ticket) -> int:
 
 
 def stand_until_booked(ticket: Ticket, until: int = FOREVER) -> None:
-    """Stop this thread's clock until a ticket's moment is known, or the moment `until` has come."""
+    """Stop this thread's clock until a ticket's end is known, or the moment `until` has come."""
     clock = own()
     if ticket.end is not None:
         return
@@ -170,32 +172,29 @@ def stand_until_booked(ticket: Ticket, until: int = FOREVER) -> None:
 
 
 def ends_by(ticket: Ticket, until: int) -> bool:
-    """Wait until a ticket's moment is known, or `until` has come.
-
-    Return whether the former is not later.
-    """
+    """Wait until a ticket's end is known, or `until` has come; return whether it ends by then."""
     stand_until_booked(ticket, until)
     return ticket.end is not None and ticket.end <= until
 
 
 def has_ended(ticket: Ticket) -> bool:
-    """Return whether a ticket's moment has passed on this thread's clock."""
+    """Return whether what a ticket is for has ended, by this thread's clock."""
     return ticket.end is not None and ticket.end <= own().moment  # type: ignore[union-attr]
 
 
 def drop(ticket: Ticket) -> None:
-    """Nobody will wait with this ticket any more."""
+    """Give up a ticket, with which nobody will wait any more."""
     process.table.dropped.append(ticket.entry)
 
 
 def sender_of(ticket: Ticket) -> int:
-    """Return whose message a receive from any rank gets; ANY as long as that is open."""
+    """Return the sender whose message a receive from any rank gets; ANY while none is chosen."""
     return ticket.entry.first
 
 
 def count_received(sender: int, group: int, tag: int) -> None:
-    """A receive from any rank has got a message.
+    """Count a message of `sender` that a receive from any rank has got.
 
-    The next one from there is for the next receive.
+    The sender's next message is then for the next receive.
     """
     process.calls[(sender, process.table.rank, group, tag), False] += 1

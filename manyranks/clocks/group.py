@@ -1,9 +1,7 @@
 """A process group over gloo whose operations take virtual time.
 
-Gloo moves the data, the table says when.
-
-Each operation begins in gloo before it is posted in the table, so that gloo never waits for a rank
-that has not come.
+Gloo moves the data, and the table says when. Each operation begins in gloo before it is posted in
+the table, so that gloo never waits for a rank that has not come.
 """
 
 # mypy: disable-error-code="override, attr-defined, misc, call-arg"
@@ -16,13 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import torch_inside
-from . import events, recording, stalls, streams, threads
+from . import events, recording, streams, threads
 from .clock import TURN, ask, in_real_time, own, process, take_turn
 from .table import ANY, POLL_S, plain_lock, real_sleep
 
 
 class Work(torch_inside.WorkOfGloo):
-    """gloo's work, and a ticket for the moment of its end."""
+    """Gloo's work, with a ticket for the moment of its end in virtual time."""
 
     def __init__(self, work: Any, ticket: events.Ticket, call: recording.Call | None = None):
         super().__init__(work)
@@ -51,12 +49,11 @@ class Work(torch_inside.WorkOfGloo):
         if self.ended is None and not events.ends_by(self.ticket, until):
             clock.advance(until)
             raise RuntimeError(
-                f"timed out after {seconds:g} s of virtual time, waiting"
-                f" {stalls.in_words(self.ticket.what)}"
+                f"timed out after {seconds:g} s of virtual time, waiting {self.ticket.what}"
             )
 
     def finish(self) -> None:
-        """Wait for gloo, once: a second wait for one message would be for the next."""
+        """Wait for gloo, but only once: a second wait would be for the next message."""
         if not self.finished:
             with torch_inside.unseen_by_modes():
                 self.work.wait()
@@ -65,7 +62,8 @@ class Work(torch_inside.WorkOfGloo):
     def wait_by_clock(self) -> int:
         """Wait in virtual time, or have this thread's stream wait; return the moment of the end."""
         if self.future is not None:
-            take_turn()  # The callbacks' thread may have waited, and given up the ticket.
+            # The callbacks' thread may have waited already, and given up the ticket.
+            take_turn()
         if self.ended is None:
             wait = streams.end_of if self.on_stream else events.wait
             self.ended = wait(self.ticket)
@@ -108,7 +106,7 @@ class Work(torch_inside.WorkOfGloo):
 class Future(torch.futures.Future):
     """The future of a `Work`, or one that follows from it: its `wait` takes virtual time."""
 
-    has_thread = False  # One looks after the callbacks.
+    has_thread = False  # True once a thread completes this future, so that its callbacks run.
 
     def __init__(self, work: Work | None):
         super().__init__()
@@ -121,12 +119,14 @@ class Future(torch.futures.Future):
             return
         ended = self.work.wait_by_clock()
         clock.take_turn()
-        if super().done():  # Another thread was first.
+        # Another thread may have completed it before this one's turn.
+        if super().done():
             return
         self.work.finish()
         present = clock.moment
         if not self.work.on_stream:
-            clock.moment = ended  # This may be earlier.
+            # The callbacks run as of the operation's end, which may be earlier than now.
+            clock.moment = ended
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
@@ -166,14 +166,14 @@ class Future(torch.futures.Future):
 class Following(Future):
     """The future of a callback, which runs when the future `before` is complete."""
 
-    has_thread = True  # that of the future before
+    has_thread = True  # The thread of the future before completes this one, too.
 
     def __init__(self, before: Future):
         super().__init__(before.work)
         self.before = before
 
     def complete(self) -> None:
-        """Wait for what the callback waits for; then it runs."""
+        """Wait for the future before, whose end lets the callback run."""
         self.before.complete()
 
 
@@ -185,7 +185,7 @@ class All(Future):
         self.futures = futures
 
     def complete(self) -> None:
-        """Wait for all."""
+        """Wait for all of the futures."""
         for future in self.futures:
             future.wait()
         take_turn()
@@ -193,12 +193,12 @@ class All(Future):
             self.set_result(self.futures)
 
     def done(self) -> bool:
-        """Return whether all are complete by now."""
+        """Return whether all of the futures are complete by now."""
         return all([future.done() for future in self.futures])
 
 
 def wait_by_lock(run: Callable, future: torch.futures.Future) -> Any:
-    """Around the wait for a future that another thread of this rank sets, wait by the clock."""
+    """Wait by the clock for a future that another thread sets, then by torch's own `run`."""
     if own() is not None and not future.done():
         is_set = threads.Waiter()
         is_set.acquire()
@@ -208,13 +208,14 @@ def wait_by_lock(run: Callable, future: torch.futures.Future) -> Any:
 
 
 class FromAny:
-    """Stands for gloo's receive from any rank, which would choose by real time.
+    """A receive from any rank; gloo's own would choose the sender by real time.
 
-    Gloo receives from the rank whose message has been matched in virtual time, from then on. Where
-    the program does not wait yet, a thread looks after that, as the sender waits for it in gloo.
+    Once a message is matched in virtual time, gloo receives from its sender. A thread begins that
+    receive where the program does not wait yet: the sender waits for it in gloo.
     """
 
-    unmatched: ClassVar[list["FromAny"]] = []  # of this process, in the order of their posts
+    # These are the process's receives without a message, in the order of their posts.
+    unmatched: ClassVar[list["FromAny"]] = []
     lock = plain_lock()
 
     def __init__(self, group: "Group", tensors: list, tag: int, ticket: events.Ticket):
@@ -231,13 +232,13 @@ class FromAny:
 
     @classmethod
     def look_after_all(cls) -> None:
-        """Begin receives as they are matched, until there are none."""
+        """Begin receives as they are matched, until none is left."""
         while cls.begin_matched():
             real_sleep(POLL_S)
 
     @classmethod
     def begin_matched(cls) -> int:
-        """Begin all receives that are matched, in order; return how many are not."""
+        """Begin all receives that are matched, in order; return how many are left."""
         with cls.lock:
             for receive in list(cls.unmatched):
                 sender = events.sender_of(receive.ticket)
@@ -251,11 +252,11 @@ class FromAny:
         group = self.group
         events.count_received(sender, group.number, self.tag)
         peer = group.members.index(sender)
-        self.work = group.moved(group.gloo.recv, self.tensors, peer, self.tag)
+        self.work = group.begin_in_gloo(group.gloo.recv, self.tensors, peer, self.tag)
         events.drop(self.ticket)
 
     def wait(self) -> None:
-        """Wait for gloo: the message is matched."""
+        """Wait until gloo has received the message, which is matched by now."""
         self.begin_matched()
         self.work.wait()
 
@@ -264,7 +265,7 @@ class FromAny:
 
     @classmethod
     def make_room(cls, group: int, tag: int) -> None:
-        """A receive from a named rank will be posted: begin those from any rank that come first.
+        """Begin the receives from any rank that come before a receive from a named rank.
 
         Raises RuntimeError if one of them has no message yet.
         """
@@ -296,11 +297,10 @@ def tree_steps(size: int) -> int:
 
 
 class Form(NamedTuple):
-    """How long a collective takes.
+    """What the time of a collective called `name` depends on.
 
-    It is called `name`, and each of its `steps`, which follow from
-    the number of members, carries as many bytes as the argument number `sized_by` has, or a K-th of
-    them if that is `shared`.
+    `steps` returns the number of its steps for a number of members. Each step carries as many bytes
+    as the argument number `sized_by` has, or, if `shared`, a K-th of them for K members.
     """
 
     name: str
@@ -309,7 +309,8 @@ class Form(NamedTuple):
     shared: bool = False
 
 
-FORMS = {  # These are by torch's newest name of the method that begins it.
+# The keys are torch's newest names of the methods that begin the collectives.
+FORMS = {
     "allreduce": Form("all_reduce", ring_steps, shared=True),
     "allreduce_coalesced": Form("all_reduce", ring_steps, shared=True),
     "broadcast": Form("broadcast", tree_steps),
@@ -326,7 +327,7 @@ FORMS = {  # These are by torch's newest name of the method that begins it.
 
 
 def nbytes_of(tensors: Any) -> int:
-    """Return the bytes of tensors in lists of lists."""
+    """Return the bytes of all tensors in nested lists."""
     if not isinstance(tensors, torch.Tensor):
         return sum(map(nbytes_of, tensors))
     parts = torch_inside.parts_of([tensors])
@@ -334,17 +335,17 @@ def nbytes_of(tensors: Any) -> int:
 
 
 class Done:
-    """The work of a message or a collective of tensors that have sizes only: nothing is moved."""
+    """The work of an operation on tensors that have sizes only, of which nothing is moved."""
 
     def __init__(self, tensors: list):
         self.tensors = tensors
 
     def wait(self) -> bool:
-        """Return at once."""
+        """Return at once, since there is nothing to wait for."""
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future that has its result."""
+        """Return a future that already has the tensors as its result."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.tensors)
         return future
@@ -356,7 +357,7 @@ class Done:
 class Group(torch_inside.InPlaceOfGloo):
     """A process group with clocks; torch makes it where a program asks for gloo."""
 
-    number = 0  # of the group of all ranks
+    number = 0  # This is the number of the group of all ranks.
 
     def begin(self, of_some_ranks: bool) -> None:
         """Meet the other members in virtual time."""
@@ -377,26 +378,27 @@ class Group(torch_inside.InPlaceOfGloo):
 
     group_name = property(getGroupName)
 
-    def begun(self, begin: Callable, *arguments: Any) -> Any:
+    def begin_in_turn(self, begin: Callable, *arguments: Any) -> Any:
         """Have gloo `begin` an operation in this thread's turn; return its work."""
         take_turn(to_post=True)
-        return self.moved(begin, *arguments)
+        return self.begin_in_gloo(begin, *arguments)
 
-    def moved(self, begin: Callable, *arguments: Any) -> Any:
+    def begin_in_gloo(self, begin: Callable, *arguments: Any) -> Any:
         """Have gloo `begin` an operation; return its work.
 
-        Of tensors that have sizes only nothing is moved.
+        If the tensors have sizes only, there is nothing to move, and the work is done.
         """
         tensors = torch_inside.tensors_in(*arguments)
         if any(isinstance(tensor, torch_inside.FakeTensor) for tensor in tensors):
             return Done(torch_inside.tensors_in(arguments[0]))
-        with torch_inside.unseen_by_modes():  # What gloo copies is no work of the device.
+        # What gloo copies is no work of the device.
+        with torch_inside.unseen_by_modes():
             return begin(*arguments)
 
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
         """Join a collective of so many `steps`, each as long as a message of `nbytes`.
 
-        Gloo's `work` has begun.
+        Gloo's `work` on it has begun.
         """
         table = process.table
         duration = steps * table.step_takes(nbytes, self.members)
@@ -425,7 +427,7 @@ class Group(torch_inside.InPlaceOfGloo):
 
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
-        work = self.begun(self.gloo.send, tensors, peer, tag)
+        work = self.begin_in_turn(self.gloo.send, tensors, peer, tag)
         return self.message(True, work, tensors, peer, tag)
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
@@ -436,7 +438,7 @@ class Group(torch_inside.InPlaceOfGloo):
         """
         take_turn(to_post=True)
         FromAny.make_room(self.number, tag)
-        work = self.moved(self.gloo.recv, tensors, peer, tag)
+        work = self.begin_in_gloo(self.gloo.recv, tensors, peer, tag)
         return self.message(False, work, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list, tag: int) -> Work:
@@ -450,12 +452,12 @@ class Group(torch_inside.InPlaceOfGloo):
         parts = [output.chunk(self.size()) for output in outputs]
         # gloo wants a list for each member, not for each output.
         by_member = [list(parts_of_member) for parts_of_member in zip(*parts, strict=True)]
-        work = self.begun(self.gloo.allgather_coalesced, by_member, inputs, *opts)
+        work = self.begin_in_turn(self.gloo.allgather_coalesced, by_member, inputs, *opts)
         steps = direct_steps(self.size())
         return self.timed("all_gather", work, nbytes_of(inputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
-        """Wait for all members; where there are streams, the host waits for them first."""
+        """Wait for all members; where the device has streams, the host first waits for those."""
         streams.synchronize()
         take_turn(to_post=True)
         work = self.gloo.barrier(**opts)
@@ -464,7 +466,7 @@ class Group(torch_inside.InPlaceOfGloo):
         return barrier
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all members; if one never comes, the deadlock is reported, with all names."""
+        """Wait for all members; if one never comes, a DeadlockError names all ranks."""
         self.barrier().wait()
 
 
@@ -472,7 +474,7 @@ def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
     """Give `Group` the method that torch calls for a collective."""
 
     def collective(self: Group, *arguments: Any) -> Work:
-        work = self.begun(getattr(self.gloo, gloo_name), *arguments)
+        work = self.begin_in_turn(getattr(self.gloo, gloo_name), *arguments)
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()

@@ -1,6 +1,6 @@
-"""What a rank keeps of its work in virtual time, where somebody asks for it.
+"""The recording of a rank's work in virtual time, which is kept where somebody asks for it.
 
-That is when its device computed, what it sent, and when its optimizers made their steps.
+It says when the device computed, what was sent, and when the optimizers made their steps.
 """
 
 import sys
@@ -11,11 +11,11 @@ from . import clock, stalls
 
 @dataclass
 class Call:
-    """A collective, or a message.
+    """A collective or a message, as one rank sees it.
 
-    `nbytes` are those that this rank sends (or receives), `ranks` those that take part. All moments
-    are picoseconds: this rank came at `joined`; the transfer takes `duration`, and ends at `end`,
-    which is None as long as nobody has waited for it.
+    This rank sends or receives `nbytes`, and `ranks` take part. All moments are picoseconds: this
+    rank came at `joined`; the transfer takes `duration`, and ends at `end`, which is None as long
+    as nobody has waited for it.
     """
 
     name: str
@@ -31,7 +31,8 @@ class Call:
 class Recording:
     """All that one rank did.
 
-    `busy` has the spans in which each stream computed, one after the other, and neighbours as one.
+    `busy` has the spans [start, end] in which each stream computed; spans that touch are one.
+    `calls` has the messages and collectives, `steps` the moments of the optimizers' steps.
     """
 
     busy: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -43,14 +44,14 @@ current: Recording | None = None  # A process has at most one.
 
 
 def begin() -> Recording:
-    """Record from now on what this process does."""
+    """Record what this process does from now on, and return the recording."""
     global current
     current = Recording()
     return current
 
 
 def note_operation(stream: int, start: int, end: int) -> None:
-    """Note, where there is a recording, that a stream computes from `start` to `end`."""
+    """Note that a stream computes from `start` to `end`, where there is a recording."""
     if current is None or start == end:
         return
     spans = current.busy.setdefault(stream, [])
@@ -61,10 +62,7 @@ def note_operation(stream: int, start: int, end: int) -> None:
 
 
 def note_call(name: str, ranks: tuple, nbytes: float, duration: int) -> Call | None:
-    """Return a new entry for a message or a collective, which begins now.
-
-    Return None without a recording.
-    """
+    """Return a new entry for an operation that begins now; None where nothing is recorded."""
     if current is None:
         return None
     line = stalls.line_of(sys._getframe())

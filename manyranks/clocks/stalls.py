@@ -1,8 +1,7 @@
 """What is said when nothing can go on.
 
-A deadlock is an error of all ranks; a thread that holds up all others is named.
-
-This is the only place that has words for it: `WORDS`, and the functions `in_words` and `who_waits`.
+A deadlock is an error of all ranks. A thread that holds up all others for seconds is named on
+standard error.
 """
 
 import json
@@ -23,28 +22,17 @@ from .table import RUNNING, real_clock, real_sleep
 
 # Virtual time may stand still for so long before the watchdog says who holds it up.
 PATIENCE_S = 3.0
-LOOK_S = 0.5  # the watchdog looks at the table this often
-GATHER_S = 10.0  # all ranks of a deadlock write their lines in this time, mostly at once
-POLL_S = 0.002  # a rank looks this often whether all have written theirs
-MOST_LETTERS = 160  # a line of a program is cut after so many
-WORDS = {  # by the kind of what is `Awaited`
-    "send": "to send to rank {ranks[0]}",
-    "receive": "to receive from rank {ranks[0]}",
-    "receive from any": "to receive from any rank",
-    "collective": "for ranks {ranks} in {name}",
-    "new group": "for ranks {ranks} to make a group",
-    "thread": "for another thread",
-    "turn": "for its turn",
-    "files": "for files to be ready",
-    "fault": "after a fault",
-}
+LOOK_S = 0.5  # The watchdog looks at the table this often.
+GATHER_S = 10.0  # All ranks of a deadlock write down their waits in this time, mostly at once.
+POLL_S = 0.002  # A rank looks this often whether all have written theirs.
+MOST_LETTERS = 160  # A line of a program is cut after so many letters.
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
 LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
 
 
 class Line(NamedTuple):
-    """A line of a program, with the name of its file; a cell of a notebook has none.
+    """A line of a program; `file` is the name of its file, or "cell" in a notebook.
 
     `in_program` is False for a line of a library.
     """
@@ -56,7 +44,7 @@ class Line(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file and the number."""
+        """The line's file and number, such as "train.py line 12"."""
         return f"{self.file} line {self.number}"
 
     def __str__(self):
@@ -66,19 +54,20 @@ class Line(NamedTuple):
 def deadlock(clock: Any, what: Awaited) -> DeadlockError:
     """Return the error of a thread in a deadlock.
 
-    It names all ranks, what they wait for, since when, and where.
+    The error names all ranks, what they wait for, since when, and where.
     """
     table = clock.table
     own_wait = Wait(table.rank, what, clock.moment / 1e12, *line_of(sys._getframe()))
-    # Of a rank with several threads the main one says what it waits for.
+    # If several threads of a rank wait, the main thread's wait is the one that is told.
     if not table.waits[table.rank] or clock.slot == table.own_threads()[0]:
-        with table.lock:  # Nobody reads half of it.
+        # Under the lock, nobody reads a wait that is half written.
+        with table.lock:
             table.waits[table.rank] = packed(own_wait)
     waiting_ranks = table.waiting() // table.threads_per_rank
     end = real_clock() + GATHER_S
     while not all(table.waits[waiting_ranks]) and real_clock() < end:
         real_sleep(POLL_S)
-    # A rank that was told of the deadlock before may have ended: it has left its wait.
+    # A rank that was told of the deadlock before may have ended by now, but its wait is still here.
     with table.lock:
         written = table.waits.tolist()
     waits = [unpacked(text) for text in written if text]
@@ -97,26 +86,20 @@ def unpacked(text: bytes) -> Wait:
     return Wait(rank, Awaited(kind, tuple(ranks), name), *others)
 
 
-def in_words(what: Awaited) -> str:
-    """Return what is waited for in words, such as "to send to rank 1"."""
-    return WORDS[what.kind].format(ranks=list(what.ranks), name=what.name)
-
-
 def line_of_wait(wait: Wait) -> Line:
     """Return the line at which a rank waits."""
     return Line(wait.file, wait.line, wait.text, wait.in_program)
 
 
-def in_full(wait: Wait, line: Any = None) -> str:
+def wait_and_line(wait: Wait, line: Any = None) -> str:
     """Return who waits for what, since when, and where; `line` may stand for the wait's own."""
-    since = f"since {wait.since:.6f} s"
-    return f"rank {wait.rank} waits {in_words(wait.what)} {since}, {line or line_of_wait(wait)}"
+    return f"{wait} since {wait.since:.6f} s, {line or line_of_wait(wait)}"
 
 
 def who_waits(
-    waits: Sequence[Wait], returned: Sequence[int], say: Callable[[Wait], str] = in_full
+    waits: Sequence[Wait], returned: Sequence[int], say: Callable[[Wait], str] = wait_and_line
 ) -> str:
-    """Return a clause for each rank of a deadlock; `say` has the words for one that waits."""
+    """Return a clause for each rank of a deadlock; `say` returns that of a rank that waits."""
     clauses = [say(wait) for wait in waits]
     clauses += [f"rank {rank} has returned" for rank in returned]
     return "; ".join(clauses)
@@ -125,13 +108,13 @@ def who_waits(
 def line_of(frame: Any) -> Line:
     """Return the innermost line, at or around a frame, that is the program's own.
 
-    That is neither of a package in `own_code`, nor an installed one's, nor Python's. If there is
-    none, one that is not Python's will do, or else any.
+    Lines of packages in `own_code`, of installed packages and of Python are not. If all are, the
+    innermost line that is not Python's will do, or else any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))
     libraries = own_code.folders() + LIBRARIES
-    nothing = ()  # No path begins with one of these.
+    nothing = ()  # No path begins with any of no beginnings.
     for left_out in (libraries, PYTHON, nothing):
         for caller, number in stack:
             path = caller.f_code.co_filename
@@ -140,14 +123,12 @@ def line_of(frame: Any) -> Line:
                 name = os.path.basename(path) if os.path.exists(path) else "cell"
                 text = linecache.getline(path, number).strip()[:MOST_LETTERS]
                 return Line(name, number, text, in_program=left_out is libraries)
-    return Line("", 0, "", in_program=False)  # A thread without a frame is nowhere.
+    # A thread without a frame is at no line.
+    return Line("", 0, "", in_program=False)
 
 
 def watch(table: Any) -> None:
-    """Say, once for each such line, which line of this rank holds up virtual time.
-
-    It goes to standard error.
-    """
+    """Say on standard error, once for each line, which line of this rank holds up virtual time."""
     reported: set[str] = set()
     state_before = None
     since = real_clock()

@@ -1,11 +1,9 @@
-"""Streams of an emulated device in virtual time.
-
-The host issues work and runs ahead, until it must wait.
+"""Streams of an emulated device: the host issues work and runs ahead until it must wait.
 
 A stream is one number: the moment from which on it is free. Its work is booked one piece after the
 other, and the host's clock stands still meanwhile. A collective begins when its stream is free on
 each member, and whoever waits for it holds up a stream, not the host. `installed` puts these
-classes where code for any device looks for them on a processor: in `torch.cpu`.
+classes into `torch.cpu`, where code for any device looks for them on a processor.
 
 The host waits where it would for a GPU: for a value (`loss.item()`), for `synchronize`, in a
 barrier. Streams do not compete for the device's rate nor for its memory's bandwidth.
@@ -27,7 +25,7 @@ from .. import torch_inside
 from . import clock, events, recording
 
 process: Any = SimpleNamespace(
-    default=None,  # A process without this stream has a host that waits for all of its work.
+    default=None,  # the stream of work that names none; None where the host waits for all work
     every=[],  # all streams of this process
     stepping=False,  # whether an optimizer's step runs
 )
@@ -49,7 +47,7 @@ class Event:
         self.moment = 0
 
     def record(self, stream: "Stream | None" = None) -> None:
-        """Note the moment at which all work is done that the stream has got so far."""
+        """Note when the stream will have done all the work that it has got so far."""
         chosen = stream or current()
         self.moment = chosen.start()
 
@@ -62,11 +60,11 @@ class Event:
         return clock.ask(self.moment <= clock.moment())
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Have the host wait until this event's moment."""
         clock.own().advance(self.moment)  # type: ignore[union-attr]
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Return the milliseconds from this event to another one."""
+        """Return the milliseconds from this event to a later one."""
         return (end_event.moment - self.moment) / 1e9
 
 
@@ -79,7 +77,7 @@ class Stream:
         process.every.append(self)
 
     def start(self) -> int:
-        """Return when work can begin that the host issues now."""
+        """Return the moment at which work that the host issues now can begin."""
         return max(self.free_at, clock.moment())
 
     def reach(self, moment: int) -> None:
@@ -91,7 +89,7 @@ class Stream:
         self.reach(event.moment)
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Begin nothing more before another stream has done what it has got so far."""
+        """Begin nothing more before another stream has done the work that it has got so far."""
         self.reach(stream.free_at)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -105,7 +103,7 @@ class Stream:
         clock.own().advance(self.free_at)  # type: ignore[union-attr]
 
     def query(self) -> bool:
-        """Return whether all is done as of the host's moment; a "no" takes 10 microseconds."""
+        """Return whether the stream has done all its work by now; a "no" takes 10 microseconds."""
         return clock.ask(self.free_at <= clock.moment())
 
     def __enter__(self):
@@ -129,7 +127,7 @@ def current(device: Any = None) -> Stream:
 
 @contextmanager
 def stream(chosen: Stream | None) -> Iterator[Stream | None]:
-    """Within this block this thread's work goes to another stream; None is the one as before."""
+    """Send this thread's work to the `chosen` stream within this block; None changes nothing."""
     before = local.stream
     local.stream = chosen or before
     try:
@@ -145,18 +143,18 @@ def synchronize(device: Any = None) -> None:
 
 
 def wait_for_value() -> None:
-    """Have the host wait for this thread's stream, as whoever asks for a value of a tensor does.
+    """Have the host wait for this thread's stream, since it asks for a value of a tensor.
 
-    An optimizer's counts of steps are tensors of the host, and nobody waits for them.
+    While an optimizer steps it does not: the counts of steps are tensors of the host.
     """
     if are_on() and not process.stepping:
         current().synchronize()
 
 
 def at_its_start(act: Any, *args: Any) -> Any:
-    """Return `act()`, which announces a message or a collective.
+    """Return `act(…)`, which announces a message or a collective at the moment when it can begin.
 
-    Where there are streams, it is as of the moment at which this thread's stream can begin it.
+    Where the device has streams, that is when this thread's stream is free.
     """
     if not are_on():
         return act(*args)
@@ -194,7 +192,7 @@ def book(start: int, end: int) -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Within this block the device of this process has streams, and `torch.cpu` hands them out."""
+    """Give the device of this process streams, which `torch.cpu` hands out, within this block."""
     process.every.clear()
     process.default = Stream()
     with ExitStack() as stack:
@@ -208,7 +206,8 @@ def installed() -> Iterator[None]:
         }
         for name, replacement in replacements.items():
             stack.enter_context(torch_inside.replaced(torch.cpu, name, replacement))
-        for name in ("tolist", "numpy"):  # No operation of torch shows that these are called.
+        # No operation of torch shows that these two methods are called.
+        for name in ("tolist", "numpy"):
             stack.enter_context(torch_inside.around(torch.Tensor, name, after_waiting))
         before = register_optimizer_step_pre_hook(note_step(True))
         after = register_optimizer_step_post_hook(note_step(False))
@@ -221,7 +220,7 @@ def installed() -> Iterator[None]:
 
 
 def after_waiting(run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `run(…)`, which takes values out of a tensor."""
+    """Return `run(…)`, which takes values out of a tensor, once the host has waited for them."""
     wait_for_value()
     return run(*args, **kwargs)
 

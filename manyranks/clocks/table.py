@@ -1,13 +1,11 @@
-"""The table that all ranks of a launch share.
-
-It has the threads' clocks, the links, and what is under way between ranks.
+"""The table that all ranks of a launch share: clocks, links, and what is under way between ranks.
 
 It is a file without a name, which forked ranks and new processes inherit as an open file. It is
 laid out as in C, in whole numbers; all moments are picoseconds.
 
-A thread's `floor` is written without the lock. Another rank that still reads the value before (ARM
-may deliver late) only books later, never in another order; whoever waits looks again after a
-moment.
+A thread's `floor` is written without the lock. Another rank may still read the value before, as ARM
+may deliver late: it then only books later, never in another order, and whoever waits looks again
+after a moment.
 """
 
 import ctypes
@@ -28,16 +26,17 @@ from ..memory import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
-# The stages of a message or a collective; 0 is that of an entry that is free.
-# MATCHED is a receive from any rank whose message is not booked yet.
+# These are the stages of a message or a collective; the stage 0 is that of a free entry.
+# MATCHED is the stage of a receive from any rank whose message is not booked yet.
 OPEN, READY, BOOKED, MATCHED = range(1, 5)
-# The kinds of an entry; those of one moment are booked in this order.
-# The last one is a receive from any rank, which has the moment of the message that it gets.
+# These are the kinds of an entry; the entries of one moment are booked in this order.
+# FROM_ANY is a receive from any rank, which has the moment of the message that it gets.
 MESSAGE, COLLECTIVE, NEW_GROUP, FROM_ANY = range(4)
 ANY = -1  # the sender of a message to a receive from any rank, until one has come
 MOST_GROUPS = 1024
-WAIT_BYTES = 1024  # what a rank waits for in a deadlock takes so many bytes at most,
-RANK_BYTES = 6  # and so many more for each rank
+# What a rank waits for in a deadlock takes at most so many bytes, and more for each rank it names.
+WAIT_BYTES = 1024
+RANK_BYTES = 6
 LOOK_AGAIN_NS = 200_000_000  # a thread that waits looks at the table this often
 POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
 FUTEX_WAIT, FUTEX_WAKE = range(2)  # what the system call futex(2) is asked to do
@@ -53,32 +52,32 @@ def numbers(*names: str) -> list[tuple[str, Any]]:
 
 
 class Head(Structure):
-    """What there is once."""
+    """The fields that the table has once, for all ranks together."""
 
     _fields_ = numbers(
-        "threshold",  # whoever moves on beyond this moment calls `arbiter.settle`
+        "threshold",  # a thread that moves on beyond this moment calls `arbiter.settle`
         "deadlock",  # 1 if nothing can go on
         "failed",  # 1 if a rank has raised an error, for which others may wait in vain
-        "groups",  # so many process groups have been made
-        "pending",  # so many entries are ready
-        "from_any",  # so many receives from any rank have no message yet
+        "groups",  # how many process groups have been made
+        "pending",  # how many entries are ready
+        "from_any",  # how many receives from any rank have no message yet
         "needed",  # the last moment at which a thread that is no daemon went on, or stopped
         "latest",  # the moment at which something was last booked, or somebody had a turn
     )
 
 
 class Place(Structure):
-    """What all ranks know of a thread."""
+    """What all ranks know of one thread."""
 
     _fields_ = numbers(
         "woken",  # the kernel lets the thread sleep until this is 1: the first field, for `wake`
         "floor",  # the thread does nothing before this moment; FOREVER while it is blocked
-        "state",
+        "state",  # FREE, RUNNING or BLOCKED
         "needed",  # 1 unless it is a daemon: there is a deadlock only if a needed thread waits
         "timer",  # a blocked thread goes on at this moment, if nothing lets it go on before
         "awaits",  # the key of the entry whose booking lets it go on; 0 for none
         "sends",  # 1 if it awaits the departure of that message, 0 if the arrival or the end
-        "posts",  # 1 if its turn is one to post
+        "posts",  # 1 if it waits for a turn in which it will post a message or join a collective
         "outside",  # 1 if something outside the launch may let it go on
         "stands",  # 1 if its clock stands still while it waits: a stream waits, and no host
         "clock",  # the thread's own time when it was blocked, or when it is to go on
@@ -91,23 +90,23 @@ class Entry(Structure):
 
     _fields_ = numbers(
         "key",  # all its sides compute the same key; 0 is an entry that is free
-        "stage",
+        "stage",  # 0, OPEN, READY, BOOKED or MATCHED
         "moment",  # when the last side so far has come
-        "kind",
+        "kind",  # MESSAGE, COLLECTIVE, NEW_GROUP or FROM_ANY
         "first",  # the rank that sends a message, or the first member of a new group
         "second",  # the rank that receives a message
         "group",
         "tag",
-        "count",  # a message's number among those of its ranks, group and tag; or that in a group
+        "count",  # the number of a message in its channel, or of a collective in its group
         "nbytes",  # of a message
         "sent",  # 1 if a message's sender has come
         "for_any",  # the key of the receive from any rank that gets a message; 0 for none
         "duration",  # of a collective
         "has_bytes",  # 1 if a collective uses the links
-        "present",  # so many sides have come
-        "departs",
-        "arrives",  # a message arrives, or a collective ends
-        "readers",  # so many sides have still to read when it ends
+        "present",  # how many sides have come
+        "departs",  # when a message has left its sender
+        "arrives",  # when a message arrives, or a collective ends
+        "readers",  # how many sides have still to read when it ends
     )
 
 
@@ -118,9 +117,9 @@ class Ways(Structure):
 
 
 class Table:
-    """The memory; `hosts` has the host of each rank.
+    """The shared memory of a launch; `hosts` has the host of each rank.
 
-    Ranks of one host reach each other by the links inside, one for each rank, or without links.
+    Ranks of one host reach each other by links inside it, one for each rank, or without links.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Table:
         self.bits_per_second = bits_per_second
         self.latency_s = latency
         self.latency = round(latency * 1e12)
-        self.byte = 8e12 / bits_per_second  # so many picoseconds, not rounded
+        self.byte = 8e12 / bits_per_second  # the picoseconds of one byte, not rounded
         self.ranks = len(hosts)
         # Few ranks may have many threads each: the arbiter looks at all places.
         self.threads_per_rank = max(16, 256 // self.ranks)
@@ -153,9 +152,9 @@ class Table:
             self.clear()
 
     def lay_out(self) -> None:
-        """Map the memory.
+        """Map the memory, and name its parts.
 
-        `threads["floor"]` is the field `floor` of all `places`, as an array, and `rows["stage"]`
+        `threads["floor"]` is the field `floor` of all `places`, as an array, and `rows["stage"]` is
         the field `stage` of all `entries`.
         """
 
@@ -185,7 +184,7 @@ class Table:
         self.waits = np.frombuffer(memory.waits, f"S{wait_bytes}")
 
     def clear(self) -> None:
-        """Let the main threads of all ranks run from 0 on."""
+        """Begin at the moment 0, with the main threads of all ranks running."""
         self.head.threshold = FOREVER
         self.head.groups = 1  # the whole job, whose number is 0
         self.threads["floor"] = FOREVER
@@ -239,9 +238,11 @@ class Table:
     def sleep_until_woken(self, place: Place) -> None:
         """Sleep, without the lock, until `wake` was called for this thread, or for a moment."""
         if libc is None:
-            real_sleep(POLL_S)  # macOS has no wait of this kind between processes
+            # macOS has no wait of this kind between processes.
+            real_sleep(POLL_S)
         else:
-            timeout = (ctypes.c_long * 2)(0, LOOK_AGAIN_NS)  # seconds and nanoseconds
+            # These are seconds and nanoseconds.
+            timeout = (ctypes.c_long * 2)(0, LOOK_AGAIN_NS)
             # The kernel lets the thread sleep only if it finds 0 in `woken`.
             libc.syscall(SYS_FUTEX, ctypes.byref(place), FUTEX_WAIT, 0, timeout, None, 0)
 
@@ -252,12 +253,12 @@ def where(items: list, mask: Any) -> list:
 
 
 def least(values: Any) -> int:
-    """Return the smallest number in an array; this takes half the time of NumPy's `min`."""
+    """Return the smallest number in an array, in half the time of NumPy's `min`."""
     return values.item(values.argmin())
 
 
 class Lock:
-    """Keeps all other ranks, and other threads of this rank, off the table."""
+    """The lock that keeps all other ranks, and other threads of this rank, off the table."""
 
     def __init__(self, file):
         self.file = file.fileno()

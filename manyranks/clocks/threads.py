@@ -1,13 +1,12 @@
-"""Python's threads in virtual time.
+"""Locks by which Python's threads meet in virtual time.
 
-All that they share is built on locks, so a lock with a clock is enough.
+All that threads share is built on locks, so locks with clocks are enough: Python's own conditions,
+events, semaphores, barriers, queues, futures and executors run on the locks of this module. To take
+a lock a thread waits for its turn, so whoever comes first in virtual time gets it first. To give it
+back hands it over, and its next owner goes on at this moment.
 
-Python's own conditions, events, semaphores, barriers, queues, futures and executors then run on the
-locks of this module. To take a lock is a turn: whoever comes first in virtual time gets it first.
-To give it back hands it over: its next owner goes on at this moment.
-
-So an item cannot leave a queue before it was put there: the lock of the queue was taken in the
-order of virtual time. Threads without a clock may use the same locks; they wait in real time.
+So no item leaves a queue before it was put there: the lock of the queue is taken in the order of
+virtual time. Threads without a clock may use the same locks; they wait in real time.
 """
 
 # mypy: disable-error-code="assignment, method-assign, attr-defined, misc, union-attr, name-defined"
@@ -35,8 +34,8 @@ from . import arbiter, clock
 from .clock import Clock, ask, own
 from .table import FOREVER, real_sleep
 
-OTHERS_LEAVE_S = 0.0005  # so often a lock is asked for that a thread without a clock has
-TAKEN, REFUSED, AGAIN, WAITS = range(4)  # how an attempt to get a lock goes
+OTHERS_LEAVE_S = 0.0005  # A lock that a thread without a clock holds is asked for this often.
+TAKEN, REFUSED, AGAIN, WAITS = range(4)  # These are the outcomes of an attempt to get a lock.
 SELECTORS = [
     each
     for each in vars(selectors).values()
@@ -59,7 +58,8 @@ class Lock:
         self.real = plain_lock()
         self.guard = plain_lock()
         self.waiting: deque[Clock] = deque()
-        self.owner: Clock | None = None  # None also while a thread without a clock has the lock
+        # This is None also while a thread without a clock has the lock.
+        self.owner: Clock | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, as `threading.Lock.acquire` does."""
@@ -84,9 +84,9 @@ class Lock:
         return not self.give_up(own_clock)
 
     def take_or_queue(self, own_clock: Clock, blocking: bool, timeout: float) -> int:
-        """Take the lock, or wait in line for it.
+        """Take the lock, or wait in line for it; return which of the four outcomes it was.
 
-        A thread without a clock lets go in real time, so try AGAIN while it has the lock.
+        A thread without a clock lets go in real time: try AGAIN while such a thread has the lock.
         """
         with self.guard:
             if self.real.acquire(False):
@@ -105,7 +105,7 @@ class Lock:
             return WAITS
 
     def give_up(self, own_clock: Clock) -> bool:
-        """No longer wait for the lock; return False if it has been handed over already."""
+        """Stop waiting for the lock; return False if it has been handed over already."""
         with self.guard:
             if own_clock in self.waiting:
                 self.waiting.remove(own_clock)
@@ -139,7 +139,8 @@ class Lock:
     def __exit__(self, *exception):
         self.release()
 
-    _is_owned = locked  # else a condition would try to take the lock, which is a question
+    # A condition would otherwise try to take the lock, which would cost time as a question does.
+    _is_owned = locked
 
     def _at_fork_reinit(self):
         self.__init__()
@@ -148,14 +149,14 @@ class Lock:
 class Waiter(Lock):
     """The lock on which one thread waits for a condition.
 
-    The condition's own lock has put all in order already.
+    It takes no turns: the condition's own lock has put the threads in order already.
     """
 
     takes_turns = False
 
 
 class RLock(threading._RLock):
-    """A lock that its owner may take again: Python's own, on a lock of this module."""
+    """A lock that its owner may take again: Python's own class, on a lock of this module."""
 
     def __init__(self):
         super().__init__()
@@ -163,18 +164,18 @@ class RLock(threading._RLock):
 
 
 def feeds_a_process(thread: threading.Thread) -> bool:
-    """Whether a thread writes what multiprocessing's queues send to another process.
+    """Return whether a thread writes what multiprocessing's queues send to another process.
 
-    That may be a worker of a DataLoader. Such a process has no clock, and whoever waits for it does
-    so in a native call that stands still in virtual time: the thread must not wait for its turn
-    meanwhile.
+    The other process, such as a worker of a DataLoader, has no clock. Whoever waits for it does so
+    in a native call, during which virtual time stands still: the writing thread must not wait for
+    its turn meanwhile.
     """
     target = getattr(thread, "_target", None)
     return getattr(target, "__module__", None) == "multiprocessing.queues"
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, whose clock begins at that of the one that starts it."""
+    """Start a thread, whose clock begins at the moment of the thread that starts it."""
     parent = own()
     if parent is not None and not feeds_a_process(thread):
         give_clock(thread, parent)
@@ -194,9 +195,9 @@ def give_clock(thread: threading.Thread, parent: Clock) -> None:
 
 
 def run_with_clock(thread: threading.Thread, run: Callable[[], None]) -> None:
-    """Run, in a new thread, what that has to do.
+    """Run a new thread's function by the thread's clock.
 
-    Whoever joins it goes on at the moment of its end.
+    Whoever joins the thread goes on at the moment of its end.
     """
     own_clock = thread.clock
     own_clock.table.idents[own_clock.slot] = threading.get_ident()
@@ -229,18 +230,18 @@ def is_alive(thread: threading.Thread) -> bool:
 
 
 def is_set(event: threading.Event) -> bool:
-    """Return whether an event is set, as of now."""
+    """Return whether an event is set by now."""
     clock.take_turn()
     return ask(plain_is_set(event))
 
 
 def done(future: concurrent.futures.Future) -> bool:
-    """Return whether a future has its result, as of now."""
+    """Return whether a future has its result by now."""
     return ask(plain_done(future))
 
 
 class SimpleQueue(queue._PySimpleQueue):
-    """Python's queue without C, on the locks of this module."""
+    """Python's own simple queue, not that in C, on the locks of this module."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the oldest item, as `queue.SimpleQueue.get` does."""
@@ -252,7 +253,7 @@ class SimpleQueue(queue._PySimpleQueue):
             raise
 
     def empty(self) -> bool:
-        """Return whether there is no item, as of now."""
+        """Return whether the queue has no item by now."""
         clock.take_turn()
         return not ask(not super().empty())
 
@@ -268,10 +269,10 @@ def sleep(seconds: float) -> None:
 
 
 def select(run: Callable, selector: Any, timeout: float | None = None) -> list:
-    """Around a selector's wait for files.
+    """Wait for a selector's files by this thread's clock, around the selector's own `run`.
 
-    Threads of this rank, and time-outs, end it by the clock; what comes from outside, such as a
-    child's words, comes in real time.
+    Threads of this rank and time-outs end the wait by the clock; what comes from outside, such as a
+    child's words, ends it in real time.
     """
     own_clock = own()
     if own_clock is None:
@@ -288,7 +289,7 @@ def select(run: Callable, selector: Any, timeout: float | None = None) -> list:
 
 
 def only_its_own_pipe(selector: Any) -> bool:
-    """Whether a selector waits for nothing but an event loop's own pipe, for other threads."""
+    """Return whether a selector waits only for an event loop's own pipe, which threads write."""
     handles = [key.data[0] for key in selector.get_map().values() if isinstance(key.data, tuple)]
     callbacks = [getattr(handle, "_callback", None) for handle in handles]
     return [getattr(each, "__name__", "") for each in callbacks] == ["_read_from_self"]
@@ -297,10 +298,11 @@ def only_its_own_pipe(selector: Any) -> bool:
 def refuse(run: Callable, pool: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse to start a pool of processes: raises RuntimeError in a thread with a clock.
 
-    Its threads wait for processes, which have no clock, and for each other.
+    A pool's threads wait for processes, which have no clock, and for each other.
     """
     if own() is not None:
-        pool._state = None  # Python asks for it when it drops the pool.
+        # Python reads this attribute when it drops the pool.
+        pool._state = None
         raise RuntimeError(
             f"{type(pool).__name__} cannot be used where time is virtual: use threads, subprocess"
             " or a DataLoader's workers, or launch without a device and a link"
@@ -317,7 +319,7 @@ AROUND += [
     (multiprocessing.pool.Pool, "__init__", refuse),
     (concurrent.futures.process.ProcessPoolExecutor, "__init__", refuse),
 ]
-hooks = ExitStack()  # They stay for good.
+hooks = ExitStack()  # The hooks stay in place as long as the process lives.
 
 
 def nanoseconds() -> int:
@@ -345,6 +347,6 @@ def patch() -> None:
 
 
 def leave_virtual_time() -> None:
-    """A child process, such as a worker of a DataLoader, has no clock."""
+    """Have a forked child, such as a worker of a DataLoader, live in real time."""
     clock.local.clock = None
     clock.process.table = None

@@ -1,7 +1,7 @@
-"""Devices: which one each rank gets, and accelerators that are emulated where there are none.
+"""The device that each rank gets, and emulated accelerators for machines that have none.
 
-What `Link` is for cables, `Device` is for accelerators: the arithmetic is real, only its *time* is
-emulated.
+As `Link` emulates cables, `Device` emulates accelerators: the arithmetic is real, and only its
+*time* is emulated.
 
     launch(fn, device=Device("2GFLOP/s"), link=Link("100Mbit"), world_size=4)
         every rank has such a device
@@ -15,8 +15,8 @@ emulated.
         train(model, batches, lr)
     emulation.operations        what each operation cost, and whether it was bound by flops or by
                                 memory
-    emulation.busy_s            seconds that the device worked; with `sleep=False` no thread waits
-                                for it
+    emulation.busy_s            the seconds in which the device worked; with `sleep=False` no thread
+                                waits for it
 """
 
 from .device import Device

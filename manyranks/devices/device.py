@@ -1,4 +1,4 @@
-"""An accelerator by two numbers: what it computes, and what its memory carries."""
+"""`Device`: an accelerator by two numbers, its rate and the bandwidth of its memory."""
 
 from copy import copy
 from typing import Any
@@ -11,8 +11,8 @@ from .emulation import Emulation
 class Device:
     """An emulated accelerator: its `rate`, as "2GFLOP/s", and its `memory`, as "5GB/s" or None.
 
-    Without a memory bandwidth its memory takes no time. A `rate` may also be the accelerator's
-    name in `presets.ACCELERATORS`, such as "H100".
+    Without a bandwidth the memory takes no time. The `rate` may also be the accelerator's name in
+    `presets.ACCELERATORS`, such as "H100".
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
     meanwhile, so results equal those of any run, bit for bit. With `streams` the host runs ahead
@@ -24,7 +24,7 @@ class Device:
         self.name = None
         self.link = None
         self.streams = streams
-        self.capacity = None  # The bytes of its memory count where sizes alone are kept.
+        self.capacity = None  # the bytes of its memory, which count where tensors have sizes only
         known = presets.accelerator(rate)
         if known is not None:
             self.name = rate
@@ -52,20 +52,20 @@ class Device:
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
     def over(self, link: Any) -> "Device":
-        """Return this device for a process that has several, joined by `link`."""
+        """Return this device for a process that emulates several, joined by `link`."""
         device = copy(self)
         device.link = link or self.link
         return device
 
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
-        """Return a context in which this process computes on such devices.
+        """Return a context in which this process computes on devices of this kind.
 
-        Copies between them take `link`'s time.
+        Copies between the devices take `link`'s time.
         """
         return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), name and text."""
+        """Return the device for JSON: rate (FLOP/s), memory (bytes/s or None), name and text."""
         return {
             "rate": self.rate,
             "memory": self.memory,

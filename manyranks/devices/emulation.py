@@ -1,16 +1,14 @@
-"""The emulation at work: it gives every operation the time of a device.
+"""The emulation of a device, which gives every operation of this process the device's time.
 
-It stands between Python and the arithmetic.
-
-torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the
-forward pass, in the backward pass and in the optimizer. The real arithmetic runs, the device's
-clock is advanced by the operation's time, and so is the thread's. So a gradient's hook
-fires when the device has finished that gradient.
+torch hands each operation of a thread to the `TorchDispatchMode` that is active in the thread, in
+the forward pass, in the backward pass and in the optimizer. The real arithmetic runs, and the
+clocks of the device and of the thread advance by the operation's time. So a gradient's hook is
+called when the device has finished that gradient.
 
 The mode is active in the thread that began the emulation, and wherever a module or a backward pass
-is called in a thread of its own. Threads that only communicate are not slowed. A tensor
-that was moved to "cpu:1" is on emulated device 1, and so are all results that are computed from it
-there; a copy from one device to another takes the time of the bus.
+is called in a thread of its own. Threads that only communicate are not slowed. A tensor that was
+moved to "cpu:1" is on emulated device 1, and so are the results that are computed from it; a copy
+from one device to another takes the time of the link between them.
 """
 
 import os
@@ -36,14 +34,14 @@ from ..torch_inside import (
 )
 from . import roofline
 
-# Each of these is called when a copy between devices begins; the copy runs in the block it returns.
+# Each listener is called when a copy between devices begins, and returns a block for the copy.
 listeners: list[Callable[[str], AbstractContextManager]] = []
 
 
 class Operation(NamedTuple):
     """An operation of a device, `bound` by "flops" or "memory".
 
-    `start` and `end` are on the device's clock.
+    `start` and `end` are seconds on the device's clock.
     """
 
     name: str
@@ -56,20 +54,18 @@ class Operation(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device took for the operation."""
+        """The seconds that the device took for the operation."""
         return self.end - self.start
 
 
 class Emulation:
     """A context in which the operations of this process take the time of `device`.
 
-    Copies take that of its link, if it has one.
-
-    With `record`, `operations` is the list of all `Operation`s. With `sleep=False` no thread waits:
-    the clocks say how long the work would take.
+    Copies take the time of its link, if it has one. With `record`, `operations` is the list of all
+    `Operation`s. With `sleep=False` no thread waits: the clocks say how long the work would take.
     """
 
-    current: "Emulation | None" = None  # a process has at most one emulation
+    current: "Emulation | None" = None  # A process has at most one emulation.
 
     def __init__(self, device: Any, record: bool, sleep: bool):
         self.device = device
@@ -79,7 +75,7 @@ class Emulation:
         # Both are by device number. `free_at` is in picoseconds, `busy` in seconds of work.
         self.free_at: dict[int, int] = defaultdict(int)
         self.busy: dict[int, float] = defaultdict(float)
-        self.home = WeakKeyDictionary()  # device numbers by storage, but for those on device 0
+        self.home = WeakKeyDictionary()  # the device numbers of storages that are not on device 0
         self.flops = self.copied = 0.0
 
     def __enter__(self):
@@ -113,7 +109,7 @@ class Emulation:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that all emulated devices have worked, together."""
+        """The sum of the seconds that each emulated device has worked."""
         return sum(self.busy.values())
 
     def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
@@ -142,7 +138,7 @@ class Emulation:
     def book(
         self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any
     ) -> None:
-        """Advance the clock of device `number` by the operation's time, and wait until then."""
+        """Advance the clock of device `number` by the operation's time, and wait for its end."""
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         nbytes = 0
         if self.device.memory or self.operations is not None:
@@ -182,7 +178,7 @@ class Emulation:
             time.sleep(max(0.0, moment / 1e12 - time.perf_counter()))
 
     def fetch(self, number: int, *operands: Any) -> None:
-        """Let the time pass that operands on other devices take over the link to `number`."""
+        """Let the time pass in which operands on other devices are copied to device `number`."""
         tensors = tensors_in(*operands)
         nbytes = sum(tensor.nbytes for tensor in tensors if self.number_of(tensor) != number)
         link = self.device.link
@@ -195,9 +191,9 @@ class Emulation:
         self.copied += nbytes
 
     def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the call of a module, or the backward pass from tensors: either is `work`.
+        """Run `work`: the call of a module, or the backward pass from some tensors.
 
-        A thread that has no device yet runs it on the device of the first of its tensors.
+        A thread that has no device yet runs it on the device of the first tensor.
         """
         if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
             return run(work, *args, **kwargs)
@@ -220,11 +216,13 @@ class OnDevice(TorchDispatchMode):
         self.number = number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # A DTensor's operation comes again, with this rank's own part.
         if any(map(is_wrapper, types)):
-            return NotImplemented  # A DTensor's operation comes again, with this rank's own part.
+            return NotImplemented
         code = code_of(func)
         if code is not None:
-            with self:  # What it calls is performed, operation by operation.
+            # The operations that this code calls are performed one by one.
+            with self:
                 return code(*args, **(kwargs or {}))
         return self.emulation.perform(self.number, func, args, kwargs or {})
 
@@ -233,32 +231,30 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 def destination(operation: Any, kwargs: dict, number: int) -> int:
-    """Return the emulated device of an operation's result.
+    """Return the emulated device on which an operation's result is.
 
-    It is that of the operation, `number`, unless it copies to a "cpu:1", which is device 1.
+    It is the device `number` that performs the operation, unless the operation copies to another
+    one, such as "cpu:1".
     """
     device = kwargs.get("device") if operation is TO_COPY else None
     return number if device is None or device.index is None else device.index
 
 
 def device_number(tensor: torch.Tensor) -> int:
-    """Return the number of the device that `tensor` is on.
-
-    That is its GPU, or the emulated device that it was moved to.
-    """
+    """Return the number of a tensor's GPU, or of the emulated device to which it was moved."""
     if tensor.is_cuda:
         return tensor.device.index
     return Emulation.current.number_of(tensor) if Emulation.current else 0
 
 
 def full_speed() -> None:
-    """End the emulation of this rank's device: from here on work takes its real time."""
+    """End the emulation of this rank's device, so that work takes its real time from now on."""
     if Emulation.current is not None:
         Emulation.current.stop()
 
 
 def work_at_full_speed_in_child() -> None:
-    """A process that this one forks, such as a worker of a DataLoader, is not on the device."""
+    """Stop emulating in a process that this one has forked, such as a worker of a DataLoader."""
     if Emulation.current is not None:
         Emulation.current.active = False
 

@@ -1,4 +1,4 @@
-"""What a rank's tensors take of its device's memory, counted by their live storage."""
+"""Counts what a rank's tensors take of its device's memory, by their live storages."""
 
 import sys
 import weakref
@@ -12,16 +12,15 @@ from ..clocks.stalls import line_of
 from ..errors import OutOfMemoryError
 from ..torch_inside import around, tensors_in
 
-BLOCK = 512  # CUDA's caching allocator hands out multiples of so many bytes.
+BLOCK = 512  # CUDA's caching allocator hands out whole multiples of so many bytes.
 
 
 class Memory:
-    """The bytes of all storages that live, and their `peak`.
+    """The bytes of all live storages, and their `peak`.
 
-    `capacity` is what the device has, or None for no limit.
-
-    Counted is what a program's tensors take, in the order in which the host makes and frees them:
-    no library's workspace, and no gap between blocks.
+    `capacity` is the bytes that the device has, or None for no limit. The tensors of the program
+    are counted, in the order in which the host makes and frees them. The workspace of libraries and
+    the gaps between blocks are not.
     """
 
     current: "Memory | None" = None  # A process counts at most once.
@@ -34,7 +33,7 @@ class Memory:
         self.references: dict[int, weakref.ref] = {}
 
     def note(self, *operands: Any) -> None:
-        """Count the storages of tensors that are not counted yet; raises OutOfMemoryError."""
+        """Count the new storages of tensors; raises OutOfMemoryError beyond the capacity."""
         for tensor in tensors_in(*operands):
             storage = tensor.untyped_storage()
             if id(storage) not in self.sizes:
@@ -42,7 +41,7 @@ class Memory:
                 self.count(id(storage), storage.nbytes())
 
     def forget(self, key: int) -> Callable:
-        """Return what is to be done when a storage is freed."""
+        """Return the function that is called when a storage is freed."""
 
         def freed(_: Any) -> None:
             self.live -= self.sizes.pop(key)
@@ -51,7 +50,7 @@ class Memory:
         return freed
 
     def count(self, key: int, nbytes: int) -> None:
-        """Note how many bytes a storage takes from now on; raises OutOfMemoryError."""
+        """Note how many bytes a storage takes now; raises OutOfMemoryError beyond the capacity."""
         whole = -(-nbytes // BLOCK) * BLOCK
         self.live += whole - self.sizes.get(key, 0)
         self.sizes[key] = whole
@@ -64,17 +63,17 @@ class Memory:
         self.peak = max(self.peak, self.live)
 
     def resize(self, run: Callable, storage: torch.UntypedStorage, nbytes: int) -> Any:
-        """Resize a storage, as `fully_shard` does to free gathered parameters."""
+        """Resize a storage, as `fully_shard` does to free what was gathered, and count it again."""
         if id(storage) in self.sizes:
             self.count(id(storage), int(nbytes))
         return run(storage, nbytes)
 
     @contextmanager
     def counting(self) -> Iterator["Memory"]:
-        """Within this block this is the process's memory.
+        """Make this the memory of the process within this block.
 
-        Storages that change their size are counted anew; whoever runs operations tells of new ones
-        by `note`.
+        Storages that change their size are counted again. The mode that runs operations calls
+        `note` with new tensors.
         """
         Memory.current = self
         try:
@@ -87,7 +86,7 @@ class Memory:
 def peak_memory() -> int:
     """Return the most bytes that this rank's tensors have taken at once.
 
-    They are counted in a launch with `sizes_only`. Raises RuntimeError elsewhere.
+    Raises RuntimeError outside of a launch with `sizes_only`, as nothing is counted there.
     """
     if Memory.current is None:
         raise RuntimeError("memory is not counted here: launch(…, sizes_only=True) does")

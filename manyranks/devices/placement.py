@@ -1,4 +1,4 @@
-"""Which device and which backend each rank gets."""
+"""Decides which device and which backend each rank gets."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 BOTH = "cpu:gloo,cuda:nccl"  # A group with these two backends has one for each kind of tensor.
-# NCCL's watchdog must not end a process before it is said which rank is the culprit.
+# NCCL's watchdog must not end a process before the launch can say which rank is the culprit.
 QUIET_NCCL = {
     # NCCL gives up the communicator, and leaves the process alone.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -21,12 +21,10 @@ QUIET_NCCL = {
 def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     """Return the ranks' backend and the name of each rank's device.
 
-    `device` is "auto", "cpu", "cuda" or one "cuda:1".
-
-    Each rank has its own GPU where there are enough: NCCL is for tensors on GPUs, gloo for those on
-    the CPU. Otherwise ranks share GPUs with gloo, or with NCCL where the environment asks for it;
-    without GPUs they use gloo on the CPU. Raises ValueError for a device that this machine does not
-    have.
+    `device` is "auto", "cpu", "cuda" or one GPU, such as "cuda:1". Where there are enough GPUs,
+    each rank has its own, with NCCL for tensors on GPUs and gloo for tensors on the CPU. Otherwise
+    ranks share GPUs with gloo, or with NCCL where the environment asks for it. Without GPUs they
+    use gloo on the CPU. Raises ValueError for a device that this machine does not have.
     """
     gpus = usable_gpus() if device != "cpu" else 0
     kind, _, index = device.partition(":")
@@ -46,9 +44,9 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
     return backend_for(devices), devices
 
 
-@cache  # The same launch is told once.
+@cache
 def say_sharing(world_size: int, gpus: int) -> None:
-    """Say that more ranks than GPUs are placed on these, and what follows."""
+    """Say, once for each pair of numbers, that ranks share GPUs, and what follows."""
     if 0 < gpus < world_size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         noun = "GPU" if gpus == 1 else "GPUs"
         better = f"; world_size={gpus} uses NCCL" if gpus > 1 else ""
@@ -67,10 +65,10 @@ def usable_gpus() -> int:
 
 
 def settle_on(device: str) -> None:
-    """Make `device` this process's own, before it has used CUDA.
+    """Make `device` this process's own, before the process has used CUDA.
 
-    Its GPU becomes the current one, and NCCL is kept quiet. A process on the CPU is kept off all
-    GPUs, where a context takes hundreds of MiB.
+    A GPU becomes the current one, and NCCL is kept quiet. A process on the CPU is kept off all
+    GPUs, where a context would take hundreds of MiB.
     """
     if device.startswith("cuda"):
         for name, value in QUIET_NCCL.items():
@@ -81,17 +79,14 @@ def settle_on(device: str) -> None:
 
 
 def nccl_can_share() -> bool:
-    """Return whether this NCCL lets several ranks use one GPU if the environment asks for it.
-
-    It does from 2.30 on.
-    """
+    """Return whether this NCCL (2.30 or later) lets ranks share a GPU if the environment asks."""
     return torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
 def gpu_identity(device: str) -> str:
-    """Return a name that no other GPU has: host and UUID; "cpu" for the CPU.
+    """Return a name that no other GPU has, host and UUID; "cpu" for the CPU.
 
-    Processes may number GPUs differently.
+    The numbers of GPUs will not do, as processes may number them differently.
     """
     if not device.startswith("cuda"):
         return "cpu"
@@ -101,8 +96,8 @@ def gpu_identity(device: str) -> str:
 def backend_for(devices: list[str]) -> str:
     """Return the backend for ranks on `devices`.
 
-    These are a name for each rank, such as "cuda:0" or what `gpu_identity` returns. NCCL needs a
-    GPU per rank, unless it may share them.
+    `devices` has a name for each rank, such as "cuda:0" or what `gpu_identity` returns. NCCL needs
+    a GPU for each rank, unless ranks may share GPUs.
     """
     if "cpu" in devices or not torch.distributed.is_nccl_available():
         return "gloo"
@@ -112,10 +107,7 @@ def backend_for(devices: list[str]) -> str:
 
 
 def rank_device() -> torch.device:
-    """Return this rank's device.
-
-    It is the launcher's choice, or under torchrun the GPU of its local rank, or the CPU.
-    """
+    """Return this rank's device: the launcher's choice, or its local rank's GPU, or the CPU."""
     chosen = os.environ.get("MANYRANKS_DEVICE")
     if not chosen:
         gpus = usable_gpus()

@@ -1,4 +1,4 @@
-"""What an operation costs a device: its flops, and the bytes that it reads and writes.
+"""Says what an operation costs a device: its flops, and the bytes that it reads and writes.
 
 A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 52
@@ -13,13 +13,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-ATTENTION = {  # Attention has names of its own on the CPU; its work is the same.
+# Attention has other names on the CPU, but its work is the same.
+ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-NO_TRAFFIC = {  # These are no views for torch, but touch no element either.
+# These operations are no views for torch, but they touch no element either.
+NO_TRAFFIC = {
     "_unsafe_view",
     "empty",
     "empty_like",
@@ -31,9 +33,9 @@ NO_TRAFFIC = {  # These are no views for torch, but touch no element either.
 
 
 def flops_formula(operation: Any) -> Callable | None:
-    """Return torch's formula for `operation`'s flops from its arguments and result, or None.
+    """Return torch's formula for the flops of an operation, or None if torch has none.
 
-    The result is its argument `out_val`.
+    The formula takes the operation's arguments, and its result as `out_val`.
     """
     packet = operation.overloadpacket
     return flop_registry.get(ATTENTION.get(packet, packet))
@@ -41,19 +43,16 @@ def flops_formula(operation: Any) -> Callable | None:
 
 @cache
 def has_traffic(operation: Any) -> bool:
-    """Return whether `operation` reads or writes memory.
-
-    Views, empty tensors and collectives do not.
-    """
+    """Return whether an operation reads or writes memory: views and collectives do not."""
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
 
 
 @cache
 def yields_a_value(operation: Any) -> bool:
-    """Return whether the host learns a value of a tensor by `operation`.
+    """Return whether the host learns a value of a tensor by an operation, and so waits for a GPU.
 
-    It does so by `loss.item()`, or by a size that follows from values: for a GPU it waits then.
+    Such operations are `loss.item()`, or those whose result's size follows from values.
     """
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return any(tag in operation.tags for tag in tags)

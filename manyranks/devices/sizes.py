@@ -1,12 +1,12 @@
-"""Sizes only: tensors have shapes and no memory, messages carry lengths.
+"""Sizes only: tensors have shapes and no memory, messages have lengths, and nothing is computed.
 
-Nothing is computed. So a model is rehearsed that no machine at hand can hold.
+So a model can be rehearsed that no machine at hand can hold.
 
     launch(fn, device=Device("H100", streams=True), link=Link("NVLink"), sizes_only=True)
 
-Only whole numbers have values, as long as they follow from nothing that has none. Whoever asks for
-another one, by `loss.item()` or by a decision that depends on data, is told the line, or gets the
-`answer` that was given for all such questions.
+Only whole numbers have values, as long as they follow from nothing that has none. A program that
+asks for another value, by `loss.item()` or by a decision that depends on data, gets an error with
+the line, or the `answer` that was given for all such questions.
 """
 
 import os
@@ -27,11 +27,13 @@ from ..errors import NoValueError
 from ..torch_inside import TorchDispatchMode, around, is_wrapper, replaced
 from .memory import Memory
 
-# Tensors of these types keep their values, as long as they follow from nothing that has none:
-# ranks of a mesh, samples of a DataLoader, pickled objects.
+# Tensors of these types keep their values, as long as they follow from nothing that has none. Such
+# are the ranks of a mesh, the samples of a DataLoader, and pickled objects.
 WHOLE = (torch.bool, torch.int32, torch.int64, torch.uint8)
-USUALLY_WHOLE = ("arange", "randint", "randperm")  # unless another type is asked for
-OBJECTS = (  # These send pickles.
+# These make whole numbers, unless another type is asked for.
+USUALLY_WHOLE = ("arange", "randint", "randperm")
+# These functions send pickles.
+OBJECTS = (
     "all_gather_object",
     "broadcast_object_list",
     "gather_object",
@@ -39,7 +41,7 @@ OBJECTS = (  # These send pickles.
     "scatter_object_list",
     "send_object_list",
 )
-COMPARING = ("allclose", "equal", "is_nonzero")  # These operations answer with yes or no.
+COMPARING = ("allclose", "equal", "is_nonzero")  # These operations answer with True or False.
 ASK_ELSEWHERE = (
     "ask only where there are values, as in `if not rehearsing: print(loss.item())`, or give a"
     " number that answers such questions: answer=0 (--answer 0)"
@@ -58,8 +60,9 @@ class Counted(TorchDispatchMode):
         self.memory = memory
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # A DTensor's operation comes again, with this rank's own part.
         if any(map(is_wrapper, types)):
-            return NotImplemented  # A DTensor's operation comes again, with this rank's own part.
+            return NotImplemented
         result = self.perform(func, args, kwargs or {})
         self.memory.note(result)
         return result
@@ -72,7 +75,7 @@ class Counted(TorchDispatchMode):
 class SizesOnly(Counted):
     """Counts memory, and refuses or answers questions for values.
 
-    It books the collectives that DTensor begins as operations, too.
+    It also books the collectives that DTensor begins as operations.
     """
 
     current: "SizesOnly | None" = None  # A process has at most one.
@@ -81,10 +84,10 @@ class SizesOnly(Counted):
         super().__init__(memory)
         self.answer = answer
         self.active = True
-        self.works = WeakKeyDictionary()  # of collectives that nobody has waited for, by storage
+        self.works = WeakKeyDictionary()  # the works that nobody has waited for, by their storages
 
     def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
-        """Return the operation's result, or the answer to a question. Raises NoValueError."""
+        """Return the operation's result, or an answer; raises NoValueError for other questions."""
         if not self.active or is_of_whole_numbers(operation, args, kwargs):
             with torch_inside.no_fake_tensors():
                 return operation(*args, **kwargs)
@@ -97,7 +100,7 @@ class SizesOnly(Counted):
         return result
 
     def value(self, operation: Any, args: tuple) -> Any:
-        """Return the answer to a question; raises NoValueError, with advice, if there is none."""
+        """Return the answer to a question for a value; raises NoValueError if none was given."""
         name = operation.overloadpacket.__name__.strip("_")
         if torch.Tag.data_dependent_output not in operation.tags:
             raise refusal(name, FIXED_SIZE)
@@ -107,13 +110,13 @@ class SizesOnly(Counted):
 
     @staticmethod
     def numpy(run: Callable, tensor: torch.Tensor, **options: Any) -> Any:
-        """Return a tensor's NumPy array; raises NoValueError for one without values."""
+        """Return a tensor's NumPy array; raises NoValueError if the tensor has no values."""
         if isinstance(tensor, torch_inside.FakeTensor):
             raise refusal("numpy", ASK_ELSEWHERE)
         return run(tensor, **options)
 
     def communicate(self, name: str, args: tuple, result: Any) -> None:
-        """Book a collective that is an operation of torch, as those of DTensor are."""
+        """Book a collective that is an operation of torch, as DTensor's collectives are."""
         if name == "wait_tensor":
             work = self.works.pop(args[0].untyped_storage(), None)
             if work is not None:
@@ -127,8 +130,8 @@ class SizesOnly(Counted):
 def is_of_whole_numbers(operation: Any, args: tuple, kwargs: dict) -> bool:
     """Return whether an operation has values.
 
-    Then its tensors, or those that it makes of nothing, are of whole numbers, and have values
-    themselves.
+    It has if its tensors have values and are of whole numbers, or if it makes such tensors of
+    nothing.
     """
     tensors = torch_inside.tensors_in(args, kwargs)
     if tensors:
@@ -143,7 +146,7 @@ def is_of_whole_numbers(operation: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def refusal(name: str, advice: str) -> NoValueError:
-    """Return the error of a question for a value, with the line that asks, and advice."""
+    """Return the error for a question for a value, with the line that asks, and advice."""
     line = line_of(sys._getframe())
     return NoValueError(
         f"{line} asks for a value ({name}), and with sizes only there is none; {advice}"
@@ -162,7 +165,7 @@ def as_value(answer: float, operation: Any, args: tuple) -> Any:
 
 @contextmanager
 def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
-    """Within this block this process's tensors have sizes only."""
+    """Give this process's tensors sizes only within this block."""
     memory = Memory(capacity)
     mode = SizesOnly(memory, answer)
     with ExitStack() as stack:
@@ -173,7 +176,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
         for name in OBJECTS:
             for owner in (dist, dist.distributed_c10d):
                 stack.enter_context(around(owner, name, with_values))
-        # What the workers of a DataLoader send has values.
+        # The tensors that workers of a DataLoader send have values.
         stack.enter_context(around(reductions, "rebuild_tensor", with_values))
         stack.enter_context(around(*torch_inside.CONVERSION, torch_inside.convert_without_values))
         stack.enter_context(around(torch.Tensor, "__format__", with_value_of))
@@ -184,7 +187,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
 
 
 def have_values_in_child() -> None:
-    """In a process that a rank forks, such as a worker of a DataLoader, tensors have values."""
+    """Give tensors values in a process that a rank has forked, such as a DataLoader's worker."""
     if SizesOnly.current is not None:
         SizesOnly.current.active = False
 
@@ -193,13 +196,13 @@ os.register_at_fork(after_in_child=have_values_in_child)
 
 
 def with_values(run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Return `run(…)`, in which new tensors have values."""
+    """Return `run(…)`, during which new tensors have values."""
     with torch_inside.no_fake_tensors():
         return run(*args, **kwargs)
 
 
 def with_value_of(run: Callable, tensor: torch.Tensor, form: str) -> str:
-    """Return a tensor as text; with a form such as ".3f" its value is asked for."""
+    """Return a tensor as text; a form such as ".3f" asks for its value."""
     if form and isinstance(tensor, torch_inside.FakeTensor) and tensor.dim() == 0:
         return format(tensor.item(), form)
     return run(tensor, form)

@@ -1,11 +1,12 @@
-"""Run a command on every one of several virtual hosts, as a cluster would:
+"""Run a command on every one of several virtual hosts, as a cluster would.
 
     python -m manyranks.hosts.on_hosts --hosts 2 --bandwidth 200Mbit -- \\
         torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 \\
         train.py
 
 The hosts are called host0, host1, … and reach each other by these names. {host} in the command
-becomes the number. This program must stay without threads, so it imports neither torch nor numpy.
+becomes the host's number. This program must stay without threads, so it imports neither torch nor
+numpy.
 """
 
 import argparse
@@ -27,14 +28,12 @@ def start(
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> subprocess.Popen:
-    """Start `command` on host `number` of those that `virtual_hosts.build` returned.
-
-    The command is a list of words.
+    """Start a command, a list of words, on host `number` of those that `build` returned.
 
     The command ends with this process. Its output goes to the file descriptor `output`. Programs of
-    this Python's own environment (such as torchrun) come before others of the same name: a
-    notebook server that was started by its path does not have them on the search path. Raises
-    OSError if there is no such program.
+    this Python's own environment, such as torchrun, come before others of the same name: a notebook
+    server that was started by its path does not have them on the search path. Raises OSError if
+    there is no such program.
     """
 
     def move() -> None:
@@ -49,10 +48,7 @@ def start(
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill a process that `start` started, and all its descendants.
-
-    That is as if its host had lost power.
-    """
+    """Kill a process that `start` started, and all its descendants, as if its host lost power."""
     for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
         each.kill()
     process.wait()
@@ -77,7 +73,8 @@ def main() -> int:
         processes = [start(hosts, number, options.command) for number in range(options.hosts)]
     except FileNotFoundError as error:
         parser.error(str(error))
-    except Exception as error:  # Whatever the error is, a person should read its reason.
+    except Exception as error:
+        # Whatever the error is, a person should read its reason.
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
     # Popen's number of a process that a signal has ended is negative: % 256 makes it an exit code.

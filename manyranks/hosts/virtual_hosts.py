@@ -33,7 +33,7 @@ SWITCH_ADDRESS = "10.77.255.254"
 PREFIX = 16  # All addresses begin with 10.77: the first 16 bits are the network's.
 FRAME = 1514  # bytes of an Ethernet frame with 1,500 bytes of payload
 LARGEST_PIECE = 60_000  # bytes, a little less than the 64 KiB of the largest IP packet
-# After a pause bytes pass at full speed for so long: the kernel's timers allow no less.
+# After a pause bytes pass at full speed for so long, as the kernel's timers allow no less.
 BURST_SECONDS = 0.0008
 # A port of the switch queues so many seconds of traffic before it drops packets.
 QUEUE_SECONDS = 0.2
@@ -42,9 +42,7 @@ ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # Commands on a host get this variab
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
-    """Move this process into new namespaces and build the network.
-
-    Return one descriptor for each host.
+    """Move this process into new namespaces and build the network; return a descriptor per host.
 
     The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where that is
     not allowed.
@@ -52,7 +50,8 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
     linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     hosts = []
-    for _ in range(host_count):  # The open descriptor keeps a network alive.
+    # The open descriptor keeps a network alive.
+    for _ in range(host_count):
         linux.call("unshare", linux.CLONE_NEWNET)
         hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
     linux.call("setns", home, 0)
@@ -87,7 +86,7 @@ def address(number: int) -> str:
 def name_hosts(host_count: int) -> None:
     """Put the hosts' names into an /etc/hosts that only these namespaces see.
 
-    Its file loses its own name at the end, and lives as long as the mount.
+    The file loses its own name at the end, and lives as long as the mount.
     """
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
@@ -156,20 +155,14 @@ def limit(ip: Any, index: int, bits_per_second: float) -> None:
 
 
 def segment(bits_per_second: float) -> int:
-    """Return the bytes that TCP hands over in one piece.
-
-    The token bucket lets a piece pass whole, and then waits.
-    """
+    """Return the bytes that TCP hands over in one piece, which the token bucket lets pass whole."""
     in_a_burst = bits_per_second / 8 * BURST_SECONDS
     return int(min(max(in_a_burst, 2 * FRAME), LARGEST_PIECE))
 
 
 @cache
 def forbidden_by() -> str | None:
-    """Return one line about what forbids virtual hosts on this machine, or None.
-
-    The machine is tried only once.
-    """
+    """Return one line about what forbids virtual hosts here, or None, from a single attempt."""
     if sys.platform != "linux":
         return "virtual hosts need Linux"
     try:
@@ -198,5 +191,6 @@ def explain(error: object) -> str:
     )
 
 
-if __name__ == "__main__":  # `forbidden_by` runs this.
+# `forbidden_by` runs this.
+if __name__ == "__main__":
     build(host_count=2, bits_per_second=1e9)

@@ -1,1 +1,1 @@
-"""Ranks that another launcher has started: torchrun and Slurm."""
+"""Joins the jobs of ranks that another launcher, torchrun or Slurm, has started."""

@@ -18,9 +18,10 @@ from .parent import end_with_torchrun
 # The ranks of each Slurm job meet at a port of their own.
 FIRST_PORT = 20_000
 PORTS = 10_000
-CONNECT_SECONDS = 5.0  # A store that does not answer for so long may be outdated.
+CONNECT_SECONDS = 5.0  # The port of a store that does not answer for so long may be outdated.
 LOOPBACK = "127.0.0.1"
-ALONE = {  # A job of one rank has this environment, and opens its store at any free port.
+# A job of one rank has this environment, and opens its store at any free port.
+ALONE = {
     "RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
@@ -34,13 +35,14 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     """Bring up the process group of this process's job; return (rank, world size).
 
     `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout`
-    seconds. Under torchrun the environment says everything; the environment of Slurm's `srun` is
-    translated to that; anywhere else this process is the only rank. A process group that is up
-    already is left alone. The process ends with its torchrun.
+    seconds. Under torchrun the environment says everything, and that of Slurm's `srun` is
+    translated to torchrun's; anywhere else this process is the only rank. A process group that is
+    up already is left alone. A rank of torchrun ends when torchrun ends.
     """
     if not dist.is_initialized():
         end_with_torchrun()
-        if "RANK" not in os.environ:  # torchrun has not started this process.
+        # Without RANK it was not torchrun that started this process.
+        if "RANK" not in os.environ:
             os.environ.update(from_slurm(os.environ) or ALONE)
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
@@ -51,7 +53,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         os.environ["MANYRANKS_DEVICE"] = own_device
         settle_on(own_device)
         if one_machine and sys.platform == "linux":
-            # The machine's name may resolve to another card.
+            # The machine's name may belong to another network card.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         patience = timedelta(seconds=timeout)
         store = fresh_store(rank, patience, one_machine)
@@ -64,7 +66,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
 
 
 def slurm_step(environ: Mapping[str, str]) -> list[int]:
-    """Job, step and restart of Slurm that a process belongs to; three zeros outside of Slurm."""
+    """Return the numbers of a process's job, step and restart in Slurm; zeros outside of Slurm."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return [int(environ.get(name, 0)) for name in names]
 
@@ -88,7 +90,7 @@ def check_step(store: dist.Store, rank: int) -> None:
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
     """Return the backend that suits all ranks.
 
-    Each names its GPU, as under Slurm all ranks may have a `cuda:0`.
+    Each rank names its GPU by `gpu_identity`, as under Slurm every rank may have a `cuda:0`.
     """
     store.set(f"manyranks/gpu/{rank}", gpu_identity(device))
     gpus = [store.get(f"manyranks/gpu/{other}").decode() for other in range(world_size)]
@@ -100,11 +102,11 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
 
     torchrun, up to torch 2.15, keeps one store over all restarts, with the addresses of ranks that
     are gone: restarted ranks would sometimes connect to those. So rank 0 opens a new store and
-    leaves its port in the old store; a rank that reads an outdated port there is refused, and reads
+    leaves its port in the old store. A rank that reads an outdated port is refused, and reads
     again.
 
-    Any process that reaches a store can write into it: on one machine, the store listens on the
-    loopback.
+    Any process that reaches a store can write into it, so on one machine the store listens on the
+    loopback only.
     """
     host = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
     job_port = int(os.environ["MASTER_PORT"])
@@ -121,13 +123,14 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
     old_store = dist.TCPStore(os.environ["MASTER_ADDR"], job_port, timeout=patience)
     if rank > 0:
         return look_up(old_store, host, patience)
-    store = open_store(0)  # 0: any free port
+    # Port 0 stands for any free port.
+    store = open_store(0)
     old_store.set("manyranks/store", str(store.port))
     return store
 
 
 def look_up(old_store: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
-    """Connect to the store whose port is in `old_store`, as soon as it answers."""
+    """Return a connection to the store whose port is in `old_store`, once that store answers."""
     end = time.monotonic() + patience.total_seconds()
     while True:
         port = int(old_store.get("manyranks/store"))
@@ -143,12 +146,10 @@ def look_up(old_store: dist.Store, host: str, patience: timedelta) -> dist.TCPSt
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment that torchrun would give, made from that of a task of `srun`.
-
-    Return None outside of a task.
+    """Return the environment that torchrun would give a task of `srun`; None outside of a task.
 
     Only `srun` sets SLURM_STEP_…: the batch script itself is no task, although it has a
-    SLURM_PROCID too.
+    SLURM_PROCID, too.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -170,16 +171,13 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 def first_node(nodes: str) -> str:
     """Return the first host of a Slurm node list: "gpu03" for "gpu[03-07,11],login"."""
-    # A name; perhaps numbers in brackets, of which the first counts; what follows up to a comma.
+    # A node list begins with a name, perhaps numbers in brackets, and perhaps more before a comma.
     first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(first.groups(default=""))
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Return how many tasks node number `node` has.
-
-    Slurm's short form "2(x3),1" means 2, 2, 2, 1.
-    """
+    """Return how many tasks a node has; in Slurm's short form "2(x3),1" means 2, 2, 2, 1."""
     tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)

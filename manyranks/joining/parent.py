@@ -1,9 +1,9 @@
-"""Ranks of torchrun end with it.
+"""Ends the ranks of torchrun when torchrun ends.
 
-One that lived on would join the next job that takes the same port.
+A rank that lived on would join the next job that takes the same port.
 
 torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun
-starts calls `end_with_torchrun` before it imports torch; this module imports no torch.
+starts calls `end_with_torchrun` before it imports torch, and this module does not import it.
 """
 
 import os
@@ -16,10 +16,7 @@ JOB = "TORCHELASTIC_RUN_ID"
 
 
 def end_with_torchrun() -> None:
-    """Have this process end as soon as the torchrun that started it does.
-
-    Without torchrun nothing happens.
-    """
+    """Have this process end as soon as the torchrun that started it ends, if one did."""
     if JOB not in os.environ:
         return
     import psutil  # Only ranks of torchrun need this module.

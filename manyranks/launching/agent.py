@@ -1,9 +1,9 @@
 """The agent: the process that owns the ranks of one launch. It is never the caller itself.
 
 The server forks the agent; the agent starts the ranks and waits for them. Each rank reports to the
-caller through its own pipes; the agent only reports each rank's exit code. When the agent dies, so
-do its ranks. Ranks are forked. Where a process with torch in it cannot safely be forked, they are
-new processes, and neither server nor agent loads torch.
+caller through its own pipes; the agent reports only each rank's exit code. When the agent dies, its
+ranks die with it. Ranks are forked. Where a process with torch in it cannot safely be forked, they
+are new processes, and neither server nor agent loads torch.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def own_ranks(connection: socket.socket, setting: Setting, files: LaunchFiles) -
         has_own_network = prepare_network(setting)
         table = prepare_clocks(setting)
         meeting = prepare_store(setting, has_own_network, table)
-        # This is repeated: Linux forgets it when a process changes its credentials.
+        # This is repeated, since Linux forgets it when a process changes its credentials.
         linux.die_with_parent()
         ranks_by_pid = start_ranks(setting, meeting, files, connection)
     except Exception as error:
@@ -57,12 +57,12 @@ def own_ranks(connection: socket.socket, setting: Setting, files: LaunchFiles) -
 def prepare_network(setting: Setting) -> bool:
     """Enter the network where the ranks meet, and make the emulated link ready, if there is one.
 
-    Return whether no other user can reach that network.
-
-    All this precedes any thread or socket, as it may enter new namespaces.
+    Return whether the network is out of reach for other users. This comes before any thread or
+    socket, as it may enter new namespaces.
     """
     link = setting.link
-    virtual_hosts = link is not None and link.mode == "hosts"  # they are a network of their own
+    # Virtual hosts have a network of their own.
+    virtual_hosts = link is not None and link.mode == "hosts"
     has_own_network = virtual_hosts or enter_own_network(setting.network)
     if link is not None:
         link.prepare(setting.world_size)
@@ -77,14 +77,15 @@ def prepare_clocks(setting: Setting) -> Any:
         return None
     from ..clocks import Table  # A launch in real time does not need it.
 
-    return Table([0] * setting.world_size)  # all on one host, without a link
+    # All ranks are on one host, without a link.
+    return Table([0] * setting.world_size)
 
 
 def enter_own_network(wish: str) -> bool:
-    """Move this process into a network that no other process can reach.
+    """Move this process into a network that no other process can reach; return whether it moved.
 
-    It stays where it is if the `wish` is "open". Return whether it moved. Raises LaunchError if it
-    cannot, but must ("private").
+    It stays where it is if the `wish` is "open". Raises LaunchError if it cannot move but must, as
+    the wish is "private".
     """
     if wish == "open":
         return False
@@ -103,7 +104,7 @@ def prepare_store(setting: Setting, has_own_network: bool, table: Any) -> Meetin
     """Return where the ranks meet.
 
     The socket on which rank 0 serves their store is bound here, so that two launches never clash.
-    Where other users could reach it there is none, and the store is a file in memory.
+    Where other users could reach a socket there is none, and the store is a file in memory.
     """
     address = LOOPBACK if setting.link is None else setting.link.network.master_address
     if has_own_network or setting.network == "open" or sys.platform != "linux":
@@ -121,12 +122,14 @@ def start_ranks(
 ) -> dict[int, int]:
     """Start the ranks; return their numbers by process id.
 
-    This process has only its main thread, so that it may fork (a lock that a thread holds at a fork
-    stays locked for ever). Raises LaunchError if a process cannot be started.
+    This process has only its main thread, so that it may fork: a lock that another thread held at a
+    fork would stay locked for ever. Raises LaunchError if a process cannot be started.
     """
     if setting.start == "fork" and setting.computes:
-        with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
-            importlib.import_module("torch._dynamo")  # once for all ranks: it takes a second
+        # This takes a second, and is done once for all ranks. If it fails, a rank that needs the
+        # module raises the error.
+        with contextlib.suppress(Exception):
+            importlib.import_module("torch._dynamo")
     ranks_by_pid = {}
     for number in range(setting.world_size):
         _, descriptors, _, _ = socket.recv_fds(connection, 1, len(RankFiles._fields))
@@ -142,18 +145,16 @@ def start_ranks(
             connection.close()
             be_rank(setting, number, meeting, files, rank_files)
         ranks_by_pid[pid] = number
+        # No other rank may inherit these files.
         for descriptor in descriptors:
-            os.close(descriptor)  # No other rank may inherit it.
+            os.close(descriptor)
     return ranks_by_pid
 
 
 def start_anew(
     setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> int:
-    """Start one rank in a new process; return its process id.
-
-    It inherits its open files by their numbers.
-    """
+    """Start one rank in a new process, which inherits its open files; return its process id."""
     # An agent that forks its ranks need not load these.
     from ..memory import open_memory
     from .pickling import dumps
@@ -172,9 +173,9 @@ def start_anew(
 def be_rank(
     setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
 ) -> None:
-    """Run one rank until its last thread has ended.
+    """Run one rank until its last thread has ended, and end the process.
 
-    This never returns: gloo's threads are not torn down.
+    So gloo's threads are not torn down.
     """
     from .rank import Rank  # This loads torch, which an agent that forks no rank must not do.
 
@@ -184,7 +185,8 @@ def be_rank(
         Rank(setting, number, meeting, files, rank_files).run()
         # This waits for threads that are no daemons, as the end of any Python process does.
         threading._shutdown()  # type: ignore[attr-defined]
-        with contextlib.suppress(Exception):  # The function may have closed or replaced it.
+        # The function may have closed or replaced the stream.
+        with contextlib.suppress(Exception):
             sys.stdout.flush()
         code = 0
     except BaseException:
@@ -194,9 +196,9 @@ def be_rank(
 
 
 def wait_for(ranks_by_pid: dict[int, int], connection: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends.
+    """Tell the caller each rank's exit code as the rank ends.
 
-    Orphans of ranks become children of this process, too; of their end nobody is told.
+    Orphans of ranks become children of this process, too, but nobody is told of their ends.
     """
     while ranks_by_pid:
         pid, status = os.wait()

@@ -7,20 +7,21 @@ from typing import Any
 
 from .protocol import Progress
 
-DRAWING_SECONDS = 1.0  # the bar is drawn this often
+DRAWING_SECONDS = 1.0  # The bar is drawn this often.
 
 
 class Bar:
-    """The bar in the caller.
+    """The bar that the caller shows.
 
-    It appears with the first step, or after a second without one, and its seconds run between
+    It appears with the first step, or after a second without one, and its seconds go on between
     steps, too.
     """
 
     def __init__(self, progress: Progress):
-        """`progress` is how many steps are expected, or True if nobody knows.
+        """Prepare a bar for `progress` steps.
 
-        It may also be a pair of a name and one of these; False if no bar is wanted.
+        It is True if nobody knows the number, False for no bar, or a pair of the bar's name and one
+        of these.
         """
         if not isinstance(progress, tuple):
             progress = ("rank 0", progress)
@@ -29,7 +30,7 @@ class Bar:
         self.next_drawing = time.monotonic() + DRAWING_SECONDS
 
     def tick(self) -> None:
-        """Draw the bar anew every second, if one is wanted, so that its seconds go on."""
+        """Draw the bar again every second, if one is wanted, so that its seconds go on."""
         if self.total and time.monotonic() > self.next_drawing:
             self.next_drawing += DRAWING_SECONDS
             if self.bar is None:
@@ -49,11 +50,11 @@ class Bar:
     def print(self, text: str, stream: str) -> None:
         """Print a line above the bar, on "stdout" or "stderr".
 
-        A stream that is closed or lacks a character must not cost the results.
+        A stream that is closed or lacks a character costs the line, and not the results.
         """
         file = getattr(sys, stream)
         above_bar = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
-        # The stream may be None, or closed.
+        # The stream may be None or closed.
         with suppress(OSError, ValueError, AttributeError), above_bar:
             try:
                 file.write(text)
@@ -62,7 +63,7 @@ class Bar:
                 file.write(writable.decode(file.encoding))
 
     def close(self) -> None:
-        """End the bar: it stays if it is full, and else goes; tqdm would leave it in red."""
+        """End the bar: a full one stays, and another goes, which tqdm would leave in red."""
         if self.bar is None:
             return
         if self.bar.total and self.bar.n < self.bar.total:

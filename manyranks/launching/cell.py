@@ -14,7 +14,7 @@ PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 def compile_cell(source: str, filename: str) -> tuple:
     """Compile a cell to its statements and its last expression.
 
-    The expression is None if there is none or ";" silences it.
+    The expression is None if the cell ends with no expression, or with ";".
     """
     tree = ast.parse(source, filename)
     expression = None
@@ -26,14 +26,14 @@ def compile_cell(source: str, filename: str) -> tuple:
 
 
 def used_names(source: str) -> set:
-    """Collect the names that a cell mentions."""
+    """Return the names that a cell mentions."""
     return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
 
 
 def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     """Run a cell on this rank with the names in `given`; print the value of its last expression.
 
-    On rank 0 return the values of the names in `pull`.
+    Return the values of the names in `pull` on rank 0, and nothing elsewhere.
     """
     statements, expression = compile_cell(source, filename)
     rank = dist.get_rank()
@@ -50,5 +50,5 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
 
 
 def on_cpu(value: Any) -> Any:
-    """A value as the notebook can use it: a tensor without its graph, in the processor's memory."""
+    """Return a value that the notebook can use: a tensor is copied to the CPU without its graph."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

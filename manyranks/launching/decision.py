@@ -1,4 +1,4 @@
-"""How a launch ends: decided from what the caller has heard so far, without any process.
+"""Decides how a launch ends from what the caller has heard so far, without any process.
 
 STARTING ── a rank runs ──▶ RUNNING ── all have answered ──▶ LEAVING        (next_phase)
     └──────────────────────────┴──────────────┬──────────────────┘
@@ -15,13 +15,14 @@ from typing import Any
 from ..errors import Failure, LaunchError
 from .protocol import Refused, Started
 
-# torch may be imported from a cold disk; the launch's own time starts after that.
+# torch may have to be imported from a cold disk; the launch's own time starts after that.
 STARTING_SECONDS = 60.0
 # After a failure other ranks have this long to report theirs; the earliest is named first.
 GRACE_SECONDS = 0.25
 # After a connection is lost, the system has this long to say which rank died, and how.
 EXIT_CODE_SECONDS = 1.5
-ENDING_SECONDS = 5.0  # all processes have this long to end after the last result
+# All processes have this long to end after the last result.
+ENDING_SECONDS = 5.0
 SIGNAL_HINTS = {
     "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
     "SIGSEGV": " (segmentation fault)",
@@ -39,7 +40,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a launch is, since when (in seconds), and what was asked for."""
+    """The stage of a launch, the time at which it began (in seconds), and what was asked for."""
 
     stage: Stage
     since: float
@@ -51,8 +52,8 @@ class Phase:
 class Returned:
     """A rank's function has returned.
 
-    If it trained a model and the rank exchanged no message, `model` is the sum of the weights, else
-    None.
+    If the function trained a model and the rank exchanged no message, `model` is the sum of the
+    model's weights; else it is None.
     """
 
     rank: int
@@ -70,9 +71,9 @@ class Raised:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process has ended, of which the caller heard at `heard`.
+    """A rank's process has ended, of which the caller heard at `heard` (seconds).
 
-    `words` are the last that it wrote.
+    `words` are the last words that the process wrote.
     """
 
     rank: int
@@ -91,14 +92,14 @@ Event = Started | Returned | Raised | Ended | Refused | Gone
 
 @dataclass(frozen=True)
 class Results:
-    """All ranks have returned: events by rank."""
+    """All ranks have returned."""
 
     by_rank: dict[int, Returned]
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Ranks have failed; the culprit is the first."""
+    """Ranks have failed; the culprit's failure is the first."""
 
     failures: list[Failure]
 
@@ -110,14 +111,14 @@ class TimedOut:
 
 @dataclass(frozen=True)
 class CutOff:
-    """The processes ended from outside."""
+    """The processes were ended from outside."""
 
 
 Ending = Results | Failures | Refused | TimedOut | CutOff
 
 
 def next_phase(phase: Phase, events: Sequence[Event], now: float) -> Phase:
-    """Return the phase that follows, or the same one if nothing has happened that ends it."""
+    """Return the phase of a launch now: the next one, or the same one if nothing has ended it."""
     if phase.stage is Stage.STARTING and pids_of(events):
         return replace(phase, stage=Stage.RUNNING, since=now)
     if phase.stage is Stage.RUNNING and len(results_of(events)) == phase.world_size:
@@ -126,7 +127,7 @@ def next_phase(phase: Phase, events: Sequence[Event], now: float) -> Phase:
 
 
 def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
-    """Return how the launch ends, or None as long as that is open."""
+    """Return how the launch ends; None as long as that is open."""
     results = results_of(events)
     all_gone = any(isinstance(event, Gone) for event in events)
     for event in events:
@@ -179,7 +180,8 @@ def results_of(events: Sequence[Event]) -> dict[int, Returned]:
 def failures_of(events: Sequence[Event]) -> dict[int, Raised | Ended]:
     """Return the failure of each rank that has one.
 
-    It is an error, or else a process that ended with a code, or without a result.
+    That is an error that the rank raised, or else the end of its process with a code other than 0
+    or without a result.
     """
     results = results_of(events)
     failed: dict[int, Raised | Ended] = {}
@@ -204,6 +206,7 @@ def exit_code_in_words(code: int) -> tuple[str, str]:
     if code >= 0:
         return "exited", f"with code {code}, without a result"
     name = f"signal {-code}"
-    with suppress(ValueError):  # signals from 32 on have no names
+    # Signals from 32 on have no names.
+    with suppress(ValueError):
         name = signal.Signals(-code).name
     return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

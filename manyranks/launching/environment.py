@@ -1,7 +1,4 @@
-"""With what a process that loads torch is started.
-
-The caller starts the server so, and the agent a new rank.
-"""
+"""The commands and variables with which the caller starts the server, and the agent a new rank."""
 
 import os
 import sys
@@ -22,7 +19,7 @@ def preloading_environment() -> dict[str, str]:
     Its ranks get the caller's whole environment later.
     """
     short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
-    # No warnings of torch's C++, and for NumPy no threads, which would not survive a fork.
+    # torch's C++ prints no warnings, and NumPy starts no threads, which would not survive a fork.
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -32,6 +29,6 @@ def server_command(role: str, *modules: str) -> list[str]:
 
 
 def surroundings(**variables: str) -> Surroundings:
-    """Return what the ranks of this process share with it, with `variables` in the environment."""
+    """Return what ranks share with this process, with `variables` added to the environment."""
     environ = {**os.environ, **variables}
     return Surroundings(sys.path, sys.argv, os.getcwd(), environ, own_code.packages)

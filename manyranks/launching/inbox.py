@@ -1,6 +1,6 @@
 """The caller's inbox: it reads the pipes to which the processes of a launch write.
 
-It does so in one loop, without threads or signal handlers on which a cell could hang.
+One loop reads all of them, without threads or signal handlers on which a cell could hang.
 """
 
 import os
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-READ_AT_MOST = 1 << 16  # bytes: as much as a pipe holds
-LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces
-LONGEST_MESSAGE = 1 << 16  # bytes
-NOISE = "[Gloo] Rank "  # gloo prints lines that begin so for every new group
+READ_AT_MOST = 1 << 16  # A pipe holds so many bytes.
+LONGEST_LINE = 1 << 20  # A line of more bytes is shown in pieces.
+LONGEST_MESSAGE = 1 << 16  # No message has more bytes.
+NOISE = "[Gloo] Rank "  # gloo prints lines that begin like this for every new group.
 
 
 class Lines:
-    """Reads what a rank prints, and cuts it into whole lines, which `show` gets."""
+    """Reads what a rank prints, cuts it into lines, and calls `show` with each whole line."""
 
     def __init__(self, show: Callable[[str], None]):
         self.show = show
@@ -31,8 +31,8 @@ class Lines:
     def show_lines(self, piece: bytes) -> None:
         """Show the lines that `piece` completes.
 
-        An empty piece is the end, where the rest is shown. Of a progress bar the text after its
-        last carriage return is shown.
+        An empty piece is the end, where the rest is shown. Of a line with carriage returns, such as
+        a progress bar's, the text after the last one is shown.
         """
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
@@ -46,12 +46,12 @@ class Lines:
 
 
 class Messages:
-    """Reads the messages of a process, which `deliver` gets.
+    """Reads the messages of a process, and calls `deliver` with each.
 
-    Instead of one that cannot be read it gets an exception, and at the end None.
+    In place of a message that cannot be read, `deliver` gets an exception, and at the end None.
 
-    A message is written in one piece. What is not there whole was written by something else: to
-    wait for more of it would raise BlockingIOError.
+    A message is written in one piece. A message that is not there whole was written by something
+    else: to wait for more of it would raise BlockingIOError.
     """
 
     def __init__(self, deliver: Callable[[Any], None]):
@@ -72,9 +72,9 @@ class Messages:
 
 
 class Inbox:
-    """The `readers` of the open files to which the processes of a launch write, by descriptor.
+    """The files to which the processes of a launch write, with a reader for each descriptor.
 
-    The inbox closes these files.
+    The inbox closes the files.
     """
 
     def __init__(self) -> None:
@@ -88,10 +88,7 @@ class Inbox:
         return writing
 
     def read(self, seconds: float) -> bool:
-        """Pass on what has arrived, after at most `seconds` of waiting.
-
-        Return False if nothing came.
-        """
+        """Pass on what arrives within `seconds`; return False if nothing came."""
         ready: list[Any] = wait(list(self.readers), seconds)
         for descriptor in ready:
             if not self.readers[descriptor].read(descriptor):
@@ -99,12 +96,12 @@ class Inbox:
         return bool(ready)
 
     def remove(self, descriptor: int) -> None:
-        """Read from this file no more."""
+        """Read from this file no more, and close it."""
         del self.readers[descriptor]
         os.close(descriptor)
 
     def close(self) -> None:
-        """Show the beginnings of lines that have no end, and close all files."""
+        """Show the lines that have no end yet, and close all files."""
         for descriptor, reader in list(self.readers.items()):
             if isinstance(reader, Lines):
                 reader.show_lines(b"")

@@ -1,6 +1,6 @@
-"""`launch`: call a function on K ranks, get back one result for each.
+"""`launch`: call a function on K ranks, and get back one result for each.
 
-The request is checked and the call packed here; `local` starts the ranks, and `watch` waits for
+This module checks the request and packs the call; `local` starts the ranks, and `watch` waits for
 their end.
 """
 
@@ -23,9 +23,9 @@ from .watch import Launch
 
 T = TypeVar("T")  # what the function returns
 DEFAULT_RANKS = 4
-# These errors are for whoever called: they are shown without the launcher's own frames.
+# These errors are for the caller, who sees them without the launcher's own frames.
 EXPECTED = (ManyranksError, ValueError, TypeError, KeyboardInterrupt)
-LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
+LONGEST_TIMEOUT = 1e7  # No launch may take more seconds.
 
 
 def launch(
@@ -42,17 +42,19 @@ def launch(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks; return the results in rank order.
 
-    Each rank has the process group up.
+    `fn` may be defined in a cell. On each rank it finds the process group up.
 
-    `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
-    accelerator (a `Device`) for each rank, or a list of them, in rank order. `timeout`:
-    seconds for the whole launch. `link`: an emulated link between the ranks (a `Link`).
-    `progress`: show a bar of the optimizer's steps; a number says how many are expected, and a pair
-    of a name and a number what the bar is called, too. `sizes_only`: tensors have shapes and no
-    values, so that nothing is computed, and models may be larger than this machine; `answer` is a
-    number for whoever asks for a value nevertheless.
-    Raises RankError when a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks
-    are ended from outside, ValueError for bad input.
+    `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator (a `Device`) for each
+    rank, or a list of them, in rank order. `timeout`: the seconds for the whole launch. `link`: an
+    emulated link between the ranks (a `Link`). `progress`: whether to show a bar of the optimizer's
+    steps. A number says how many steps are expected, and a pair of a name and a number also names
+    the bar. `sizes_only`: whether tensors have shapes and no values, so that nothing is computed,
+    and models may be larger than this machine. `answer`: with `sizes_only`, the number that a
+    program gets when it asks for a value.
+
+    Raises RankError when a rank fails, LaunchTimeout when time runs out, DeadlockError when under
+    virtual time all wait, LaunchError when the ranks are ended from outside, ValueError for bad
+    input.
     """
     try:
         if world_size is None:
@@ -73,9 +75,9 @@ def launch(
 
 
 def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
-    """Tell the caller if an argument looks like a world size.
+    """Tell the caller if the only argument looks like a world size.
 
-    Raises TypeError if the function does not take it.
+    Raises TypeError if the function does not take that argument.
     """
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
@@ -85,7 +87,8 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
     try:
         signature = inspect.signature(fn)
         parameter, *_ = signature.bind(*args, **kwargs).arguments
-    except ValueError:  # a function written in C may not name its parameters
+    except ValueError:
+        # A function written in C may not name its parameters.
         return
     except TypeError:
         raise TypeError(f"{name} does not take the argument {number}; {advice}") from None
@@ -106,9 +109,9 @@ def plain(error: Any) -> BaseException:
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
-    """Return the world size as an int.
+    """Return the world size as an int, once the arguments are of the right kind.
 
-    Raises ValueError, with what was expected, for arguments of the wrong kind.
+    Raises ValueError, with what was expected, if one is not.
     """
     if sys.platform == "win32":
         raise LaunchError("ranks need Linux or macOS: on Windows start this Python in WSL 2")
@@ -141,11 +144,11 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     """Return a file without a name with the pickled call and the sources of all cells.
 
-    Ranks map the file uncopied. Raises TypeError, which names what cannot be sent.
+    Ranks map the file without a copy. Raises TypeError, which names what cannot be sent.
     """
     sources = {}
     for name, entry in list(linecache.cache.items()):
-        # An entry has size, time, lines and path; that of a source not read yet has a loader only.
+        # An entry has size, time, lines and path; before its source was read it has only a loader.
         if len(entry) == 4 and not os.path.exists(name):
             sources[name] = "".join(entry[2])
     if not callable(fn):

@@ -1,6 +1,4 @@
-"""The processes of one launch, as the caller handles them.
-
-How they come to life, what they say, and how they end is here.
+"""The processes of one launch, as the caller handles them: how they begin, speak and end.
 
 Through one socket the agent gets open files. Some are files in memory: the setting, a log, the call
 and the flight recorder, and for each rank its stacks and its answer. The others are the far ends of
@@ -42,17 +40,17 @@ from .protocol import (
 )
 from .server_handle import Server, ask_for_agent, ending_in_words, text_in
 
-MARK = "MANYRANKS_LAUNCH"  # this environment variable marks all programs that ranks start
+MARK = "MANYRANKS_LAUNCH"  # This environment variable marks all programs that ranks start.
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
-DYING_SECONDS = 1.0  # a server that has closed its socket has this long to end
-STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
+DYING_SECONDS = 1.0  # A server that has closed its socket has this long to end.
+STACK_SECONDS = 1.0  # When time has run out, ranks have this long to write their stacks.
 
 
 class Ranks:
-    """The ranks of one launch on this machine, which an agent starts and the server forks.
+    """The ranks of one launch on this machine.
 
-    `show(rank, stream, text)` gets each line that a rank prints, `advance_to(steps)` the number of
-    rank 0's optimizer steps.
+    `show(rank, stream, text)` is called with each line that a rank prints, and `advance_to(steps)`
+    with the number of rank 0's optimizer steps.
     """
 
     def __init__(self, setting: Setting, show: Callable, advance_to: Callable[[int], None]):
@@ -66,9 +64,9 @@ class Ranks:
         self.agent: int | None = None  # its process id, and the number of its process group
         self.agent_end = ""  # how the agent ended, if that was with an error
         self.told_to_end = False
-        self.gone = False  # no process of the launch is left
-        self.cut_off = False  # they have gone without having been told to
-        self.files = ExitStack()  # this closes all open files but the inbox's
+        self.gone = False  # whether no process of the launch is left
+        self.cut_off = False  # whether the processes have gone without having been told to
+        self.files = ExitStack()  # all open files but the inbox's
         self.log = self.open_file()
         self.recorder = self.open_file()
         self.recorder.truncate(flight_recorder.size(setting.world_size))
@@ -83,7 +81,7 @@ class Ranks:
 
     def start(self, call: IO[bytes]) -> None:
         """Have the server fork an agent, and hand the launch's files and the call over to it."""
-        # Users may have set another card.
+        # Users may have set another network card, and it would be shared.
         own_surroundings = surroundings(**{MARK: self.mark, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD})
         setting = self.open_file(pickle.dumps(own_surroundings) + pickling.dumps(self.setting))
         connection, far_end = socket.socketpair()
@@ -105,7 +103,8 @@ class Ranks:
     def open_for(self, rank: int) -> RankFiles:
         """Open a rank's files, and return them.
 
-        Its ends of the pipes stay open here too, as macOS loses those that are closed in transit.
+        The rank's ends of the pipes stay open here, too: macOS loses those that are closed in
+        transit.
         """
         orders, own_end = os.pipe()
         self.orders.append(own_end)
@@ -124,7 +123,7 @@ class Ranks:
         )
 
     def hear_agent(self, message: Any) -> None:
-        """Note what the agent says, or the server about the agent.
+        """Note what the agent says, or what the server says about the agent.
 
         When the socket ends, no process of the launch is left.
         """
@@ -138,13 +137,14 @@ class Ranks:
             case RankExited(rank, code):
                 words = stacks.as_traceback(text_in(self.stacks[rank])) or text_in(self.log)
                 self.heard.append(Ended(rank, code, words, time.monotonic()))
-            case _:  # None for the end, or an error for what cannot be read
+            case _:
+                # This is None at the end, or an error for a message that cannot be read.
                 self.cut_off = not self.told_to_end
                 self.gone = True
                 self.heard.append(Gone())
 
     def hear_rank(self, rank: int, message: Any) -> None:
-        """Note what a rank says. A message that cannot be read counts as an answer that cannot."""
+        """Note what a rank says; a message that cannot be read counts as such an answer."""
         match message:
             case Started():
                 self.heard.append(message)
@@ -157,14 +157,14 @@ class Ranks:
                 self.heard.append(answer_of(rank, b""))
 
     def read(self, seconds: float) -> list[Event]:
-        """Return what has arrived, after at most `seconds` of waiting."""
+        """Return the events that arrive within `seconds`, as soon as something has come."""
         self.inbox.read(seconds)
         heard = self.heard
         self.heard = []
         return heard
 
     def read_for(self, seconds: float, enough: Callable[[], Any]) -> None:
-        """Read for at most `seconds`, until `enough()`; what arrives decides nothing any more."""
+        """Read for at most `seconds`, until `enough()`; nothing that comes changes the ending."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
             self.inbox.read(deadline - time.monotonic())
@@ -176,7 +176,7 @@ class Ranks:
             send(pipe, Leave())
 
     def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
-        """Return what the ranks do, by rank: states of processes, stacks, last collectives."""
+        """Return the states of processes, the stacks and the last collectives, each by rank."""
         for pid in pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -196,7 +196,7 @@ class Ranks:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.agent, signal.SIGKILL)
                 self.read_for(ENDING_SECONDS, lambda: self.gone)
-            # In these cases no server kills what has left the process group.
+            # In these cases no server kills the programs that have left the process group.
             if self.agent and (self.cut_off or sys.platform != "linux"):
                 kill_marked(self.mark)
             while self.inbox.read(0):
@@ -208,14 +208,14 @@ class Ranks:
             self.files.close()
 
     def explain(self) -> str:
-        """Return why the processes have ended, as far as that is known: "" or lines of text."""
+        """Return lines of text about why the processes have ended; "" if nothing is known."""
         patience = DYING_SECONDS if self.cut_off else 0.0
         server_end = self.server.how_it_ended(patience)
         return ((server_end or self.agent_end) + self.last_words).rstrip()
 
 
 def answer_of(rank: int, packed: bytes) -> Returned | Raised:
-    """Return a rank's answer, from the content of its file."""
+    """Return the answer of a rank, which is `packed` in its file."""
     now = time.monotonic()
     try:
         kind, value = pickle.loads(packed)
@@ -229,11 +229,8 @@ def answer_of(rank: int, packed: bytes) -> Returned | Raised:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all programs that the ranks of a launch have started.
-
-    The mark in their environment tells them.
-    """
-    import psutil  # most launches do not need psutil
+    """Kill all programs that ranks have started: they have the launch's mark in a variable."""
+    import psutil  # Most launches do not need psutil.
 
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

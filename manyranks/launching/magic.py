@@ -19,7 +19,7 @@ NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 
 
 class RankByRank(Launch):
-    """A launch that shows what ranks print at the end, one rank after the other."""
+    """A launch that shows only at its end what the ranks have printed, rank by rank."""
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
@@ -41,7 +41,7 @@ class RankByRank(Launch):
 
 @magics_class
 class RanksMagic(Magics):
-    """The class that IPython wants around `%%ranks`."""
+    """The magic `%%ranks`, in the class that IPython wants around it."""
 
     @magic_arguments()
     @argument("world_size", nargs="?", type=int, default=DEFAULT_RANKS, help="number of ranks (4)")
@@ -67,15 +67,16 @@ class RanksMagic(Magics):
                 raise plain(error) from None
 
     def run(self, options: Any, cell: str) -> None:
-        """Run a cell as `%%ranks` asks.
+        """Run a cell with the options of its `%%ranks` line.
 
-        Raises UsageError if a name that is to be pulled is not there.
+        Raises UsageError if the cell has not assigned a name that is to be pulled.
         """
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
-        # Tracebacks show the cell's lines by this name, which another cell does not have.
+        # Tracebacks find the cell's lines by this name, which no other cell has.
         filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
-        compile_cell(cell, filename)  # a syntax error is shown before anything starts
+        # A syntax error is shown before anything starts.
+        compile_cell(cell, filename)
         sent = used_names(cell) - NOT_SENT
         given = {name: value for name, value in self.shell.user_ns.items() if name in sent}
         world_size = check_request(options.world_size, options.device, options.timeout, None)

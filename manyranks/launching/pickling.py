@@ -1,6 +1,6 @@
-"""What packs functions and results.
+"""Packs functions and results, by cloudpickle, which can send what a cell defines.
 
-That is cloudpickle, which can send what a cell defines, or pickle for what modules define.
+Where cloudpickle is not installed, pickle packs what modules define.
 """
 
 import copyreg
@@ -18,7 +18,7 @@ except ImportError:  # A machine with torch and numpy only is enough for `make g
 def pack_cached(function: Any) -> tuple:
     """Pack a function under `functools.lru_cache` as its parts, if a cell has defined it.
 
-    pickle would send its name alone, which ranks do not have.
+    pickle would send only the function's name, which ranks do not have.
     """
     if function.__module__ == "__main__":
         return cache_again, (function.__wrapped__, function.cache_parameters())
@@ -26,7 +26,7 @@ def pack_cached(function: Any) -> tuple:
 
 
 def cache_again(function: Callable, parameters: dict) -> Callable:
-    """Undo `pack_cached`: return the same function, with an empty cache."""
+    """Return the function that `pack_cached` has packed, with an empty cache."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -36,9 +36,9 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """Return the name of what cannot be sent, and why; None if all can.
+    """Return the name of what cannot be sent, and why; None if everything can.
 
-    It is the first argument, or outer variable of the function, that fails.
+    The name is that of the first argument, or outer variable of the function, that fails.
     """
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments

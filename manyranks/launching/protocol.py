@@ -1,4 +1,4 @@
-"""What the processes of a launch say to each other: the only file that all of them read.
+"""What the processes of a launch say to each other; all of them read this file.
 
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
@@ -15,22 +15,22 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 LOOPBACK = "127.0.0.1"
-# How many steps a progress bar expects, or True; a pair says what it is called, too.
+# This says how many steps a progress bar expects, or True; a pair begins with the bar's name.
 Progress = bool | int | tuple[str, int]
 
 
 class Network(Protocol):
-    """What a link builds for a launch; ranks that are not forked get it pickled."""
+    """The network that a link builds for a launch; ranks that are not forked get it pickled."""
 
-    master_address: str  # Ranks reach there what listens in the agent's network.
-    table: Any  # It holds the clocks of the ranks if time is virtual, and is None if not.
+    master_address: str  # the address at which ranks reach what listens in the agent's network
+    table: Any  # the table of the ranks' clocks; None where time is real
 
     def enter(self, rank: int) -> None:
         """Move this process, which is `rank` and has no socket yet, to its place."""
 
 
 class EmulatedLink(Protocol):
-    """What a launch needs of a link."""
+    """The parts of a link that a launch needs."""
 
     mode: str  # "hosts" is a network apart from the machine's.
     network: Network
@@ -53,17 +53,16 @@ class Setting:
     devices: list  # the device of each rank, such as "cpu" or "cuda:0"
     timeout: float  # in seconds
     threads: int  # of each rank
-    link: EmulatedLink | None  # The agent prepares it.
+    link: EmulatedLink | None  # the emulated link, which the agent prepares
     emulated: list | None  # the emulated device of each rank
     progress: Progress
-    sizes_only: bool  # Tensors have no values, and nothing is computed.
-    answer: float | None  # This number answers questions for values then.
-    # Ranks will surely compute, so what optimizers need is imported before they start.
-    computes: bool
+    sizes_only: bool  # whether tensors have no values, so that nothing is computed
+    answer: float | None  # with `sizes_only`, the number for a program that asks for a value
+    computes: bool  # whether ranks surely train, so that what optimizers need is imported before
 
 
 class Surroundings(NamedTuple):
-    """What ranks share with the caller's process."""
+    """What the ranks have in common with the caller's process."""
 
     path: list
     argv: list
@@ -74,16 +73,14 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the agent has made for the ranks.
+    """What the agent has made so that the ranks can meet.
 
-    It has the agent, the table of clocks if time is virtual, and where the ranks meet.
-
-    The store is at an address and a port, where rank 0 serves it on the open socket `listener`;
-    where other users could reach those, it is the open file `store_file`.
+    Their store is at an address and a port, where rank 0 serves it on the open socket `listener`.
+    Where other users could reach these, the store is the open file `store_file`.
     """
 
-    agent: int  # its process id
-    clocks: Any
+    agent: int  # the process id of the agent
+    clocks: Any  # the table of clocks; None where time is real
     address: str
     port: int = 0
     listener: int | None = None
@@ -91,7 +88,7 @@ class Meeting:
 
 
 class LaunchFiles(NamedTuple):
-    """Numbers of the open files that the agent gets for the whole launch."""
+    """The numbers of the open files that the agent gets for the whole launch."""
 
     log: int  # what agent and ranks print while no rank runs the function yet
     call: int
@@ -99,7 +96,7 @@ class LaunchFiles(NamedTuple):
 
 
 class RankFiles(NamedTuple):
-    """Numbers of the open files that one rank has for itself."""
+    """The numbers of the open files that one rank has for itself."""
 
     orders: int  # a pipe from the caller
     report: int  # a pipe to the caller, like the next two
@@ -118,7 +115,7 @@ class AgentStarted:
 
 @dataclass(frozen=True)
 class AgentExited:
-    """The agent has ended with an error; the server says so."""
+    """The agent has ended with an error, as the server says."""
 
     code: int
 
@@ -140,7 +137,7 @@ class RankExited:
 
 @dataclass(frozen=True)
 class Started:
-    """A rank runs, as this process."""
+    """A rank runs in the process `pid`."""
 
     rank: int
     pid: int

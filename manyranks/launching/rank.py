@@ -30,7 +30,7 @@ from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Starte
 from .steps import Steps
 
 TORCH = str(Path(torch.__file__).parent)
-# Words by which others' errors are known: of torch, NCCL, gloo and the system no type tells more.
+# Errors of torch, NCCL, gloo and the system are known by these words: their types say too little.
 NCCL_LOST = (
     "ncclRemoteError",
     "remote process",
@@ -41,7 +41,7 @@ NCCL_LOST = (
 NO_MORE_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 NO_WAY_OUT = ("Name or service not known", "in name resolution", "Network is unreachable")
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
-UNKNOWN_USER = -1  # what `linux.users_connected` says of a far end that it does not find
+UNKNOWN_USER = -1  # This stands in `linux.users_connected` for a far end that it does not find.
 
 
 @dataclass
@@ -57,10 +57,8 @@ class Rank:
     def run(self) -> None:
         """Move to this rank's place in the network, call the function, answer, and wait.
 
-        All ranks leave together.
-
-        A rank that failed waits as well, until it is killed: if it ended by itself, the
-        other ranks would fail too, with a broken connection, and hide the cause.
+        All ranks leave together. A rank that failed waits as well, until it is killed: if it ended
+        by itself, the other ranks would fail too, with a broken connection, and hide the cause.
         """
         if self.setting.link is not None:
             # This comes before any socket, as it may move this process into a network namespace.
@@ -74,7 +72,7 @@ class Rank:
         feeds_bar = self.setting.progress and self.number == 0
         self.steps = Steps(self.files.report if feeds_bar else None)
         self.report_outcome()
-        # The caller's order is to leave. If there is none, the caller is gone.
+        # The caller orders ranks to leave. If the pipe ends without an order, the caller is gone.
         with suppress(EOFError, OSError), Connection(os.dup(self.files.orders)) as orders:
             orders.recv()
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
@@ -94,11 +92,12 @@ class Rank:
     def call_function(self) -> tuple[Any, float | None]:
         """Call the function that the caller has packed.
 
-        Return its result, and the answer of `Steps.unconnected_model`.
+        Return the function's result, and the answer of `Steps.unconnected_model`.
         """
         with mmap.mmap(self.launch_files.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
-        for name, text in cells.items():  # tracebacks show the lines of cells
+        # Tracebacks show the lines of cells.
+        for name, text in cells.items():
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         with clocks.calling(), self.emulation():
             result = function(*args, **kwargs)
@@ -107,9 +106,9 @@ class Rank:
 
     @contextmanager
     def emulation(self) -> Iterator[None]:
-        """Within this block this rank computes on its emulated device, if there is one.
+        """Give this rank its emulated device, and tensors with sizes only, within this block.
 
-        It has sizes only, if that is asked for.
+        It has each of the two only if the launch asks for it.
         """
         device = self.setting.emulated[self.number] if self.setting.emulated else None
         with ExitStack() as stack:
@@ -123,9 +122,9 @@ class Rank:
             yield
 
     def report_outcome(self) -> None:
-        """Write what the function returned or raised to a file, and report that.
+        """Write what the function returned or raised to a file, and report that it is written.
 
-        A child that it has forked, and that comes back from it, ends here.
+        A child that the function has forked, and that comes back from the function, ends here.
         """
         own_pid = os.getpid()
         value: tuple | dict
@@ -138,7 +137,8 @@ class Rank:
             value = describe(error)
             kind = "failed"
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the function may have closed or replaced the stream
+            # The function may have closed or replaced the stream.
+            with suppress(Exception):
                 stream.flush()
         if os.getpid() != own_pid:
             os._exit(0)
@@ -150,10 +150,7 @@ class Rank:
         send(self.files.report, Answered())
 
     def join_group(self) -> None:
-        """Choose this rank's device and bring the process group up.
-
-        The variables that torchrun would set are set, too.
-        """
+        """Choose this rank's device, set torchrun's variables, and bring the process group up."""
         choose_device(self.setting, self.number)
         world_size = self.setting.world_size
         variables = {
@@ -165,7 +162,7 @@ class Rank:
             "MASTER_PORT": self.meeting.port,
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
-        # The launch's own timeout comes first: its error says where each rank is.
+        # The launch's own timeout must come first, since its error says where each rank is.
         patience = timedelta(seconds=self.setting.timeout + 60)
         dist.init_process_group(
             self.setting.backend,
@@ -194,10 +191,9 @@ class Rank:
 def refuse_strangers() -> None:
     """Raise a LaunchError if another user of this machine is connected to this rank.
 
-    Gloo takes whoever comes first for the rank that it expects, so nothing may be received from
-    here on.
-
-    Where only a connection's far end is gone, the error is a ConnectionError: mostly a rank ended.
+    Gloo takes whoever connects first for the rank that it expects, so nothing may be received after
+    this error. If only the far end of a connection is gone, mostly since a rank ended, the error is
+    a ConnectionError.
     """
     users = linux.users_connected()
     if users == {UNKNOWN_USER}:
@@ -222,7 +218,7 @@ def choose_device(setting: Setting, rank: int) -> None:
 def redirect_output(out: int, err: int) -> None:
     """Send to the caller, line by line, what this rank prints from now on.
 
-    No input can be typed in a rank.
+    `breakpoint()` is refused from now on, as nobody can type in a rank.
     """
     for name, pipe, descriptor in (("stdout", out, 1), ("stderr", err, 2)):
         os.dup2(pipe, descriptor)
@@ -239,7 +235,7 @@ def redirect_output(out: int, err: int) -> None:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Raise an error in place of `breakpoint()`."""
+    """Raise a LaunchError in place of `breakpoint()`."""
     raise LaunchError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the"
         " function without launch: after join() your own process is a job of one rank"
@@ -247,7 +243,7 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 
 def refusal_of(result: Any, error: BaseException) -> TypeError:
-    """Return the error of a result that cannot be packed, because of `error`."""
+    """Return the error that says that a result cannot be packed, because of `error`."""
     reason = words_of(error) or type(error).__name__
     return TypeError(
         f"the result is a {type(result).__qualname__}, which cannot be sent to the caller"
@@ -264,22 +260,19 @@ def pack(kind: str, value: Any, descriptor: int) -> None:
 
 
 class AnswerPickler(Pickler):
-    """Tensors on a GPU travel as tensors on the CPU: the caller need not have a GPU, nor use it."""
+    """Packs tensors on a GPU as tensors on the CPU: the caller need not have a GPU, nor use it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
-        if hasattr(Pickler, "reducer_override"):  # cloudpickle's; Python's own has none
+        # cloudpickle's class has this method, and Python's own has not.
+        if hasattr(Pickler, "reducer_override"):
             return super().reducer_override(obj)
         return NotImplemented
 
 
 def describe(error: BaseException) -> dict:
-    """Return an exception as the fields of a Failure.
-
-    These are its name, message, the traceback from the caller's function on, the time, and what a
-    deadlock has.
-    """
+    """Return an exception as the fields of a Failure, with a traceback from the function on."""
     now = time.monotonic()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in own_code.CALLING:
@@ -310,7 +303,7 @@ def describe(error: BaseException) -> dict:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the message of an exception, even if its class cannot say it."""
+    """Return the message of an exception, even if its own `__str__` fails."""
     try:
         return str(error)
     except BaseException as second:
@@ -320,11 +313,11 @@ def words_of(error: BaseException) -> str:
 def is_broken_connection(error: BaseException, message: str) -> bool:
     """Return whether an exception only says that another rank is gone.
 
-    One that the program itself raises does not.
+    An exception that the program itself raises says more.
     """
     if isinstance(error, dist.DistNetworkError):
         return True
-    # NCCL raises this one for all errors: "Duplicate GPU detected" is a cause.
+    # NCCL raises this class for all errors, also for causes such as "Duplicate GPU detected".
     if isinstance(error, dist.DistBackendError):
         return any(words in message for words in NCCL_LOST)
     sounds_so = isinstance(error, ConnectionError)

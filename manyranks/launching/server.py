@@ -38,13 +38,13 @@ from manyranks import linux, own_code
 from manyranks.launching import protocol
 
 AGENT = f"{protocol.__package__}.agent"
-# What caller and server say to each other must not change, so these modules are not read again.
+# These modules are not read again, for caller and server must speak the same protocol.
 KEPT = (protocol.__name__, own_code.__name__)
 CALLER = os.getppid()
 # The server imports these before it serves.
 FIRST_MODULES = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
-# After the first launch it imports these: each rank's first optimizer would do so for dynamo, which
-# takes more than a second.
+# It imports these after the first launch. Otherwise each rank's first optimizer would import them
+# for dynamo, which takes more than a second.
 LATER_MODULES = [
     "mpmath",
     "sympy",
@@ -53,27 +53,29 @@ LATER_MODULES = [
     "torch._dynamo",
     "torch.utils.data",
 ]
-POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
-# An idle server ends; the next launch starts another.
+# While a launch runs, the server looks this often whether the agent has ended.
+POLL_SECONDS = 0.005
+# A server that is idle for so long ends, and the next launch starts another.
 IDLE_SECONDS = float(os.environ.get("MANYRANKS_IDLE") or 900)
 
 
 def serve(control: socket.socket, forks: bool) -> None:
     """Fork an agent for each request until the caller is gone or idle.
 
-    Where agents fork their ranks (`forks`), import for these, after the first launch, what each
-    would import otherwise.
+    If agents fork their ranks (`forks`), import LATER_MODULES for all ranks after the first launch.
     """
     modules_to_load = LATER_MODULES if forks else []
     last_read: tuple = ()
-    launches: dict = {}  # each agent's process id, with the socket to its launch's caller
+    launches: dict = {}  # the socket to the caller of each launch, by its agent's process id
     last_use = time.monotonic()
-    linux.adopt_orphans()  # orphans of an ended agent become children of this process
+    # Orphans of an ended agent become children of this process.
+    linux.adopt_orphans()
     while os.getppid() == CALLER and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
         if ready:
             request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-            if not request:  # the caller has closed the socket
+            # Without a request the caller has closed the socket.
+            if not request:
                 break
             connection = socket.socket(fileno=descriptors[0])
             with open(descriptors[1], "rb") as setting:
@@ -90,7 +92,8 @@ def serve(control: socket.socket, forks: bool) -> None:
                 load(modules_to_load)
                 linux.use_huge_pages()
                 modules_to_load = []
-    for agent in launches:  # the caller is gone, so all launches must end
+    # The caller is gone or idle, so all launches must end.
+    for agent in launches:
         os.kill(agent, signal.SIGKILL)
     while launches:
         reap(launches)
@@ -102,26 +105,29 @@ def load(names: Iterable[str]) -> None:
 
     Dynamo fails where its cache cannot be made.
     """
-    gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
+    # Modules are no garbage: not to search them saves a fifth of the time.
+    gc.disable()
     for name in names:
+        # Many a script is gone after its first launch.
         if os.getppid() != CALLER:
-            break  # Many a script is gone after its first launch.
+            break
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # Ranks that search for garbage would otherwise copy these modules' memory.
+    # Ranks that search for garbage would otherwise copy these modules' memory.
+    gc.freeze()
     gc.enable()
 
 
 def read_packages(packages: dict, last_read: tuple) -> tuple:
-    """Import what launches need of these packages, again if something has changed.
+    """Import what launches need of these packages, unless nothing has changed since `last_read`.
 
-    That is the packages themselves, or the times at which their files were changed. Return packages
-    and times.
+    Return the packages and the times at which their files were changed, for the next call.
     """
     times = {}
     for package in packages.values():
         for file in Path(package.folder).rglob("*.py"):
-            with contextlib.suppress(OSError):  # An editor's lock is a link to nothing.
+            # A file that is a link to nothing, as an editor's lock is, has no time.
+            with contextlib.suppress(OSError):
                 times[file] = file.stat().st_mtime_ns
     if last_read != (packages, times):
         forget(packages)
@@ -147,28 +153,32 @@ def fork_agent(
     others: Iterable[socket.socket],
 ) -> int:
     """Fork the agent of a launch, which closes the `others`; return its process id."""
-    connection.set_inheritable(False)  # ranks that are new processes must not have it
+    # Ranks that are new processes must not inherit the connection.
+    connection.set_inheritable(False)
     pid = os.fork()
     if pid == 0:
         for other in others:
             other.close()
         become_agent(connection, surroundings, setting)
-    os.setpgid(pid, pid)  # parent and child both do this: nobody knows which of them runs first
+    # Parent and child both do this, as nobody knows which of them runs first.
+    os.setpgid(pid, pid)
     return pid
 
 
 def become_agent(
     connection: socket.socket, surroundings: protocol.Surroundings, setting: IO[bytes]
 ) -> None:
-    """Own the ranks of a launch, in the forked child. This never returns."""
+    """Own the ranks of a launch, in the forked child, and end the process."""
     try:
-        os.setpgid(0, 0)  # the agent, its ranks and their children form one process group
+        # The agent, its ranks and their children form one process group.
+        os.setpgid(0, 0)
         linux.die_with_parent()
         linux.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         count = len(protocol.LaunchFiles._fields)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
-        if descriptors:  # without files the caller is gone
+        # Without files the caller is gone.
+        if descriptors:
             files = protocol.LaunchFiles(*descriptors)
             take_over(surroundings)
             with setting:
@@ -181,7 +191,7 @@ def become_agent(
 
 
 def take_over(surroundings: protocol.Surroundings) -> None:
-    """Take on the caller's surroundings."""
+    """Take on the caller's paths, arguments, environment, folder and packages."""
     sys.path[:] = surroundings.path
     sys.argv[:] = surroundings.argv
     os.environ.clear()
@@ -192,9 +202,9 @@ def take_over(surroundings: protocol.Surroundings) -> None:
 
 
 def reap(launches: dict) -> None:
-    """Look which agents have ended: their launches are over.
+    """End the launches whose agents have ended.
 
-    The caller learns that from the end of the socket, once no process is left.
+    Once no process of a launch is left, its caller learns that from the end of the socket.
     """
     for agent, connection in list(launches.items()):
         ended, status = os.waitpid(agent, os.WNOHANG)
@@ -202,18 +212,20 @@ def reap(launches: dict) -> None:
             del launches[agent]
             end_what_is_left(agent, launches)
             if status:
-                with contextlib.suppress(OSError):  # the caller may be gone
+                # The caller may be gone.
+                with contextlib.suppress(OSError):
                     code = os.waitstatus_to_exitcode(status)
                     protocol.send(connection.fileno(), protocol.AgentExited(code))
             connection.close()
 
 
 def end_what_is_left(agent: int, launches: dict) -> None:
-    """Kill the process group of an ended agent, and all children that are no agents.
+    """Kill the process group of an ended agent, and the processes that had left the group.
 
-    These had left that group.
+    These are the children of this process that are no agents.
     """
-    with contextlib.suppress(OSError):  # no process of the group is left
+    # The group may have no process left.
+    with contextlib.suppress(OSError):
         os.killpg(agent, signal.SIGKILL)
     # Only Linux has this file, and adopts orphans.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -221,18 +233,21 @@ def end_what_is_left(agent: int, launches: dict) -> None:
         strays = set(map(int, linux.read(children).split())) - launches.keys()
         if not strays:
             return
-        for pid in strays:  # this process adopts their children, which are killed in the next round
+        # This process adopts the children of those that it kills, and kills them in the next round.
+        for pid in strays:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
-    # This is a server whose ranks are forked ("fork") or new ("spawn"), or such a new "rank".
-    if ROLE != "spawn":  # with spawn only the ranks load torch, not the server
+    # The role is "fork" for a server whose ranks are forked, "spawn" for a server whose ranks are
+    # new processes, and "rank" for such a rank. With "spawn" the server does not load torch.
+    if ROLE != "spawn":
         load(FIRST_MODULES + NEEDED)
     forget(own_code.packages)
     if ROLE != "rank":
         serve(socket.socket(fileno=os.dup(0)), forks=ROLE == "fork")
-        os._exit(0)  # processes that wait for this end need not wait until torch is torn down
+        # Processes that wait for this end need not wait until torch is torn down.
+        os._exit(0)
     take_over(pickle.load(sys.stdin.buffer))
     importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))

@@ -17,16 +17,13 @@ from .environment import preloading_environment, server_command
 from .setting import start_method
 
 NO_PROCESS = "Resource temporarily unavailable"
-LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
+LONGEST_TEXT = 1 << 18  # Of a rank's stacks, or of a log, no more bytes are shown.
 # Ranks need these as well if the caller has loaded them, and they load slowly.
 SLOW_MODULES = ("torch._dynamo", "pytest")
 
 
 class Server:
-    """The caller's launch server.
-
-    It is a process that forks an agent whenever it is asked to, over `control`.
-    """
+    """The caller's launch server: a process that forks an agent when `control` asks for one."""
 
     def __init__(self) -> None:
         self.control, far_end = socket.socketpair()
@@ -48,10 +45,7 @@ class Server:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def how_it_ended(self, patience: float) -> str:
-        """Return in words how the server ended, with its standard error.
-
-        Return "" if it runs on for `patience` seconds.
-        """
+        """Return how the server ended, and its complaints; "" if it outlives `patience` seconds."""
         try:
             code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -63,7 +57,7 @@ class Server:
     def close(self) -> None:
         """End the server, and with it all running launches.
 
-        If this process was forked by the one that started the server, only let go of it.
+        If another process started the server, and forked this one, only let go of the server.
         """
         self.control.close()
         if self.owner == os.getpid():
@@ -72,14 +66,14 @@ class Server:
         self.complaints.close()
 
 
-servers: list[Server] = []  # the only server, once a launch has started it
+servers: list[Server] = []  # This has one server once a launch has started it, and none before.
 _lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
-    """Send this process's launches to `server` from now on; the server before it ends.
+    """Send this process's launches to `server` from now on, and end the server before it.
 
-    With None the next launch starts one.
+    With None the next launch starts a server.
     """
     for earlier in servers:
         earlier.close()
@@ -110,7 +104,8 @@ atexit.register(use_server, None)
 def ending_in_words(code: int) -> str:
     """Return an exit code in words, as the end of a sentence."""
     kind, words = exit_code_in_words(code)
-    return f"was {kind} {words}" if code < 0 else f"{kind} {words}"  # killed, or exited
+    # A process "was killed", or "exited".
+    return f"was {kind} {words}" if code < 0 else f"{kind} {words}"
 
 
 def text_in(file: IO[bytes]) -> str:

@@ -1,4 +1,4 @@
-"""What follows from the request for a launch: all that its agent and its ranks must know."""
+"""Derives the setting of a launch, which its agent and its ranks must know, from the request."""
 
 import os
 import sys
@@ -16,36 +16,37 @@ from .protocol import EmulatedLink, Progress, Setting
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
-GPU_RANK_MEMORY = 1024 * MIB  # CUDA's libraries and its context take this of the machine's memory
-RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
-SPARE_FILES = 64  # so many are left for what the caller's own program opens meanwhile
+# CUDA's libraries and its context take so much of the machine's memory.
+GPU_RANK_MEMORY = 1024 * MIB
+# For each rank the caller has open both ends of four pipes, and two files in memory.
+RANK_FILES = 10
+# So many files are left for what the caller's own program opens meanwhile.
+SPARE_FILES = 64
 
 
 def start_method() -> str:
-    """Return how ranks start: by "fork" where that is safe, else by "spawn".
+    """Return how ranks start: by "fork" where a process with torch may fork, else by "spawn".
 
-    A fork is from a process with torch in it. Raises ValueError if MANYRANKS_START names another
-    way.
+    Raises ValueError if MANYRANKS_START names another way.
     """
     usual = "spawn" if sys.platform == "darwin" else "fork"
     return choice_of("MANYRANKS_START", usual, ["fork", "spawn"])
 
 
 def network() -> str:
-    """Return where ranks meet.
+    """Return the network in which ranks meet: "auto", "private" or "open".
 
-    "auto" is a network of their own where the system allows that, else the machine's loopback,
-    where they refuse other users; "private" insists; "open" does neither.
-
-    Raises ValueError if MANYRANKS_NETWORK is anything else.
+    "private" is a network of their own. "auto" is that where the system allows it, else the
+    machine's loopback, where the ranks refuse other users. "open" is the loopback, where they
+    refuse nobody. Raises ValueError if MANYRANKS_NETWORK is anything else.
     """
     return choice_of("MANYRANKS_NETWORK", "auto", ["auto", "private", "open"])
 
 
 def choice_of(variable: str, usual: str, choices: list[str]) -> str:
-    """Return what an environment variable asks for, or what is usual.
+    """Return one of the `choices`: what an environment variable asks for, or the `usual` one.
 
-    Raises ValueError for anything but the `choices`.
+    Raises ValueError if it asks for anything else.
     """
     asked = os.environ.get(variable) or usual
     if asked not in choices:
@@ -63,7 +64,7 @@ def describe_launch(
     answer: float | None = None,
     call: IO[bytes] | None = None,
 ) -> Setting:
-    """Decide what follows from the request, and return all that agent and ranks must know.
+    """Return the setting that follows from the request for a launch.
 
     Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
     packed `call`.
@@ -97,7 +98,7 @@ def describe_launch(
         progress=progress,
         sizes_only=sizes_only,
         answer=answer,
-        # These are asked for where something is trained.
+        # Whoever asks for one of these trains something.
         computes=bool(emulated or progress or sizes_only),
     )
 
@@ -113,12 +114,13 @@ def threads_of_a_rank(world_size: int) -> int:
 
 
 def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False) -> None:
-    """Raise ValueError if too little memory or too few open files are left.
+    """Raise ValueError if too little memory or too few open files are left for all ranks.
 
-    It has the largest world size that fits.
+    The error names the largest world size that fits.
     """
     libraries = GPU_RANK_MEMORY if on_gpus else RANK_MEMORY
-    needed = libraries + argument_bytes  # every rank gets its own copy of the arguments
+    # Every rank gets its own copy of the arguments.
+    needed = libraries + argument_bytes
     free = free_memory()
     most = free // needed
     reason = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"

@@ -1,4 +1,4 @@
-"""What each rank was doing when time ran out, in the terms of the program."""
+"""Says what each rank was doing when time ran out, in the terms of the program."""
 
 import re
 import sys
@@ -10,9 +10,9 @@ from typing import NamedTuple
 from .. import flight_recorder, linux, own_code
 from ..errors import RankState
 
-# Its groups are file, line, function.
+# The groups of this pattern are the file, the line and the function of a frame.
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-# Linux has no entry for a process that has ended; other systems tell nothing of any.
+# Linux has no entry for a process that has ended; other systems have none for any process.
 UNKNOWN = "ended" if sys.platform == "linux" else "waiting"
 # The keys are Linux's letters for a process's state; "" is for a process that Linux does not know.
 STATUS = {
@@ -22,8 +22,8 @@ STATUS = {
     "": UNKNOWN,
 }
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
-# Ends of paths: the files of torch's collectives, and of others that programs have not called
-# themselves.
+# The paths of the files of torch's collectives, and of code that programs have not called
+# themselves, end like this.
 TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
@@ -41,10 +41,9 @@ def describe_ranks(
 ) -> tuple[list, str]:
     """Return the RankState of every rank, and a sentence about those that hold up the others.
 
-    These did not enter the collective that the others wait in; their states come first.
-
-    The dicts are by rank: results of finished ranks, states of processes in words, stacks that
-    faulthandler wrote, and our own collectives.
+    Ranks hold up the others if they did not enter the collective that the others wait in; their
+    states come first. The dicts are by rank: results of finished ranks, states of processes in
+    words, stacks that faulthandler wrote, and calls of the flight recorder.
     """
     states = []
     torch_calls = {}
@@ -67,7 +66,7 @@ def describe_ranks(
 
 
 def entered_in_torch(dump: str) -> str:
-    """Return which public function of torch.distributed a rank is in; "" if it is in none."""
+    """Return the public function of torch.distributed that a rank is in; "" if it is in none."""
     for frames in parse(dump):
         for file, _, name in frames:
             if file.endswith(TORCH) and not name.startswith("_"):
@@ -86,13 +85,13 @@ def last_collective(calls: list, torch_call: str) -> str:
 
 
 def missing_from_ours(calls: dict) -> Missing | None:
-    """Return what is missing by the flight recorder; None if no rank is absent.
+    """Return which ranks are absent from a collective, by the flight recorder; None if none is.
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
-    # The last call of a rank is the one that it is in, if that has no end.
+    # A rank is still in its last call if that call has no end.
     current_calls = {rank: own[-1] for rank, own in calls.items() if own and not own[-1].end}
-    all_wait = None  # This is the oldest call whose absent ranks all wait in another one.
+    all_wait = None  # the oldest call whose absent ranks all wait in another call
     for call in sorted(current_calls.values(), key=lambda call: call.begin):
         absent = [rank for rank in call.members if not has_reached(calls.get(rank, []), call)]
         waiting = []
@@ -113,9 +112,9 @@ def has_reached(own_calls: list, call: flight_recorder.Call) -> bool:
 
 
 def missing_from_torchs(torch_calls: dict) -> Missing | None:
-    """Return what is missing by the function of torch's that each rank is in.
+    """Return which ranks are absent from a collective of torch, by the function each rank is in.
 
-    Return None if no rank is absent, or unless all waiting ranks are in the same collective.
+    Return None if no rank is absent, or if the waiting ranks are in several collectives.
     """
     waiting = [rank for rank, name in torch_calls.items() if name]
     absent = [rank for rank, name in torch_calls.items() if not name]
@@ -144,9 +143,9 @@ def status_of(pid: int) -> str:
 def parse(dump: str) -> list:
     """Return the threads of a dump that run the caller's code, the main one first.
 
-    Each is a list of frames (file, line, function), the most recent one last, as in a traceback.
-    Frames of the launcher, and what called
-    it, of thread start-up and of torch's logger of collectives are left out.
+    Each thread is a list of frames (file, line, function), the most recent one last, as in a
+    traceback. Frames of the launcher and of what called it, of the starts of threads, and of
+    torch's logger of collectives are left out.
     """
     threads = []
     _, *parts = dump.split("(most recent call first):")
@@ -158,12 +157,13 @@ def parse(dump: str) -> list:
             if not file.endswith(LIBRARY):
                 frames.insert(0, (file, int(line), function))
         if frames:
-            threads.insert(0, frames)  # faulthandler writes the main thread last
+            # faulthandler writes the main thread last.
+            threads.insert(0, frames)
     return threads
 
 
 def as_traceback(dump: str) -> str:
-    """Return the frames of a dump as in Python tracebacks, with source lines that are known."""
+    """Return the frames of a dump as Python's tracebacks show them, with the lines of source."""
     frames = []
     for thread in parse(dump):
         frames += [(file, line, function, None) for file, line, function in thread]

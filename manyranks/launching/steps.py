@@ -1,4 +1,4 @@
-"""What a rank counts of its training: the steps of its optimizers."""
+"""Counts the steps of a rank's optimizers."""
 
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ class Steps:
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
+        """Count a step that this optimizer has made, and report the number."""
         self.done += 1
         self.optimizer = optimizer
         if self.report is not None:
@@ -32,7 +33,8 @@ class Steps:
         optimizer = self.optimizer
         try:
             sent = torch_inside.messages()
-        except ManyranksError:  # This torch does not tell.
+        except ManyranksError:
+            # This torch does not say how many messages there were.
             return None
         if optimizer is None or sent or flight_recorder.sequences:
             return None

@@ -1,7 +1,4 @@
-"""One launch as its caller sees it.
-
-What the ranks say arrives, and in the end there are results or an error.
-"""
+"""One launch as its caller sees it: messages arrive until there are results or an error."""
 
 import time
 from typing import IO
@@ -25,7 +22,7 @@ from .decision import (
 from .local import Ranks
 from .protocol import Refused, Setting
 
-TICK_SECONDS = 0.05  # so often the caller looks at the clock while nothing arrives
+TICK_SECONDS = 0.05  # While nothing arrives, the caller looks at the clock this often.
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they"
     " differ now. To train one together, wrap the model or average the gradients.\n"
@@ -33,7 +30,7 @@ UNCONNECTED = (
 
 
 class Launch:
-    """One launch: started, watched until its `ending` is decided, closed, asked for its outcome."""
+    """One launch: it is started, watched until its ending is decided, and closed."""
 
     def __init__(self, setting: Setting):
         self.bar = Bar(setting.progress)
@@ -42,18 +39,14 @@ class Launch:
         self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout)
         self.events: list[Event] = []
         self.ending: Ending | None = None
-        # When time is up, this is what each rank did, and the cause.
-        self.hang: tuple[list, str] = ([], "")
+        self.hang: tuple[list, str] = ([], "")  # if time was up, what each rank did, and the cause
 
     def print(self, rank: int, stream: str, text: str) -> None:
         """Show a line that a rank has printed, on the caller's own "stdout" or "stderr"."""
         self.bar.print(f"[rank {rank}] {text}\n", stream)
 
     def run(self, call: IO[bytes]) -> list:
-        """Run a packed call on all ranks, and close everything, whatever happens.
-
-        Return the results in rank order.
-        """
+        """Run a packed call on all ranks, close all files, and return the results in rank order."""
         try:
             self.ranks.start(call)
             self.watch()
@@ -80,14 +73,14 @@ class Launch:
             )
 
     def close(self) -> None:
-        """End what still runs, and close what is open."""
+        """End the processes that still run, and close the ranks' files and the bar."""
         try:
             self.ranks.close()
         finally:
             self.bar.close()
 
     def outcome(self) -> list:
-        """Return the results in rank order, or raise the error that says best what happened."""
+        """Return the results in rank order, or raise the error that says how the launch failed."""
         match self.ending:
             case Results(by_rank):
                 returned = [by_rank[rank] for rank in range(self.phase.world_size)]

@@ -5,8 +5,8 @@
                                                          nothing is slowed
     links.available()                                    which modes this machine allows, or why not
 
-There are two modes. In "virtual" time is virtual: messages are real, and what they take is booked
-on the clocks of both ranks (docs/VIRTUAL_TIME.md). In "hosts" time is real, and everything runs
+There are two modes. In the mode "virtual" messages are real, and their time is booked on the
+clocks of both ranks (docs/VIRTUAL_TIME.md). In the mode "hosts" time is real, and everything runs
 unchanged over virtual hosts (Linux only).
 """
 

@@ -1,7 +1,4 @@
-"""The bandwidth and latency of a link, and how ranks spread over its hosts.
-
-It says which links are refused.
-"""
+"""`Link`: a bandwidth, a latency and hosts over which ranks are spread, checked for sense."""
 
 from .. import presets, units
 from ..errors import EmulationError
@@ -13,13 +10,14 @@ SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find
 class Link:
     """An emulated link: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
 
-    Every host has one. A link may also be given by its name in `presets.LINKS`, such as "NVLink".
+    Every host has such a link. A bandwidth may also be a name in `presets.LINKS`, such as "NVLink".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    `inside` is the bandwidth of each rank's link inside its host, such as "NVLink A100": without it
-    nothing takes time there. `mode` is "virtual": time is virtual (docs/VIRTUAL_TIME.md),
-    or "hosts": real sockets on virtual hosts, in real time. Raises EmulationError for values that
-    cannot be read, or are not possible here; the message says which are.
+    `inside` is the bandwidth of each rank's link inside its host, such as "NVLink A100"; without it
+    messages inside a host take no time. `mode` is "virtual", for virtual time
+    (docs/VIRTUAL_TIME.md), or "hosts", for real sockets on virtual hosts in real time. Raises
+    EmulationError for values that cannot be read, or are not possible here; the message says which
+    values are possible.
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual", inside=None):
@@ -66,7 +64,7 @@ class Link:
             )
 
     def prepare(self, world_size: int) -> None:
-        """Build `network`, whose hosts have neighbouring ranks each.
+        """Build `network`, in which each host has neighbouring ranks.
 
         The agent calls this before the ranks start.
         """
@@ -76,7 +74,7 @@ class Link:
         self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency, **inside)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidths (bits per second), latency (s) and hosts."""
+        """Return the link for JSON: mode, bandwidths (bits per second), latency (s) and hosts."""
         described = {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,

@@ -1,4 +1,4 @@
-"""The two ways of emulating links, behind one interface:
+"""The two ways of emulating links, which have four parts in common.
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
 Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
@@ -21,10 +21,7 @@ USE_VIRTUAL = 'use mode="virtual"'
 
 
 class VirtualHosts:
-    """Every host is a network namespace whose cable carries real TCP.
-
-    Torch's own collectives take it, too.
-    """
+    """Every host is a network namespace, whose cable carries real TCP of any program."""
 
     title = "virtual hosts"
     master_address = virtual_hosts.SWITCH_ADDRESS
@@ -67,7 +64,7 @@ class VirtualTime:
         self.table = Table(hosts, bits_per_second, latency, inside_bits_per_second=inside)
 
     def enter(self, rank: int) -> None:
-        """Leave this rank where it is: its clocks come later."""
+        """Leave this rank where it is, as virtual time needs no place of its own."""
 
     @staticmethod
     def obstacle(latency: float) -> str | None:
@@ -76,11 +73,12 @@ class VirtualTime:
 
 
 Mode = type[VirtualHosts] | type[VirtualTime]
-MODES: dict[str, Mode] = {"virtual": VirtualTime, "hosts": VirtualHosts}  # The default comes first.
+# The default comes first.
+MODES: dict[str, Mode] = {"virtual": VirtualTime, "hosts": VirtualHosts}
 
 
 def choose(name: str, latency: float) -> Mode:
-    """Return mode `name`; raises EmulationError if there is none, or if this machine forbids it."""
+    """Return the mode `name`; raises EmulationError if it is unknown or forbidden here."""
     if name not in MODES:
         raise EmulationError(f"unknown mode {name!r}; choose {' or '.join(MODES)}")
     mode = MODES[name]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..clocks.stalls import Line, in_full, line_of_wait, who_waits
+from ..clocks.stalls import Line, line_of_wait, wait_and_line, who_waits
 from ..errors import Awaited, DeadlockError, LaunchError, Wait
 from ..launching.launch import launch
 from ..links import Link
@@ -25,26 +25,26 @@ from .in_flight import Watch, watching
 from .verdict import Event, Verdict, faults_in, judge
 
 SLOW = Link("10Mbit", "1ms")
-EARLY = 2  # A buffer that receives holds this until the wait, and more in other orders.
-DRAWN_ORDERS = 20  # So many orders are drawn where one run proves nothing.
+EARLY = 2  # A buffer that receives holds this number until the wait, and more in other orders.
+DRAWN_ORDERS = 20  # Where one run proves nothing, so many orders are drawn.
 PROOF = "no buffer was needed, no memory was touched on its way"
 
 
 def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) -> Verdict:
-    """Say whether `fn` on `world_size` ranks is right in whatever order its messages travel.
+    """Return a verdict on whether `fn` is right in whatever order its messages travel.
 
-    It is called as `fn(*args, **kwargs)`. Return a Verdict.
+    It is called as `fn(*args, **kwargs)` on `world_size` ranks.
 
     One run decides if each rank has one thread, receives from named ranks, asks neither a clock nor
     whether a message has arrived, and speaks to no other rank by files or stores. Else 20 orders
-    are drawn, their results compared, and `proof` says of what it cannot tell, with the lines. An
-    error of `fn` itself is raised, as `launch` does.
+    are drawn, their results are compared, and the verdict's `proof` names the lines for which it
+    proves less. An error of `fn` itself is raised, as `launch` does.
     """
     events, results = run([None], world_size, fn, args, kwargs)
     doubts = sorted({f"{event.text} ({event.lines[0]})" for event in events if is_doubt(event)})
     if not doubts or faults_in(events):
         return judge(events, results, 1, f"right in every order: {PROOF}")
-    # The order without delays comes again: what differs then depends on no order.
+    # The order without delays comes again: results that differ then depend on no order.
     seeds = [None, None, *range(DRAWN_ORDERS)]
     drawn_events, drawn_results = run(seeds, world_size, fn, args, kwargs)
     runs = 1 + DRAWN_ORDERS
@@ -56,18 +56,16 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
 
 
 def is_doubt(event: Event) -> bool:
-    """Whether an event says that one run proves nothing."""
+    """Return whether an event says that one run proves nothing."""
     return event.kind == "doubt"
 
 
 def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
-    """Run the `program` once for each seed, None for no delays.
+    """Run the program once for each seed; the seed None is for a run without delays.
 
-    It is a function, its arguments and its keyword arguments. Return the events, by time, and the
-    results of all ranks for each seed.
-
-    Raises LaunchTimeout if that takes longer than `timeout` seconds, and the error of the program,
-    unless the events have a fault that explains it.
+    `program` is a function, its arguments and its keyword arguments. Return the events, by time,
+    and the results of all ranks for each seed. Raises LaunchTimeout after `timeout` seconds, and
+    the error of the program, unless the events have a fault that explains it.
     """
     results: list = []
     failure = None
@@ -92,11 +90,12 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
     events.sort(key=lambda event: event[:4])
     if failure and not faults_in(events):
         raise failure
-    return events, list(zip(*results, strict=True))  # The ranks' results become those of each seed.
+    # The results come by rank, and are returned by seed.
+    return events, list(zip(*results, strict=True))
 
 
 def read_event(text: str) -> Event:
-    """The event that a rank has written down."""
+    """Return the event that a rank has written down as JSON."""
     moment, rank, kind, words, lines, what = json.loads(text)
     if what is not None:
         awaited, ranks, name = what
@@ -105,13 +104,13 @@ def read_event(text: str) -> Event:
 
 
 def stops_in(error: DeadlockError) -> list[Event]:
-    """An event for each rank that waits in a deadlock.
+    """Return an event for each rank that waits in a deadlock.
 
-    The lines of all are {0}, {1}, … in the text of each.
+    All have the same text, in which {0}, {1}, … stand for the lines of the waiting ranks.
     """
 
     def numbered(wait: Wait) -> str:
-        return in_full(wait, f"{{{error.waits.index(wait)}}}")
+        return wait_and_line(wait, f"{{{error.waits.index(wait)}}}")
 
     text = f"without buffers all wait for ever: {who_waits(error.waits, error.returned, numbered)}"
     return [
@@ -120,10 +119,11 @@ def stops_in(error: DeadlockError) -> list[Event]:
 
 
 def run_on_rank(log: str, seeds: list, fn: Callable, args: tuple, kwargs: dict) -> list:
-    """On each rank: run the program once for each seed, None for no delays; return the results."""
+    """Run the program on this rank once for each seed, None for no delays; return the results."""
     results = []
     with open(log, "ab", buffering=0) as file:
-        watch = Watch(file)  # Threads may outlive a run, so that all runs have one watch.
+        # All runs have one watch, since threads may outlive a run.
+        watch = Watch(file)
         for number, seed in enumerate(seeds):
             own_args, own_kwargs = copy.deepcopy((args, kwargs))
             dist.barrier()

@@ -1,14 +1,15 @@
-"""What is on its way in this rank, and who touches it before the wait.
+"""Watches what is on its way in this rank, and finds what touches it before the wait.
 
 From the post of a message to its wait the memory belongs to the network: what is sent must not be
 written, and a buffer that receives must be neither written nor read. torch hands every operation of
 every thread to a `TorchDispatchMode`, which compares the memory of its operands with what is on its
 way. Views and slices have other tensors, but the same memory.
 
-NumPy, native code and operations whose schema hides a write are not shown. So the network works on
-copies: a buffer that receives holds other numbers until the wait, and at the wait all bytes must be
-those of the post. Whoever wrote is found then; who read early is found as results differ. Whatever
-else can carry an order from one rank or thread to another is a doubt.
+torch does not hand over NumPy's and native code's work, nor writes that a schema hides. So the
+network works on copies: a buffer that receives holds other numbers until the wait, and at the wait
+all bytes must be those of the post. So a hidden write is found at the wait, and a hidden read by
+its results, which differ. Whatever else can carry an order from one rank or thread to another is a
+doubt.
 """
 
 import _thread
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from ..clocks import group as clocks_group
 from ..clocks import now, own
 from ..clocks.clock import TURN
-from ..clocks.stalls import LIBRARIES, Line, in_words, line_of
+from ..clocks.stalls import LIBRARIES, Line, line_of
 from ..clocks.table import FOREVER
 from ..devices import roofline
 from ..errors import Awaited
@@ -48,8 +49,8 @@ from ..torch_inside import (
 )
 
 LONGEST_DELAY = 5_000_000_000  # picoseconds, in which a few messages pass over the slow link
-# A key says whether the network writes the memory, and whether the program's operation does. That
-# both only read it is no fault.
+# A key says whether the network writes the memory, and whether the program's operation does. If
+# both only read it, there is no fault.
 FAULTS = {
     (True, False): ("touched too early", "reads a buffer that may not have arrived"),
     (True, True): ("touched too early", "writes a buffer that may not have arrived"),
@@ -66,17 +67,18 @@ OPERATIONS = [
 ]
 STORE = ("add", "append", "check", "compare_set", "delete_key", "get", "multi_get", "set", "wait")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
-# Python tells of these before it does them ("audit events"), and of each file that is opened.
+# Python tells of these events before they happen ("audit events"), and of each opened file.
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "socket.connect")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-RESIZES = ("resize_", "resize_as_", "resize")  # They touch no element; the wait finds new memory.
-LONGEST_SKEW_S = 0.005
+# These touch no element, and at the wait it is found that the memory has moved.
+RESIZES = ("resize_", "resize_as_", "resize")
+LONGEST_SKEW_S = 0.005  # A skewed clock goes forward by at most so much between two readings.
 
 
 class Memory:
-    """The memory of a tensor on its way: its addresses, and what they hold.
+    """The memory of a tensor on its way: its addresses, and the bytes that it held at the post.
 
-    Only the program itself can free it as long as this object lives.
+    As long as this object lives, only the program itself can free the memory.
     """
 
     def __init__(self, tensor: torch.Tensor, network_writes: bool):
@@ -87,11 +89,11 @@ class Memory:
         self.held = self.holds()
 
     def place_now(self) -> tuple[int, int]:
-        """Return where the storage is, and its bytes."""
+        """Return the address of the storage, and the number of its bytes."""
         return self.storage.data_ptr(), self.storage.nbytes()
 
     def holds(self) -> bytes:
-        """Return a digest of the bytes."""
+        """Return a digest of the bytes at the addresses."""
         size = len(self.addresses)
         return hashlib.blake2b((ctypes.c_char * size).from_address(self.addresses.start)).digest()
 
@@ -117,14 +119,14 @@ class Flight(NamedTuple):
 
 
 class Watch(TorchDispatchMode, ContextDecorator):
-    """What is on its way in this rank.
+    """The watch over what is on its way in this rank.
 
-    torch shows it every operation of a thread that has entered it. What happens is written to
-    `log`, an event a line. Where delays are drawn (`draw`), whatever begins a message or asks for
-    one waits that long.
+    torch shows it every operation of a thread that has entered it. It writes each event as a line
+    of `log`. Where delays are drawn (`draw`), a thread that begins a message or asks for one first
+    waits for a drawn time.
 
-    `post`, `settle`, `question` and all after these each stand around a function, and call it as
-    `run`.
+    Each method whose first argument is `run` stands around a function of torch or of Python, and
+    calls it as `run`.
     """
 
     def __init__(self, log: IO):
@@ -133,36 +135,40 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.draw: random.Random | None = None
         self.flights: dict[Any, Flight] = {}  # by torch's handle (`Work`) of the operation
         self.doubts: set = set()
-        self.early: Any = 2  # what a buffer that receives holds until the wait
-        self.skew_s: float | None = None  # clocks show so much more; None for what is so
+        self.early: Any = 2  # the number that a buffer which receives holds until the wait
+        self.skew_s: float | None = (
+            None  # by how much clocks go ahead; None for clocks that are right
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compare an operation's operands with what is on its way, and perform it."""
         kwargs = kwargs or {}
+        # torch then calls this with the tensors inside the wrapper.
         if any(is_wrapper(kind) for kind in types):
-            return NotImplemented  # The tensors inside it come here next.
+            return NotImplemented
         # A thread without a clock is the transport's own.
         if self.flights and own() is not None and touches_memory(func):
             parameters = func._schema.arguments
             names = [parameter.name for parameter in parameters]
-            operands = kwargs | dict(zip(names, args, strict=False))  # Some have defaults.
+            # There may be fewer arguments than parameters, as some parameters have defaults.
+            operands = kwargs | dict(zip(names, args, strict=False))
             for parameter in parameters:
                 for tensor in tensors_in(operands.get(parameter.name)):
                     self.touched(tensor, parameter.is_write, func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
     def tell(self, kind: str, text: str, *lines: Line, what: Awaited | None = None) -> None:
-        """Write an event of this rank down. All ranks append to one file, so it is one `write`."""
+        """Log an event of this rank, in one `write`, as all ranks append to one file."""
         event = [now(), dist.get_rank(), kind, text, lines, what]
         self.log.write((json.dumps(event) + "\n").encode())
 
     def fault(self, kind: str, text: str, *lines: Line) -> None:
-        """Write a fault down, in whose text {0} and {1} are its lines, and stop.
+        """Log a fault, in whose text {0} and {1} stand for its lines, and stop this thread.
 
-        The other ranks go on as far as they can, so that it does not matter which of them is the
-        fastest.
+        The other ranks go on as far as they can, so that the verdict does not depend on which is
+        the fastest.
         """
-        # This flight is never over: a program that catches what the last line raises does not end.
+        # This flight is never over, so a program that catches the deadlock's error cannot end well.
         self.flights[self] = Flight(FAULT, [], [], lines[0])
         self.tell(kind, f"rank {dist.get_rank()}: {text}", *lines)
         clock = own()
@@ -183,27 +189,27 @@ class Watch(TorchDispatchMode, ContextDecorator):
             clock.sleep_until(clock.moment + self.draw.randrange(longest), TURN)
 
     def touched(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
-        """An operation reads or writes a tensor: refuse that if its memory is on its way."""
+        """Log a fault if an operation reads or writes a tensor whose memory is on its way."""
         for flight in list(self.flights.values()):
             for memory in flight.memories:
                 touch_of = memory.network_writes, writes
                 if touch_of in FAULTS and overlap(memory.addresses, tensor):
                     line = line_of(sys._getframe())
                     kind, touch = FAULTS[touch_of]
-                    begun = f"begun ({{0}}) {in_words(flight.what)}, and not waited for"
+                    begun = f"begun ({{0}}) {flight.what}, and not waited for"
                     self.fault(kind, f"{name} {touch} ({{1}}): {begun}", flight.line, line)
 
     def ended(self) -> None:
-        """The program is over on this rank: everything must have been waited for."""
+        """Log a fault if the program has ended on this rank and has not waited for all it began."""
         for flight in self.flights.values():
-            text = f"nobody waits for what was begun ({{0}}) {in_words(flight.what)}"
+            text = f"nobody waits for what was begun ({{0}}) {flight.what}"
             self.fault("not waited for", text, flight.line)
 
     def post(self, run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around an operation of a group, remember what it begins.
+        """Begin an operation of a group on copies of its tensors, and remember what is on its way.
 
-        Its first argument (a barrier has none) is what the network writes, unless it only sends it;
-        tensors in the second one are read. The network has copies of all.
+        The network writes to the tensors in the first argument (a barrier has none), unless it only
+        sends them, and it reads those in the second.
         """
         self.delay()
         with without_modes(), torch.no_grad():
@@ -223,7 +229,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         if arriving:
             flight.arrivals.extend(zip(homes, tensors_in(*copies[:1]), strict=True))
         self.flights[work] = flight
-        self.tell("post", in_words(flight.what), flight.line, what=flight.what)
+        self.tell("post", str(flight.what), flight.line, what=flight.what)
         return work
 
     def take(self, flight: Flight, name: str, rank: int, arriving: list, sent: list) -> None:
@@ -244,9 +250,10 @@ class Watch(TorchDispatchMode, ContextDecorator):
                 flight.memories.append(Memory(part, network_writes))
 
     def apart(self, flight: Flight, name: str, rank: int, arriving: list, sent: list) -> list:
-        """Return what is sent without what lies where this rank's own part arrives.
+        """Return the sent tensors that do not lie where this rank's own part arrives.
 
-        That is on its way with the latter. To receive into anything else that is sent is a fault.
+        Those that do are on their way as what arrives. To receive into any other sent tensor is a
+        fault.
         """
         kept = []
         for number, tensor in enumerate(sent):
@@ -262,9 +269,9 @@ class Watch(TorchDispatchMode, ContextDecorator):
         return kept
 
     def settle(self, run: Callable, work: Any) -> None:
-        """Note, around the end of a wait, that the memory is the program's again.
+        """End a wait: the memory is the program's again, and gets what has arrived.
 
-        What has arrived is written there.
+        If the program has written it in the meantime, that is a fault.
         """
         run(work)
         flight = self.flights.pop(work, None)
@@ -275,44 +282,44 @@ class Watch(TorchDispatchMode, ContextDecorator):
             happened = memory.has_happened()
             if happened:
                 kind, _ = FAULTS[memory.network_writes, True]
-                begun = f"begun ({{0}}) {in_words(flight.what)}"
+                begun = f"begun ({{0}}) {flight.what}"
                 self.fault(kind, f"{happened} before the wait ({{1}}): {begun}", flight.line, line)
         with without_modes(), torch.inference_mode():
             for tensor, arrived in flight.arrivals:
                 tensor.copy_(arrived)
-        self.tell("wait", in_words(flight.what), line, what=flight.what)
+        self.tell("wait", str(flight.what), line, what=flight.what)
 
     def question(self, reason: str, run: Callable, *args: Any) -> Any:
-        """Around a call whose answer may depend on the order, note that one run proves nothing."""
+        """Call a function whose answer may depend on the order; note the `reason` as a doubt."""
         self.doubt(reason)
         self.delay()
         return run(*args)
 
     def read(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Around a function that reads a tensor and is no operation."""
+        """Call a function that reads a tensor, though it is no operation of torch."""
         self.touched(tensor, writes=False, name=run.__name__)
         return run(tensor, *args, **kwargs)
 
     def share(self, run: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Around a function that lets other code read and write a tensor's memory."""
+        """Call a function that lets other code read and write a tensor's memory: a doubt."""
         self.doubt("other code has a part in a tensor's memory")
         return self.read(run, tensor, *args, **kwargs)
 
     def store(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Around a function of torch's key-value stores, note that ranks speak by it."""
+        """Call a function of torch's key-value stores, by which ranks could speak: a doubt."""
         if called_by_program():
             self.doubt("it uses a store")
             self.delay()
         return run(*args, **kwargs)
 
     def save(self, run: Callable, obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        """Around `torch.save`, note that it writes a file."""
+        """Call `torch.save`, and note a doubt if it writes a file."""
         if isinstance(file, (str, os.PathLike)):
             self.doubt("it writes files or opens a connection")
         run(obj, file, *args, **kwargs)
 
     def heard(self, event: str, args: tuple) -> None:
-        """Python is about to do something: note that it changes files, or opens a connection."""
+        """Note a doubt if what Python is about to do changes files or opens a connection."""
         changes = event in EVENTS
         if event == "open":
             path, _, flags = args
@@ -322,9 +329,9 @@ class Watch(TorchDispatchMode, ContextDecorator):
             self.doubt("it writes files or opens a connection")
 
     def then(self, run: Callable, future: Any, callback: Callable) -> Any:
-        """Around `Future.then`, note that who comes first decides when a callback runs.
+        """Call `Future.then`, and note that the order decides when a callback of the program runs.
 
-        Those of libraries only convert values.
+        Callbacks of libraries only convert values, and are no doubt.
         """
         code = getattr(callback, "__code__", None)
         if code is None or is_the_programs(code):
@@ -332,7 +339,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         return run(future, callback)
 
     def clock(self, run: Callable) -> Any:
-        """Around a reading of a clock, note it. A skewed clock shows which results depend on it."""
+        """Read a clock, which is a doubt; a skewed clock shows which results depend on it."""
         reading = run()
         if not called_by_program():
             return reading
@@ -340,47 +347,48 @@ class Watch(TorchDispatchMode, ContextDecorator):
         if self.skew_s is None:
             return reading
         self.skew_s += random.SystemRandom().uniform(0, LONGEST_SKEW_S)
-        if isinstance(reading, int):  # in nanoseconds
+        # A whole number is in nanoseconds.
+        if isinstance(reading, int):
             return reading + int(self.skew_s * 1e9)
         return reading + self.skew_s
 
     def start(self, run: Callable, thread: threading.Thread) -> None:
-        """Around the start of a thread, have its operations shown as well."""
+        """Start a thread whose operations are shown as well, and note the doubt."""
         self.doubt("a rank has several threads, and not all orders of theirs were tried")
         thread.run = self(thread.run)  # type: ignore[method-assign]
         run(thread)
 
 
 def called_by_program() -> bool:
-    """Whether the program's own code has called the function around which a hook stands."""
-    # The frames before are of this function, of the hook, and of the one that calls it.
+    """Return whether the program's own code has called the function around which a hook stands."""
+    # The frames 0 to 2 are of this function, of the hook, and of the function that calls the hook.
     return is_the_programs(sys._getframe(3).f_code)
 
 
 def is_the_programs(code: Any) -> bool:
-    """Whether code is the program's own, and no library's."""
+    """Return whether code is the program's own, and no library's."""
     return not code.co_filename.startswith(folders() + LIBRARIES)
 
 
 def is_importing() -> bool:
-    """Whether this thread imports a module: that may write files which nobody waits for."""
+    """Return whether this thread imports a module, which may write files that no rank reads."""
     frames = traceback.walk_stack(sys._getframe())
     return any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in frames)
 
 
 def home_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor to which the network writes.
+    """Return the tensor to which the network writes: one that shares the memory of `tensor`.
 
-    It keeps its memory, whatever the program does with its own. Of a sparse one, whole parts are
-    replaced.
+    It keeps that memory, whatever the program does with `tensor`. Of a sparse tensor whole parts
+    are replaced, so it is the same one.
     """
     return tensor if tensor.is_sparse else tensor.detach()
 
 
 def is_own_part(receives: range, sends: range, rank: int, place: int) -> bool:
-    """Whether memory that is sent is this rank's part of what is received, or the other way round.
+    """Return whether what is sent is this rank's part of what is received, or the other way round.
 
-    `place` is the number among several tensors.
+    `place` is the tensor's number among several.
     """
     size = min(len(receives), len(sends))
     if receives == sends and place == rank:
@@ -390,7 +398,7 @@ def is_own_part(receives: range, sends: range, rank: int, place: int) -> bool:
 
 @cache
 def touches_memory(func: Any) -> bool:
-    """Whether an operation reads or writes elements of its operands, and not only their shapes."""
+    """Return whether an operation reads or writes elements of its operands, not only shapes."""
     name = func.overloadpacket.__name__
     if name in RESIZES or name.startswith("new_") or name.endswith("_like"):
         return False
@@ -398,7 +406,7 @@ def touches_memory(func: Any) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> range:
-    """The addresses from a tensor's first element to its last."""
+    """Return the addresses from a tensor's first element to its last."""
     if tensor.layout != torch.strided or not tensor.numel():
         return range(0)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -407,7 +415,7 @@ def memory_of(tensor: torch.Tensor) -> range:
 
 
 def overlap(sent: range, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an element at the addresses of a message, which has no gaps."""
+    """Return whether a tensor has an element at the addresses of a message, which has no gaps."""
     used = memory_of(tensor)
     if max(sent.start, used.start) >= min(sent.stop, used.stop):
         return False
@@ -415,20 +423,21 @@ def overlap(sent: range, tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or any(overlap(sent, row) for row in tensor)
 
 
-listening: list = []  # Python keeps a hook for ever: here is the watch that hears it, or None
+# Python keeps an audit hook for ever; this has the watch that hears it, or None.
+listening: list = []
 
 
 def hear(event: str, args: tuple) -> None:
-    """Python is about to do something."""
+    """Tell the watch, if there is one, that Python is about to do something."""
     if listening[0] is not None:
         listening[0].heard(event, args)
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Show `watch` what this rank's threads post, wait for and touch.
+    """Show `watch` what this rank's threads post, wait for and touch, within this block.
 
-    A sleep takes next to no time: it is no wait.
+    A sleep is made short, since it is no wait for a message.
     """
     asks = partial(watch.question, "it asks whether a message has arrived")
     receives = partial(watch.question, "it receives from any rank")

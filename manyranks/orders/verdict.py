@@ -1,4 +1,4 @@
-"""What came of a run: right in every order, or what breaks which order, at which lines."""
+"""The verdict on a run: right in every order, or what breaks some order, at which lines."""
 
 import ctypes
 import enum
@@ -12,11 +12,11 @@ import torch
 from ..clocks.stalls import Line
 from ..errors import Awaited
 
-MOST_OF_A_RANK = 6  # A text and a figure have so many of a rank's events or messages.
-MOST_NAMES = 3  # A text has the names of so many parts of results.
+MOST_OF_A_RANK = 6  # A text or a figure shows at most so many events or messages of a rank.
+MOST_NAMES = 3  # A text names at most so many parts of results.
 UNSTABLE = "they differ from run to run in one order, or have no values"
 NO_VALUE = "no value"
-# Their text says all that they are.
+# Two values of these types are equal if their texts are.
 PLAIN = (
     bool,
     int,
@@ -39,8 +39,8 @@ class Event(NamedTuple):
     """Something that a rank has written down: a "post", a "wait", a "doubt" or a fault.
 
     The `kind` of a fault is that of a Verdict. `moment` is in virtual seconds. In the text of a
-    fault {0}, {1}, … are its `lines`; a deadlock has an event for each rank that waits. `what` is
-    what a "post" or a "wait" is for.
+    fault {0}, {1}, … stand for its `lines`; a deadlock has an event for each rank that waits.
+    `what` says for what a "post" or a "wait" is.
     """
 
     moment: float
@@ -57,8 +57,8 @@ class Verdict:
 
     `runs` is the number of runs, and `proof` says in a sentence what they prove. Where `ok` is
     False, `kind` is "deadlock", "touched too early", "overwritten too early", "not waited for" or
-    "unlike results", `ranks` are those that it is about, and `lines` the program's lines. `events`
-    are all posts and waits and these faults, in the order of virtual time.
+    "unlike results", `ranks` are the ranks concerned, and `lines` the program's lines. `events` are
+    all posts and waits and the faults of that kind, in the order of virtual time.
     """
 
     ok: bool
@@ -73,7 +73,7 @@ class Verdict:
         return self.proof if self.ok else f"{self.kind}: {self.proof}"
 
     def text(self) -> str:
-        """The verdict in words, and the last events of its ranks, each on a line of its own."""
+        """Return the verdict in words, and the last events of its ranks, each on a line."""
         ranks = self.ranks or sorted({event.rank for event in self.events})
         events = [event for event in self.events if event.rank in ranks]
         lines = [repr(self)]
@@ -89,7 +89,7 @@ class Verdict:
 
 
 def faults_in(events: list) -> list:
-    """The events that say what is wrong."""
+    """Return the events that say what is wrong."""
     return [event for event in events if event.kind not in ("post", "wait", "doubt")]
 
 
@@ -101,10 +101,10 @@ def judge(
     say: Callable[[Line], str] = str,
     alike: int = 1,
 ) -> Verdict:
-    """The verdict on the events and the results of all runs.
+    """Return the verdict on the events and the results of all runs.
 
-    The first `alike` runs had one order. `proof` is that of a program without a fault, and `say`
-    has the words for a line.
+    The first `alike` runs had one order. `proof` is the sentence for a program without a fault, and
+    `say` returns the words for a line.
     """
     faults = faults_in(events)
     if faults:
@@ -137,7 +137,8 @@ def judge(
 def unlike(results: list, alike: int) -> tuple[list[str], list[str]]:
     """Return which parts of the results differ between orders, and which cannot be compared.
 
-    The latter differ among the first `alike` runs, which had one order, or have no values.
+    A part cannot be compared if it differs among the first `alike` runs, which had one order, or if
+    it has no value.
     """
     values = [dict(values_in(result, "")) for result in results]
     names = list(dict.fromkeys(name for of_run in values for name in of_run))
@@ -161,9 +162,9 @@ def some_of(names: list[str]) -> str:
 
 
 def values_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield all values in a result, exactly, each with its place there.
+    """Yield all values in a result, exactly, each with its place in the result.
 
-    Two that are not a number are alike.
+    NaN is equal to NaN here.
     """
     exact = exactly(value)
     parts = [] if exact else inside(value)
@@ -176,7 +177,7 @@ def values_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def exactly(value: Any) -> tuple | None:
-    """Return what is compared of a value that has no others inside, None for one that has."""
+    """Return what is compared of a value; None for a value that has others inside."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), bytes_of(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
@@ -187,7 +188,7 @@ def exactly(value: Any) -> tuple | None:
 
 
 def inside(value: Any) -> list | None:
-    """Return the values inside one, with their places there; None for an object without any."""
+    """Return the values inside a value, with their places; None for an object without any."""
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
 """The processor answers for the GPUs that a script asks for.
 
 A script may say "cuda" and "nccl" wherever torch takes a device or a backend: its tensors are on
-the processor, which stands for the emulated device. What is not the same: a tensor's `device` says
-"cpu", a copy to the GPU takes no time, and there are no kernels to load. `torch.compile` is left
-out. A script that calls CUDA itself, or kernels of its own, fails.
+the processor, which stands for the emulated device. Some things differ: a tensor's `device` says
+"cpu", a copy to the GPU takes no time, and no kernels are loaded. `torch.compile` is left out. A
+script that calls CUDA itself, or kernels of its own, fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def on_processor(value: Any) -> Any:
 
 
 class OnProcessor(TorchFunctionMode):
-    """Within this mode functions of torch get the processor where they are given a GPU."""
+    """A mode in which functions of torch get the processor where they are given a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
@@ -42,7 +42,8 @@ class OnProcessor(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.device and on_processor(args[0]) != args[0]:
-            return PROCESSOR  # There is one, whatever the number of the GPU is.
+            # There is one processor, whatever the number of the GPU is.
+            return PROCESSOR
         changed = [on_processor(value) for value in args]
         named = {name: on_processor(value) for name, value in (kwargs or {}).items()}
         return func(*changed, **named)
@@ -55,7 +56,7 @@ def redirected(run: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def without(*names: str) -> Callable:
-    """Return what stands around a function that is not to get these arguments."""
+    """Return a hook around a function that leaves these arguments out, and GPUs too."""
 
     def hook(run: Callable, *args: Any, **kwargs: Any) -> Any:
         return redirected(run, *args, **{k: v for k, v in kwargs.items() if k not in names})
@@ -83,21 +84,21 @@ def compiled(run: Callable, model: Any = None, **options: Any) -> Any:
 
 
 def memory_live(device: Any = None) -> int:
-    """Return the bytes of live tensors."""
+    """Return the bytes of live tensors, as `torch.cuda.memory_allocated` does."""
     return Memory.current.live if Memory.current else 0
 
 
 def memory_peak(device: Any = None) -> int:
-    """Return the most bytes that were live at once."""
+    """Return the most bytes that were live at once, as `torch.cuda.max_memory_allocated` does."""
     return Memory.current.peak if Memory.current else 0
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing."""
+    """Do nothing, in place of a function that only matters to a real GPU."""
 
 
 def answers(device: Any, local_rank: int, per_host: int) -> dict[str, Any]:
-    """Return what functions of `torch.cuda` answer, by their names."""
+    """Return functions that answer for those of `torch.cuda`, by their names."""
     capacity = int(device.capacity or 80e9)
     properties = SimpleNamespace(
         name=str(device.name or device),
@@ -141,7 +142,7 @@ STREAMS = {
 
 @contextmanager
 def as_gpus(device: Any, local_rank: int, per_host: int) -> Iterator[None]:
-    """Within this block the processor answers for this rank's GPU, which stands for `device`."""
+    """Have the processor answer for this rank's GPU, an emulated `device`, within this block."""
     replacements = answers(device, local_rank, per_host)
     if device.streams:
         replacements.update(STREAMS)

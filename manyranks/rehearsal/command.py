@@ -121,10 +121,7 @@ def write(args: argparse.Namespace, report: Report) -> None:
 
 
 def differences(args: argparse.Namespace, report: Report) -> bool:
-    """Say what differs from the report that was kept, if one is given.
-
-    Return whether anything does.
-    """
+    """Say what differs from the report that --expect keeps; return whether anything does."""
     if not args.expect:
         return False
     kept = json.loads(args.expect.read_text(encoding="utf-8"))["summary"]

@@ -1,4 +1,4 @@
-"""From a request to a report: the launch of a rehearsal."""
+"""The launch of a rehearsal, from a request to a report."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ from .script import run_for_orders, run_script
 
 @dataclass
 class Request:
-    """What is rehearsed, and on what: `hosts` share the ranks in blocks, each with as many.
+    """The machines on which a script is rehearsed: `hosts` have equally many ranks, in blocks.
 
-    `link` joins the ranks, or those of a host where `between` joins the hosts. Raises
-    EmulationError, or ValueError, for what cannot be.
+    `link` joins all ranks, or the ranks of each host where `between` joins the hosts. Raises
+    EmulationError, or ValueError, for a request that cannot be met.
     """
 
     ranks: int
@@ -58,11 +58,11 @@ class Request:
 
     @property
     def per_host(self) -> int:
-        """The ranks of a host."""
+        """The number of ranks on each host."""
         return self.ranks // (self.hosts or 1)
 
     def describe(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the request for JSON."""
         return {
             "ranks": self.ranks,
             "hosts": self.hosts or 1,
@@ -75,9 +75,9 @@ class Request:
 
 
 def rehearse(path: str, arguments: list[str], request: Request) -> Report:
-    """Run the script on all ranks in virtual time, and return what it did.
+    """Run the script on all ranks in virtual time, and return a report of what it did.
 
-    Raises what `launch` does.
+    Raises the errors of `launch`.
     """
     told = launch(
         run_script,
@@ -97,9 +97,9 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
 
 
 def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:
-    """Say whether the script is right in every order of its messages.
+    """Return a verdict on whether the script is right in every order of its messages.
 
-    Raises ValueError where it has no values.
+    Raises ValueError if tensors have sizes only, as results are compared by their values.
     """
     if request.sizes_only:
         raise ValueError("orders are compared by values: leave out --sizes-only, or --orders")

@@ -1,4 +1,4 @@
-"""What a rehearsal found: the time of a step and its parts, who communicates where, and memory."""
+"""The report of a rehearsal: the parts of a step's time, its collectives, and memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from . import spans
 from .script import Told
 
-EVEN = 0.01  # Ranks whose idle times differ by a smaller part of a step wait for nobody.
+EVEN = 0.01  # If the ranks' idle times differ by a smaller part of a step, no rank is slow.
 COLUMNS = f"  {'times':>6}  {'bytes':>10}  {'time':>11}  {'exposed':>11}  what, and where"
 
 
@@ -16,7 +16,7 @@ class Step:
     """The parts of one step of one rank, in seconds.
 
     `hidden` is communication while the device computes, `exposed` is other communication, and
-    `waiting` is the rest: for other ranks, or for the host.
+    `waiting` is the rest, in which the rank waits for other ranks or for the host.
     """
 
     rank: int
@@ -31,8 +31,8 @@ class Step:
 class Site:
     """All collectives or messages of one line in a step.
 
-    `nbytes` are those that the rank sends (or receives); `seconds` and `exposed` add up what each
-    takes.
+    The rank sends (or receives) `nbytes` in `times` calls; `seconds` and `exposed` are the sums of
+    their times.
     """
 
     name: str
@@ -47,12 +47,11 @@ class Site:
 
 
 class Report:
-    """What a rehearsal of the script at `path` found, by what its ranks have `told`.
+    """What a rehearsal of the script at `path` found, from what its ranks have `told`.
 
-    `request` describes on what it ran.
-
-    A step ends when an optimizer has made its step, the first one begins with the script. The parts
-    are those of the last step, of the rank for which it takes longest.
+    `request` describes the machines. A step ends when an optimizer has made its step, and the first
+    one begins with the script. `last` has the parts of the last step, on the rank for which it
+    takes longest.
     """
 
     def __init__(self, path: str, request: dict, told: Sequence[Told]):
@@ -86,11 +85,11 @@ class Report:
         return steps
 
     def busy(self, told: Told) -> spans.Spans:
-        """Return when any stream of a rank computes."""
+        """Return the moments at which any stream of a rank computes."""
         return spans.union(span for stream in told.busy.values() for span in stream)
 
     def sites_of(self, step: Step) -> list[Site]:
-        """Return who communicates in the last step of the rank that it is of."""
+        """Return the sites at which the rank of the last step communicates in that step."""
         told = self.told[step.rank]
         start, end = self.window(step.rank, len(self.steps) - 1)
         busy = self.busy(told)
@@ -107,7 +106,7 @@ class Report:
         return sorted(sites.values(), key=lambda site: -site.exposed)
 
     def summary(self) -> dict[str, Any]:
-        """Return the few numbers that a team may keep as a test."""
+        """Return the few numbers that a team may keep, and compare with later ones."""
         if self.last is None:
             return {"steps": 0}
         sent = self.last.hidden + self.last.exposed
@@ -124,7 +123,7 @@ class Report:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return all that was found, as JSON can hold it."""
+        """Return all that was found, for JSON."""
         return {
             "script": self.path,
             "request": self.request,
@@ -191,7 +190,7 @@ class Report:
             yield f"Look at this: {mistake}."
 
     def slowest(self) -> str:
-        """Return for which rank the others wait, in words; "" if for none."""
+        """Return in words for which rank the others wait; "" if they wait for none."""
         steps = self.steps[-1]
         idle = [step.waiting for step in steps]
         if max(idle) - min(idle) <= EVEN * steps[0].seconds:
@@ -213,10 +212,10 @@ def size(nbytes: float) -> str:
 
 
 def argmax(values: Sequence) -> int:
-    """Return where the largest value is, first."""
+    """Return the first index of the largest value."""
     return list(values).index(max(values))
 
 
 def argmin(values: Sequence) -> int:
-    """Return where the smallest value is, first."""
+    """Return the first index of the smallest value."""
     return list(values).index(min(values))

@@ -1,7 +1,4 @@
-"""What each rank does in a rehearsal.
-
-It runs the script as torchrun would, and keeps what it did when.
-"""
+"""Runs the script on each rank of a rehearsal as torchrun would, and keeps what it did when."""
 
 import builtins
 import linecache
@@ -32,11 +29,11 @@ PATIENCE_S = 60.0  # With sizes only a rank may be busy for long, and virtual ti
 
 @dataclass
 class Told:
-    """What one rank tells of its run, in picoseconds.
+    """What one rank tells of its run; all moments are picoseconds.
 
-    `steps` are the moments at which its optimizers had made their steps, `busy` the spans of each
-    stream, `calls` its collectives and messages as (name, ranks, bytes, line, joined, start, end),
-    with `end` None if nobody waited.
+    `steps` are the moments at which its optimizers had made their steps, `busy` the spans in which
+    each stream computed. `calls` are its collectives and messages as (name, ranks, bytes, line,
+    joined, start, end), where `start` and `end` are None if nobody waited.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -65,7 +62,7 @@ def run_script(path: str, arguments: list[str], device: Any, per_host: int) -> T
         stack.enter_context(own_group(told))
         stack.enter_context(as_gpus(device, rank % per_host, per_host))
         stack.enter_context(steps_noted(told))
-        # These are of versions of torch, and say nothing of the script.
+        # These warnings are about versions of torch, and say nothing of the script.
         warnings.simplefilter("ignore", FutureWarning)
         execute(path, arguments)
     streams.synchronize()
@@ -77,14 +74,14 @@ def run_script(path: str, arguments: list[str], device: Any, per_host: int) -> T
 
 
 def call_of(call: recording.Call) -> tuple:
-    """Return a recorded call as what travels back."""
+    """Return a recorded call as the tuple that `Told` has."""
     start = None if call.end is None else max(call.joined, call.end - call.duration)
     place = (call.line.file, call.line.number, call.line.text)
     return (call.name, call.ranks, call.nbytes, place, call.joined, start, call.end)
 
 
 def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
-    """Return the environment that torchrun gives a rank, beside the address."""
+    """Return the environment that torchrun gives a rank, without the address of the store."""
     host = rank // per_host
     numbers = {
         "RANK": rank,
@@ -102,9 +99,9 @@ def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
 
 @contextmanager
 def own_group(told: Told) -> Iterator[None]:
-    """Within this block the script makes the group of all ranks.
+    """Let the script make and end the group of all ranks within this block, in appearance.
 
-    It may ask for whatever backend: the launch has made a group with clocks, and ends it.
+    It may ask for any backend, and gets the group with clocks that the launch has made.
     """
 
     def make(*_: Any, **__: Any) -> None:
@@ -124,9 +121,9 @@ def own_group(told: Told) -> Iterator[None]:
 
 @contextmanager
 def steps_noted(told: Told) -> Iterator[None]:
-    """Within this block the moment is noted at which an optimizer has made a step.
+    """Note the moments at which optimizers have made their steps, within this block.
 
-    Of optimizers inside each other the outermost counts.
+    If an optimizer steps inside another one, only the outermost step counts.
     """
     depth = 0
 
@@ -150,7 +147,7 @@ def steps_noted(told: Told) -> Iterator[None]:
 
 
 def execute(path: str, arguments: list[str]) -> None:
-    """Run a file as `__main__`, with these arguments. An exit without an error is its end."""
+    """Run a file as `__main__` with these arguments; `sys.exit()` without an error ends it."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=builtins)
     with open(path, encoding="utf-8") as file:
@@ -168,7 +165,7 @@ def execute(path: str, arguments: list[str]) -> None:
 
 @contextmanager
 def replaced_main(module: types.ModuleType) -> Iterator[None]:
-    """Within this block `__main__` is this module."""
+    """Make a module `__main__` within this block."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = module
     try:

@@ -1,4 +1,4 @@
-"""Sets of moments: lists of (start, end) in order, which do not touch each other."""
+"""Sets of moments: sorted lists of spans (start, end) that do not touch each other."""
 
 from collections.abc import Iterable
 
@@ -29,5 +29,5 @@ def length(spans: Spans) -> int:
 
 
 def outside(spans: Spans, others: Spans) -> int:
-    """Return how long the part of a set is that is not in another one."""
+    """Return how long the part of a set is that lies outside of another set."""
     return length(union([*spans, *others])) - length(others)

@@ -1,7 +1,6 @@
-"""A rehearsal as a trace that Perfetto and chrome://tracing open.
+"""Writes a rehearsal as a trace that Perfetto and chrome://tracing open.
 
-It has a process for each rank, a thread for each stream, and one for what it sends.
-
+The trace has a process for each rank, a thread for each of its streams, and one for its messages.
 Source: Google, "Trace Event Format" (complete events, "X"; metadata, "M").
 """
 
@@ -13,7 +12,7 @@ SENDING = 1000  # the number of the thread of messages
 
 
 def trace(told: Sequence[Told]) -> dict:
-    """Return what JSON can hold; times become microseconds."""
+    """Return the trace for JSON, with times in microseconds."""
     events = [event for rank, each in enumerate(told) for event in events_of(rank, each)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
