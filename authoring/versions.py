@@ -15,6 +15,7 @@ import csv
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,8 @@ def main() -> int:
         "--whole", action="store_true", help="all of make test, and every lesson, not only three"
     )
     args = parser.parse_args()
+    # Behind a shell's "&" interrupts are ignored, by what is run here too; some tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.here:
         add(tried(Path(sys.executable), args.whole))
     for release in args.torch:

@@ -658,6 +658,7 @@ r"""
 | `interleaved` | `ScheduleInterleaved1F1B` | Narayanan et al., *Megatron-LM*, 2021 |
 | `zero_bubble` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | Qi et al., *Zero bubble*, ICLR 2024 |
 | B and W | `_backward.py`: `stage_backward_input`, `stage_backward_weight` | the same |
+| what is kept | `analyze_pipeline_activation_liveness`, since torch 2.15 | |
 
 The largest models are split in three ways at once: **tensor parallel** (each matrix cut into pieces) inside a machine,
 pipelines between machines, and data parallel around both.

@@ -318,6 +318,7 @@ FORMS = {
     "allgather": Form("all_gather", direct_steps, sized_by=1),
     "reduce_scatter": Form("reduce_scatter", direct_steps),
     "gather": Form("gather", direct_steps, sized_by=1),
+    "gather_single": Form("gather", direct_steps, sized_by=1),
     "scatter": Form("scatter", direct_steps),
     "alltoall": Form("all_to_all", direct_steps, sized_by=1, shared=True),
     "all_gather_single": Form("all_gather", direct_steps, sized_by=1),
@@ -484,6 +485,8 @@ def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
     setattr(Group, torch_name, collective)
 
 
+COLLECTIVES: list[str] = []  # by all names by which this torch calls them
 for collective, form in FORMS.items():
     for torch_name, gloo_name in torch_inside.methods_of(collective).items():
         add_collective(torch_name, gloo_name, form)
+        COLLECTIVES.append(torch_name)

@@ -63,7 +63,7 @@ OPERATIONS = [
     "recv_anysource",
     "barrier",
     "allgather_into_tensor_coalesced",
-    *clocks_group.FORMS,
+    *clocks_group.COLLECTIVES,
 ]
 STORE = ("add", "append", "check", "compare_set", "delete_key", "get", "multi_get", "set", "wait")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
