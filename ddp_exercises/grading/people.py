@@ -8,7 +8,7 @@ notebook.
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,11 +74,13 @@ def read_roster(path: str | Path) -> Roster:
     return roster
 
 
-def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
+def owners_of(
+    parts: Sequence[str], known_owners: Mapping[str, list[Owner]], sections: Set[str] = frozenset()
+) -> list[Owner]:
     """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
 
     `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
-    several owners.
+    several owners. Else a folder says it, which is none of `sections`.
     """
     for place, part in enumerate(parts[1:], 1):
         holder = "/".join(parts[:place])
@@ -91,47 +93,58 @@ def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> 
             return [Owner(clean(name), f"{holder}/{number}", about)]
         if owners := known_owners.get(f"{holder}/{part}"):
             return owners
-    return [owner_by_folder(parts)]
+    return [owner_by_folder(parts, sections)]
 
 
-def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]:
-    """{archive: its owner}, for the archives in the named folder.
+def sections_in(paths: Iterable[Sequence[str]]) -> set[str]:
+    """The folders, archives among them, in which several learners have a folder each.
 
-    Whatever a learner calls what is inside, it belongs to the folder that a service or the teacher
-    has named, or else to the archive's name. An archive that holds several folders, and no notebook
-    beside them, is a class.
+    `paths` are those of notebooks. Where most folders of one depth hold several folders with
+    notebooks, all of that depth are sections; a learner may have made several, too.
     """
-    inside: dict[tuple, set[str]] = {}
+    held: dict[tuple, set[tuple]] = {}  # {folder: those below it in which notebooks lie}
     for parts in paths:
-        for place, part in enumerate(parts[1:-1], 2):
-            if part.lower().endswith(".zip"):
-                child = parts[place] if place + 1 < len(parts) else ""
-                inside.setdefault(tuple(parts[:place]), set()).add(child)
-    owners = {}
-    for archive, children in inside.items():
-        # In a section's folder lie several archives, one of each learner.
-        beside = Counter(other[:-1] for other in inside if len(other) == len(archive))
-        named = archive if max(beside.values()) > 1 or len(archive) == 2 else archive[:-1]
-        if len(children) == 1 or "" in children:
-            owner = owner_by_folder((*named, ""))
-            if owner.folder != "/".join(archive):
-                owner.note = f"the folder {clean(owner.folder)} says whose it is"
-            owners["/".join(archive)] = [owner]
-    return owners
+        folders = without_places(parts)
+        for depth in range(2, len(folders) + 1):
+            held.setdefault(folders[:depth], set()).add(folders)
+    depths = Counter(map(len, held))
+    crowded = Counter(
+        len(folder) for folder, below in held.items() if len(below) > 1 and folder not in below
+    )
+    return {"/".join(each) for each in held if 2 * crowded[len(each)] >= depths[len(each)]}
 
 
-def owner_by_folder(parts: Sequence[str]) -> Owner:
-    """The folder that holds a notebook.
+def owner_by_folder(parts: Sequence[str], sections: Set[str] = frozenset()) -> Owner:
+    """The folder that the teacher has named: the first that is no section, whatever lies in it.
 
     A notebook that lies in the named folder itself has its learner's name, unless that is the
     exercise's.
     """
-    *folders, file = parts
-    if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
-        return Owner(clean(without_ending(file)), "/".join(parts))
-    while len(folders) > 1 and PLACES.fullmatch(folders[-1]):
-        folders.pop()
-    return Owner(clean(without_ending(folders[-1])), "/".join(folders))
+    folders = without_places(parts)
+    if not folders or (len(parts) == 2 and not NUMBERED.match(parts[-1])):
+        return Owner(clean(without_ending(parts[-1])), "/".join(parts))
+    named = folders[:2]
+    while len(named) < len(folders) and ("/".join(named) in sections or is_place(named[-1])):
+        named = folders[: len(named) + 1]
+    owner = Owner(clean(without_ending(named[-1])), "/".join(named))
+    if named != folders:
+        owner.note = f"the folder {clean(owner.folder)} says whose it is"
+    return owner
+
+
+def without_places(parts: Sequence[str]) -> tuple[str, ...]:
+    """The folders that hold a notebook, up to the last one that may be a person's."""
+    folders = tuple(parts[:-1])
+    if parts[-1].lower().endswith(".zip"):  # It could not be read, and would be a folder.
+        folders = tuple(parts)
+    while len(folders) > 1 and is_place(folders[-1]):
+        folders = folders[:-1]
+    return folders
+
+
+def is_place(folder: str) -> bool:
+    """Whether a folder's name is no person's."""
+    return bool(PLACES.fullmatch(folder))
 
 
 def without_ending(name: str) -> str:

@@ -23,7 +23,7 @@ from ddp_exercises.tasks import solution
 
 from .answers import Exercises, exercise_by_content, find_answers
 from .cells import Cell, read_cells, read_script
-from .people import NUMBERED, Owner, Roster, in_roster, owners_of, owners_of_archives
+from .people import NUMBERED, Owner, Roster, in_roster, owners_of, sections_in
 from .results import clean
 
 MOST_BYTES = 256 << 20
@@ -107,18 +107,20 @@ def find_submissions(
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
     items.sort(key=attrgetter("parts"))
-    known_owners = owners_of_archives(item.parts for item in items if item.parts[-1])
-    known_owners |= owners_told(items)
+    known_owners = owners_told(items)
+    sections = sections_in(item.parts for item in items if item.counts and item.parts[-1])
     works: list[Submission] = []
     for item in items:
         if item.counts:
-            works += [read_submission(item, owner) for owner in owners_of(item.parts, known_owners)]
+            owners = owners_of(item.parts, known_owners, sections)
+            works += [read_submission(item, owner) for owner in owners]
     answered = {work.folder for work in works if work.answers}
     notebooks = [work for work in works if work.name and not work.is_script]
     handed_in = [work for work in notebooks if not is_given_out(work, answered)]
     if roster:
         for work in works:
             work.learner = in_roster(work, work.parts, roster)
+            work.note = ""
     check_owners(handed_in)
     # A learner's folder without a notebook, or with a script, counts if it lies beside folders with
     # one: a copy of the course has more of both.

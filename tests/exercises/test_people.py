@@ -148,7 +148,7 @@ def test_sections_nested_folders_zips_and_several_paths(tmp_path):
         {"A/ada/04_x.ipynb": SOLVED, "A/grace/ps4/04_x.ipynb": SOLVED, "B/tom/my/04.ipynb": SOLVED},
     )
     names = [learner for learner, _ in handed_in(folder / "A", folder / "B")]
-    assert names == ["ada", "grace", "my"]
+    assert names == ["ada", "grace", "tom"]
     flat = lay_out(tmp_path / "flat", {f"{name}/04_x.ipynb": SOLVED for name in ("ada", "ben")})
     zipped(flat / "carl.zip", {"04_x.ipynb": SOLVED, "__MACOSX/04_x.ipynb": ""})
     (flat / "dan.zip").write_text("no zip")
@@ -164,13 +164,14 @@ def test_sections_nested_folders_zips_and_several_paths(tmp_path):
 
 
 def test_what_is_not_clear_ends_before_anything_runs(tmp_path, capsys):
-    twice = lay_out(tmp_path / "c", {"A/ada/04_x.ipynb": SOLVED, "B/ada/04_x.ipynb": SOLVED})
+    names = ("A/ada", "A/eve", "B/ada")
+    twice = lay_out(tmp_path / "c", {f"{name}/04_x.ipynb": SOLVED for name in names})
     assert cli.main(["grade", str(twice)]) == 2
     assert "two folders claim to be ada's: c/A/ada and c/B/ada" in capsys.readouterr().err
     (tmp_path / "names").write_text("grace\n")
-    ada = str(twice / "A")
+    ada = str(twice / "A" / "ada")
     assert cli.main(["grade", ada, "--roster", str(tmp_path / "names")]) == 2
-    assert "not in the roster: A/ada/04_x.ipynb" in capsys.readouterr().err
+    assert "not in the roster: ada/04_x.ipynb" in capsys.readouterr().err
     merged = lay_out(tmp_path / "m", {"04_ada.ipynb": SOLVED, "04_ben.ipynb": SOLVED})
     with pytest.raises(GradingError, match="two notebooks of exercise 04"):
         find_submissions([merged])
@@ -248,6 +249,15 @@ ZIPS = {
     "odd/my stuff.zip": ["all of it/deep/04_x.ipynb"],
     "hanna.zip": ["homework/04_x.ipynb"],
 }
+OWN_FOLDERS = {
+    "ada/mine.zip": ["homework/04_x.ipynb"],
+    "ben/first try.zip": ["04_x.ipynb"],
+    "ben/second try.zip": ["my\\own/04_x.ipynb"],
+    "carl/a/b/c/in.zip": ["04.ipynb/homework/04_x.ipynb"],
+    "dora/solutions and more.zip": ["main/exercises/04_x.ipynb", "main/old/x/05_x.ipynb"],
+    "emil/hw.zip": ["04_x.ipynb"],
+}
+ONE_WRAPPER = {"2026/A/ada.zip": ["04_x.ipynb"], "2026/A/ben.zip": ["x/04_x.ipynb"]}
 SECTIONS = {
     "A/ada.zip": ["mine/04_x.ipynb"],
     "B/ben.zip": ["04_x.ipynb"],
@@ -260,6 +270,8 @@ SECTIONS = {
     ("archives", "learners"),
     [
         (ZIPS, ["hanna", "odd", "windows", "zipped"]),
+        (OWN_FOLDERS, ["ada", "ben", "ben", "carl", "dora", "dora", "emil"]),
+        (ONE_WRAPPER, ["ada", "ben"]),
         (SECTIONS, ["ada", "ben", "carl", "dora", "emil"]),
     ],
 )
