@@ -277,7 +277,7 @@ def faulty_training(place, wrap, model, data, epochs):
     ddp_model = wrap(model)
     loss_fn = torch.nn.MSELoss()
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
-    for epoch in range(epochs):
+    for _ in range(epochs):
         for inputs, labels in DataLoader(data, batch_size=4):
             inputs = place(inputs, 0)
             labels = place(labels, 0)

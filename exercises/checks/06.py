@@ -611,11 +611,15 @@ def as_torchrun_starts_it(joined):
     environ = {name: str(value) for name, value in place.items()}
 
     def join(run, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, **more):
+        if rank < 0:  # init_process_group then reads both from the environment.
+            rank = place["RANK"]
+        if world_size < 0:
+            world_size = place["WORLD_SIZE"]
         joined.append(
             {
                 "where the ranks meet": init_method or "env://",
-                "the rank": rank if rank >= 0 else place["RANK"],
-                "the world size": world_size if world_size >= 0 else place["WORLD_SIZE"],
+                "the rank": rank,
+                "the world size": world_size,
             }
         )
 
@@ -704,4 +708,5 @@ class FirstDifference:
             require(forward_passes, FOUR.NO_TORCH)
             require(summed, FOUR.NOT_CALLED)
             is_equal = name.startswith(("a right", "a ring that hands"))
-            yield "they are equal" if is_equal else "they differ", name, step
+            part = "they are equal" if is_equal else "they differ"
+            yield part, name, step
