@@ -8,6 +8,7 @@ known wrong answers, and `any_order` tries a right answer in every order of its 
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from ddp_course.lab.learners_copy import keep
@@ -19,7 +20,7 @@ from .hints import hint
 
 own_code.register(__name__, __path__[0])
 
-__all__ = ["check", "hint", "task"]
+__all__ = ["check", "fill_in", "hint", "task"]
 UNSOLVED = "not solved yet"
 CORRECT = "correct. The grader draws other inputs."
 SO_FAR = "right so far: "
@@ -84,3 +85,21 @@ def task(number: str, *answers: Any) -> str:
     else:
         check(number, *answers)
     return solution(number)
+
+
+def fill_in(function: Callable, cases: dict[tuple, Any]) -> None:
+    """Say whether a function that a lesson writes by half is right, once its ... is replaced.
+
+    `cases` are {arguments: what it returns for them}. Raises Wrong for the first that differs.
+    """
+    name = function.__name__
+    if ... in function.__code__.co_consts:
+        print(f"{name} is half written: put code in the place of ... and run this cell again.")
+        return
+    from .diagnosis import unlike
+
+    for arguments, expected in cases.items():
+        call = f"{name}({', '.join(map(repr, arguments))})"
+        if fault := unlike(function(*arguments), expected, call):
+            raise Wrong(fault)
+    print(f"{name} is right in all {len(cases)} cases.")

@@ -27,7 +27,7 @@ from ddp_course import Link, average_on_server, collectives, every_order, launch
 from ddp_course import problems, ring_all_reduce, ring_backend, stage1_single, stage3_paramserver
 from ddp_course import stage4_ring, whole_gradient_ring, wire
 from ddp_course.lab import claims, compare, on_your_gpus, show, timing
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -116,6 +116,28 @@ def chunk_to_send(rank, step, world_size):
 
 
 show.source(task("4.1", chunk_to_send), click="Write it first, then open: one solution")
+
+# %% [markdown]
+r"""
+The other side of each message is half written. Put code in the place of the three dots.
+"""
+
+
+# %% faded-chunk-that-comes
+def chunk_that_comes(rank, step, world_size):
+    """Return the number of the chunk that comes in from the left neighbour in this step of reduce-scatter."""
+    left = (rank - 1) % world_size
+    return ...
+
+
+fill_in(chunk_that_comes, {(2, 0, 4): 1, (0, 0, 4): 3, (1, 2, 4): 2})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return (left - step) % world_size</code></details>
+
+It is what the left neighbour sends. Now the whole ring:
+"""
 
 # %% source-ring
 show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
@@ -293,7 +315,25 @@ Each message also has a fixed cost, the **latency** α: the time before its firs
 
 $$T = 2(K-1)\,\alpha + 2\,\frac{K-1}{K}\,\frac pb$$
 
-For a long message most of the time is the second term. For a short message it is the first term, which grows with K. On a DGX
+For a long message most of the time is the second term. For a short message it is the first term, which grows with K. Write the
+formula as code:
+"""
+
+
+# %% faded-ring-seconds
+def ring_seconds(nbytes, world_size, bytes_per_s, latency):
+    """Return how long the ring takes for a tensor of `nbytes`, in seconds."""
+    messages = 2 * (world_size - 1)  # one after the other
+    return ...
+
+
+fill_in(ring_seconds, {(4000, 4, 1000, 0): 6.0, (4000, 4, 1000, 2): 18.0, (4000, 1, 1000, 2): 0.0})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return messages * (latency + nbytes / world_size / bytes_per_s)</code></details>
+
+On a DGX
 A100, one ring of NCCL needed 10, 17 and 34 µs on 2, 4 and 8 GPUs for messages of at most 128 *bytes*. They are so small that only
 the 2, 6 and 14 latencies count: about 2 µs for each, and 6 µs once (measured by a user,
 [NVIDIA/nccl-tests, issue 123](https://github.com/NVIDIA/nccl-tests/issues/123)). Choose a link and a number of ranks, and see which

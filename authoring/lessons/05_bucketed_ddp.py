@@ -23,7 +23,7 @@ from ddp_course import BucketedDDP, Device, Link, average_on_server, launch, pro
 from ddp_course import stage1_single, stage3_paramserver, stage4_ring, stage5_bucketed
 from ddp_course.lab import claims, compare, on_your_gpus, show, simulate
 from ddp_course.lab import theory, timeline, traces
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
@@ -81,7 +81,23 @@ Parameters are put into buckets in the reverse of the model's own order. That is
 them: only within layer 3 it differs, where the weight came first above.
 
 All ranks must reduce the buckets in the same order, or they would add up different parameters. The ranks may fill their
-buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left.
+buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left. The rule is half
+written here:
+"""
+
+
+# %% faded-next-to-leave
+def next_to_leave(full, left):
+    """Return the number of the bucket that may leave now, or None: `full` are the numbers of the buckets that are full, and the first `left` buckets have left."""
+    following = left
+    return ...
+
+
+fill_in(next_to_leave, {((0, 1), 0): 0, ((1, 2), 0): None, ((0, 2), 1): None, ((0, 1, 2), 2): 2})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return following if following in full else None</code></details>
 """
 
 # %% [markdown]
@@ -385,6 +401,26 @@ overlap a step takes forward + C + T. With overlap it takes forward, the longer 
 | fast | T is much shorter than C | C + the last bucket, which leaves when backward ends | little, since T is short anyway |
 | medium | T is about as long as C | C + one bucket | the most: nearly all of T |
 | slow | T is longer than C | T + the first bucket, for which the link has to wait | at most C |
+
+The last column counts buckets that leave one after the other, each when it is full and the link is free. Half of this count:
+"""
+
+
+# %% faded-sums-end
+def sums_end(full_at, seconds):
+    """Return when the last sum ends: bucket n is full at `full_at[n]`, and takes `seconds[n]` on the link."""
+    link_is_free = 0
+    for full, takes in zip(full_at, seconds):
+        begins = ...
+        link_is_free = begins + takes
+    return link_is_free
+
+
+fill_in(sums_end, {((1, 2, 3), (1, 1, 1)): 4, ((1, 2, 3), (2, 2, 2)): 7, ((1, 5), (1, 1)): 6})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>begins = max(full, link_is_free)</code></details>
 
 The link speed at which T = C follows from the two numbers alone. We run the program at several link speeds and see whether
 overlap saves the most there. Each percentage in the figure is what buckets save. The lower line leaves the one bucket out, so

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
-from ddp_course import problems, ring_all_reduce, script, stage5_bucketed, stage6_ddp, wire
+from ddp_course import problems, ring_all_reduce, ring_backend, script, stage4_ring
+from ddp_course import stage5_bucketed, stage6_ddp, wire
 from ddp_course.lab import claims, compare, on_your_gpus, show
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from manyranks import audit
 from manyranks.errors import LaunchError, RankError
 
@@ -331,7 +332,24 @@ show.source(task("6.1", accumulate), click="Write it first, then open: one solut
 
 # %% [markdown]
 r"""
-How many bytes does it save? The next cell counts them for four micro-batches.
+How many bytes does it save? This function is half written:
+"""
+
+
+# %% faded-bytes-of-an-update
+def bytes_of_an_update(parameters, micro_batches, world_size, quiet):
+    """Return the bytes of float32 gradients that a rank sends around the ring for one update; `quiet` says whether it uses `no_sync`."""
+    synchronisations = 1 if quiet else micro_batches
+    return ...
+
+
+fill_in(bytes_of_an_update, {(1000, 4, 4, True): 6000.0, (1000, 4, 4, False): 24000.0, (1000, 3, 2, True): 4000.0})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return synchronisations * 2 * (world_size - 1) / world_size * 4 * parameters</code></details>
+
+The next cell counts the bytes for four micro-batches.
 """
 
 
@@ -523,6 +541,30 @@ this one.
 # %% script
 show.source(script)
 
+# %% [markdown]
+r"""
+The sampler is the part that people leave out most often. Here is half of what it does, without its shuffling. Each rank must get
+equally many samples, or one of them would wait for the others, so the first samples are dealt once more.
+"""
+
+
+# %% faded-samples-of
+def samples_of(rank, world_size, count):
+    """Return the numbers of the samples that a rank gets: every `world_size`-th one."""
+    numbers = list(range(count))
+    numbers += numbers[: -count % world_size]  # the first ones once more, to fill up
+    return ...
+
+
+fill_in(samples_of, {(0, 2, 4): [0, 2], (1, 2, 4): [1, 3], (1, 3, 7): [1, 4, 0]})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return numbers[rank::world_size]</code></details>
+
+Now let torchrun start the script, once with torch's class and once with ours:
+"""
+
 # %% run-script folded=true
 codes = show.command(
     "torchrun --standalone --nproc-per-node=2 -m ddp_course.script FOLDER",
@@ -555,8 +597,6 @@ mistakes = {
     "the wrapper is saved": ("model.state_dict()", "parallel.state_dict()"),
     "each worker yields all": ("DataLoader(data, batch_size=32, sampler=sampler)", stream),
 }
-
-# %% audited folded=true
 messages_of = {}
 for name, change in show.progress(mistakes.items()):
     messages_of[name] = audit(text.replace(*change))
@@ -638,6 +678,58 @@ ready. This has three consequences:
 - Overlap is not free, since an all-reduce is a kernel too. In the trace at the end of [lesson 5](05_bucketed_ddp.ipynb) an
   all-reduce holds 8 of the GPU's 108 multiprocessors (SMs) while it runs, and its traffic goes through the memory that backward
   also needs.
+
+## Your ring under torch's class
+
+In lesson 04 torch's own class trained over your ring. Now you know what the class does, and can listen to it. The ring below notes
+how many numbers torch has it add up, in each sum of a step. The model is the one with two branches, of which a step uses one; each of
+its layers has 272 numbers in two parameters. The search for unused parameters is on, and the cap is small. Then two rings take its
+place whose authors were off by one: one stops its allgather a step early, the other hands out chunk r where chunk r+1 is finished.
+Before you run it: which of the sums is the bitmap? And which of the two faults does a comparison of the replicas find?
+"""
+
+
+# %% own-backend
+def gradients_over(backend, first=1, missing=0):
+    def my_ring(tensor, group=None):
+        heard.append(tensor.numel())
+        rank, size, left, right = wire.neighbours(group)
+        chunks = tensor.tensor_split(size)
+        stage4_ring.reduce_scatter(chunks, group)
+        for step in range(size - 1 - missing):
+            target = chunks[(rank + first - 1 - step) % size]
+            wire.exchange(chunks[(rank + first - step) % size], right, target, left, group)
+
+    torch.manual_seed(0)
+    ring_backend.register("mine", all_reduce=my_ring)
+    group = dist.new_group(backend=backend)
+    parallel = TorchDDP(TwoBranches(), process_group=group, bucket_cap_mb=0.001, **search)
+    for _ in range(3):  # the first steps settle the buckets
+        heard = []
+        parallel.zero_grad()
+        parallel(torch.ones(4, 16) + dist.get_rank()).square().sum().backward()
+    return heard, vector(p.grad for p in parallel.parameters() if p.grad is not None)
+
+
+# %% check-own-backend folded=true
+# NBVAL_CHECK_OUTPUT
+(_, theirs), *_ = launch(gradients_over, "gloo", world_size=K)
+faults = {"my ring": (1, 0), "a step short": (1, 1), "another chunk": (0, 0)}
+found = {}
+for name, fault in faults.items():
+    of_ranks = launch(gradients_over, "mine", *fault, world_size=K)
+    heard, mine = of_ranks[0]
+    equal = all(torch.equal(mine, other) for _, other in of_ranks)
+    found[name] = equal, torch.allclose(mine, theirs)
+    print(f"{name}: sums of {heard}; replicas equal: {equal}; as with gloo: {found[name][1]}")
+assert list(found.values()) == [(True, True), (False, False), (True, False)] or K == 2, found
+
+# %% [markdown]
+r"""
+Three buckets of 272 numbers, one for each layer, also for the branch that nobody used, and then six numbers: the bitmap, one for each
+parameter. Every one of these sums was made by your code. The ring that stops early leaves the replicas different, and whoever compares
+them finds it. The ring that hands out the wrong chunk leaves equal replicas that are all wrong: only a comparison with one device, or
+with another backend, finds that one. Task 6.9 asks you to write the first kind of watch.
 
 ## Check yourself
 

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Exercise 6: everything a real one needs
 #
-# Small parts without which a DDP works only in lessons, a script to mend, and at the end the heart of it: a reducer.
+# Small parts without which a DDP works only in lessons, two scripts to mend, the heart of it, a reducer, and at the end a watch
+# over torch's own class.
 #
 # Stuck? `hint("6.1")` gives the first of three hints for a task, and
 # `hint("6.1", 2)` the next.
@@ -11,9 +12,10 @@ import os
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_course import wire
+from ddp_course import ring_backend, wire
 from ddp_exercises import check, hint
 
 
@@ -258,3 +260,94 @@ class Reducer:
 
 # %% check-6-7 points=5
 check("6.7", Reducer)
+
+
+# %% [markdown]
+# ## 6.8 Mend a published script
+#
+# *15 minutes · medium*
+#
+# A blog post ("Unraveling CUDA DDP: How Distributed GPUs Collaborate to Accelerate Deep Learning") prints a script like this one as "a basic example of implementing DDP".
+# torchrun starts it in four processes, two on each of two hosts with two devices each. Here `place(thing, number)` stands for `.to(number)`:
+# it puts a model or a tensor onto this host's device of that number, and returns it.
+# %% faulty-6-8
+def faulty_training(place, wrap, model, data, epochs):
+    dist.init_process_group("gloo", init_method="tcp://localhost:10888", rank=0, world_size=1)
+    place(model, 0)
+    ddp_model = wrap(model)
+    loss_fn = torch.nn.MSELoss()
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
+    for _ in range(epochs):
+        for inputs, labels in DataLoader(data, batch_size=4):
+            inputs = place(inputs, 0)
+            labels = place(labels, 0)
+            outputs = ddp_model(inputs)
+            loss = loss_fn(outputs, labels)
+            loss.backward()
+            optimizer.step()
+
+
+# %% [markdown]
+# Every process says that it is rank 0 of 1, so four models are trained that never meet. Mend it. torchrun tells each process its place in
+# environment variables: `RANK` of `WORLD_SIZE`, `LOCAL_RANK` on its host, and where all processes meet. `wrap(model)` is torch's
+# `DistributedDataParallel`. The samples must be shared out, in another order in each epoch.
+# %% answer-6-8
+def mended_training(place, wrap, model, data, epochs):
+    """Train `model` in place on this rank's share of `data`, in each of the processes that torchrun has started."""
+    ### BEGIN SOLUTION
+    dist.init_process_group("gloo")
+    device = int(os.environ["LOCAL_RANK"])
+    place(model, device)
+    ddp_model = wrap(model)
+    loss_fn = torch.nn.MSELoss()
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
+    sampler = DistributedSampler(data)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, labels in DataLoader(data, batch_size=4, sampler=sampler):
+            inputs = place(inputs, device)
+            labels = place(labels, device)
+            optimizer.zero_grad()
+            outputs = ddp_model(inputs)
+            loss = loss_fn(outputs, labels)
+            loss.backward()
+            optimizer.step()
+    ### END SOLUTION
+
+
+# %% check-6-8 points=4
+check("6.8", mended_training)
+
+
+# %% [markdown]
+# ## 6.9 When do the replicas part?
+#
+# *15 minutes · medium*
+#
+# A fault in a ring raises no error in torch's DDP. It shows only if somebody compares the replicas. Train `model` with torch's own
+# `DistributedDataParallel` over `all_reduce`, as in task 4.7: `ring_backend.register("tried", all_reduce=all_reduce)`, a group of that
+# backend, and the group as `process_group`. The loss is the cross entropy, and the optimizer is SGD with the learning rate `lr`.
+# After each step compare all weights of all ranks, to the last bit; `dist.all_gather_object` gets a thing from every rank. Guess first:
+# does it find every ring that is wrong?
+# %% answer-6-9
+def first_difference(all_reduce, model, batches, lr):
+    """Return after how many steps the replicas differ for the first time, on all ranks; None if they never do."""
+    ### BEGIN SOLUTION
+    ring_backend.register("tried", all_reduce=all_reduce)
+    wrapped = DistributedDataParallel(model, process_group=dist.new_group(backend="tried"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step, (inputs, targets) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        cross_entropy(wrapped(inputs), targets).backward()
+        optimizer.step()
+        weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        replicas = [None] * dist.get_world_size()
+        dist.all_gather_object(replicas, weights)
+        if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+            return step
+    return None
+    ### END SOLUTION
+
+
+# %% check-6-9 points=3
+check("6.9", first_difference)

@@ -23,13 +23,15 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from ddp_course import Device, DistributedDataParallel, FullyShardedDataParallel, Link
 from ddp_course import ShardedOptimizer, allgather, launch, mesh, problems
-from ddp_course import reduce_scatter, ring_all_reduce, stage5_bucketed, stage7_sharded
-from ddp_course import wire
+from ddp_course import reduce_scatter, ring_all_reduce, ring_backend, stage5_bucketed
+from ddp_course import stage7_sharded, wire
 from ddp_course.lab import claims, on_your_gpus, show, timeline, timing
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
@@ -243,10 +245,10 @@ def torchs_zero1(model):
     return parallel, zero(model.parameters(), torch.optim.Adam)
 
 
-def torchs_fully(model):
-    devices = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+def torchs_fully(model, backend="gloo"):
+    devices = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
     for part in [*(module for module in model if list(module.parameters())), model]:
-        torch.distributed.fsdp.fully_shard(part, mesh=devices)
+        fully_shard(part, mesh=devices)
     return model, torch.optim.Adam(model.parameters())
 
 
@@ -292,6 +294,26 @@ for each sum). It has blocks of many parameters, shared, frozen and unused param
 of ranks, and it refuses in plain words what it cannot do. (Its `enter` and `request` are `compute` and `fetch` above.)
 
 ## Run
+
+What will a rank keep between two steps? This count is half written, in float32 with Adam:
+"""
+
+
+# %% faded-bytes-kept
+def bytes_kept(parameters, world_size, divided):
+    """Return the bytes that a rank keeps; `divided` are the parts that are divided over the ranks."""
+    total = 0
+    for part, nbytes in (("parameters", 4), ("gradients", 4), ("state", 8)):
+        owners = world_size if part in divided else 1
+        total += ...
+    return total
+
+
+fill_in(bytes_kept, {(1000, 4, ()): 16000, (1000, 4, ("state",)): 10000, (1000, 2, ("state", "gradients")): 10000})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>total += parameters * nbytes / owners</code></details>
 
 We train a step with DDP and with each of our three classes, and count the bytes that it sends. Then we add up the bytes of all
 tensors that stay: parameters, gradients, and Adam's state.
@@ -379,8 +401,26 @@ gradients):
 
 DDP's ring is a reduce-scatter and an allgather of gradients. ZeRO-1 and ZeRO-2 put the update between the two: they reduce-scatter
 the gradients, and then allgather the updated parameters, which are as many bytes. Fully sharded training gathers the parameters
-twice, for forward and for backward, and only scatters the gradients. It sends 1.5 times the bytes, for memory divided by K. These
-are the bytes that the step above has counted:
+twice, for forward and for backward, and only scatters the gradients. It sends 1.5 times the bytes, for memory divided by K. With
+several micro-batches the difference grows: DDP still averages once for an update (`no_sync`), but a sharded rank has no room for whole
+weights or gradients between two micro-batches. How often does each use half of a ring?
+"""
+
+
+# %% faded-bytes-sent
+def bytes_sent(nbytes, world_size, is_sharded, micro_batches):
+    """Return what a rank sends for one update, in bytes; the gradients have `nbytes`."""
+    halves = ...
+    return halves * (world_size - 1) / world_size * nbytes
+
+
+fill_in(bytes_sent, {(1000, 4, False, 8): 1500.0, (1000, 4, True, 1): 2250.0, (1000, 4, True, 8): 18000.0})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>halves = 3 * micro_batches if is_sharded else 2</code></details>
+
+These are the bytes that the step above, of one micro-batch, has counted:
 """
 
 # %% traffic-figure folded=true
@@ -432,14 +472,10 @@ title = f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[Tr
 show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
                      title=title)
 
-# %% check-prefetch folded=true
-# NBVAL_CHECK_OUTPUT
-hidden = [sum(map(timeline.hidden_share, lanes[prefetch])) / K for prefetch in (False, True)]
-assert step_ms[True] < step_ms[False] and hidden[True] > hidden[False] + 0.2, (step_ms, hidden)
-print("prefetch hides gathers behind computing, and the step is shorter")
-
 # %% [markdown]
 r"""
+Prefetch hides gathers behind computing, and the step is shorter.
+
 Does saving memory cost time? Here are the step times, with the memory under each bar. A dash marks computing time plus
 the communication that these programs cannot hide. For DDP, with a bucket per layer, this is one layer's all-reduce. For ZeRO-1
 and ZeRO-2 it is all communication. For fully sharded training it is the first gather of each pass, and the reduction of the
@@ -609,6 +645,9 @@ show.bars(held, "most held on a rank (bytes per parameter)", title, kind="counte
 
 # %% check-both-questions folded=true
 # NBVAL_CHECK_OUTPUT
+hidden = [sum(map(timeline.hidden_share, lanes[prefetch])) / K for prefetch in (False, True)]
+assert step_ms[True] < step_ms[False] and hidden[True] > hidden[False] + 0.2, (step_ms, hidden)
+print("prefetch hides gathers behind computing, and the step is shorter")
 assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
 few_samples, many_samples, checkpointed, big, small = held.values()
 assert many_samples > 2 * few_samples and big > 1.2 * small, held
@@ -764,6 +803,49 @@ gather, prefetch and reduce, as `FullySharded` above. `fully_shard` can also kee
 (`MixedPrecisionPolicy`), shard over the GPUs of one machine only (a mesh of two axes), or move the state to the CPU. The levels are
 from Rajbhandari et al., *ZeRO* (2020), and their use in torch from Zhao et al., *PyTorch FSDP* (2023).
 
+## Your two halves under torch's own sharding
+
+`fully_shard` asks a process group for two things: to sum and scatter, and to gather. These are the two halves of your ring. So torch's own
+sharded training runs over them, as torch's DDP ran over the whole ring in lesson 04. Here it does, once with the two halves, and once with a
+reduce-scatter whose author stopped a step early. Before you run it: will the replicas part, as they did under DDP?
+"""
+
+
+# %% own-halves
+def a_step_short(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 2):  # it should be size - 1
+        target = chunks[(rank - step - 1) % size]
+        incoming = torch.empty_like(target)
+        wire.exchange(chunks[(rank - step) % size], right, incoming, left, group)
+        target += incoming
+
+
+def over_own_halves(scatter):
+    def sharded(model):
+        ring_backend.register("halves", reduce_scatter=scatter, allgather=allgather)
+        return torchs_fully(model, backend="halves")
+
+    with wire.counting() as traffic:
+        seen = losses(sharded)
+    return seen, traffic.bytes_sent
+
+
+# %% check-own-halves
+# NBVAL_CHECK_OUTPUT
+p = 8 * 3 * 64**2  # bytes in float64; the five updates have two micro-batches each
+for scatter in (reduce_scatter, a_step_short):
+    seen, of_ranks = zip(*launch(over_own_halves, scatter, world_size=K))
+    same = torch.allclose(torch.stack(seen), trained["torch's fully_shard"], atol=1e-9)
+    print(f"{scatter.__name__}: the losses of torch's own group: {same};", end=" ")
+    print(f"{of_ranks[0] * K / (10 * (K - 1) * p):.2f} (K-1)/K p for a micro-batch")
+
+# %% [markdown]
+r"""
+Each micro-batch sends 3(K-1)/K p through your code: two gathers and one scatter. The short one skips a step of the scatter in each of
+them. Its losses are wrong, and no comparison of replicas would find it. In sharded training each weight has one owner, and all others
+get a copy of what the owner has: there is nothing left that could differ. Task 7.8 lets your own halves train torch's model.
+
 ## Check yourself
 
 **1.** 7 billion parameters, Adam, float32, 64 GPUs. What does each keep, fully sharded?
@@ -839,6 +921,65 @@ sending: 0.63 million tokens for 405 billion parameters on 81 H100s, each of whi
 larger batch, and so does a larger model, since it needs more GPUs. (An A100 computes a third as fast on half of the network, so it
 needs 5,000 tokens.) If the batch may not grow, a faster network helps, or hybrid sharding, since W is several times as large inside a
 host.
+"""
+
+# %% [markdown]
+r"""
+## Optional: an optimizer that is not elementwise
+
+Sharding was possible because Adam looks at each element on its own. Some newer optimizers do not. **Muon** (Jordan et al., 2024) replaces
+the momentum of a weight matrix by the nearest matrix whose rows all have the same length and are orthogonal to each other. Five rounds of
+matrix products do this approximately. A rank that has only some rows of the matrix can do the same with these rows, and gets something
+else. Before you run it: by how much will the two differ?
+"""
+
+
+# %% muon
+def orthogonal(matrix):
+    matrix = matrix / matrix.norm()
+    for _ in range(5):  # Newton and Schulz's iteration, with Muon's three numbers
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
+    return matrix
+
+
+def exchanged(parts):  # rank r gets what each rank has for it
+    rank, size, _, _ = wire.neighbours()
+    gotten = [torch.empty_like(part) for part in parts]
+    gotten[rank].copy_(parts[rank])
+    for turn in range(1, size):
+        to = (rank + turn) % size
+        source = (rank - turn) % size
+        wire.exchange(parts[to], to, gotten[source], source)
+    return gotten
+
+
+# %% check-muon
+# NBVAL_CHECK_OUTPUT
+def updates(size):
+    matrices = torch.randn(size, 64, 64, generator=torch.Generator().manual_seed(0))
+    rows = [matrix.chunk(size)[dist.get_rank()].clone() for matrix in matrices]
+    with wire.counting() as traffic:
+        whole = torch.cat(exchanged(rows))  # all rows of one of the matrices
+        mine = exchanged(list(orthogonal(whole).chunk(size)))
+    wanted = [orthogonal(matrix).chunk(size)[dist.get_rank()] for matrix in matrices]
+    alone = [orthogonal(part) for part in rows]
+    wanted = torch.cat(wanted)
+    apart = [(torch.cat(way) - wanted).norm() / wanted.norm() for way in (alone, mine)]
+    return apart, traffic.bytes_sent / matrices.nbytes
+
+
+(alone, mine), sent = launch(updates, K, world_size=K)[0]
+assert alone > 0.3 and mine < 1e-5 and sent == 2 * (K - 1) / K**2, (alone, mine, sent)
+print("rows on their own: another update; whole matrices in turn: the same one, for 2(K-1)/K² p more")
+
+# %% [markdown]
+r"""
+The update of rows alone is off by more than a third of its length, and nothing warns. So each matrix must be whole somewhere for a moment.
+The cell deals the matrices out: each rank gets all rows of every K-th matrix, makes its update, and sends the rows back. That is an
+all-to-all in each direction, of a K-th of the momentum each time, which is little beside the 3(K-1)/K p of a sharded step. (The first
+large run with Muon gathered each matrix instead: Liu et al., *Muon is Scalable for LLM Training*, 2025.) Or an optimizer is sharded by whole
+parameters, as in task 7.1 and in torch's ZeRO-1. Shampoo and other methods that look at whole matrices need the same.
 """
 
 # %% [markdown]

@@ -4,7 +4,7 @@
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
 # parameters, step those, and send the new values to the others (ZeRO stage 1). Then go on to where a rank does not even
 # keep the parameters: you write what FSDP does before a layer computes, after its forward pass, and after its backward
-# pass.
+# pass. At the end torch's own FSDP trains over your ring.
 #
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next.
@@ -13,7 +13,10 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from ddp_course import ring_backend
 from ddp_course.stage4_ring import allgather, reduce_scatter
 from ddp_exercises import check, hint
 
@@ -274,3 +277,35 @@ def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, g
 
 # %% check-7-7 points=2
 check("7.7", smallest_batch)
+
+
+# %% [markdown]
+# ## 7.8 Your two halves under torch's own sharding
+#
+# *15 minutes · medium*
+#
+# torch's `fully_shard` gathers and scatters through a process group, so your two halves of a ring can carry it. Train `model`, an
+# `nn.Sequential`, with torch's own `fully_shard`: first each layer that has parameters, then the whole model. Then a rank has only
+# one layer whole at a time. `ring_backend.register("halves", reduce_scatter=..., allgather=...)` gives torch a backend of that name,
+# `dist.new_group(backend=...)` makes a group of it, `DeviceMesh.from_group(group, "cpu")` makes a mesh of the group, and `fully_shard`
+# takes a `mesh`. The loss is the cross entropy, and the optimizer is SGD with the learning rate `lr`.
+# %% answer-7-8
+def train_sharded(reduce_scatter, allgather, model, batches, lr):
+    """Train `model` in place on (inputs, targets), sharded by torch, over these two halves of a ring."""
+    ### BEGIN SOLUTION
+    ring_backend.register("halves", reduce_scatter=reduce_scatter, allgather=allgather)
+    mesh = DeviceMesh.from_group(dist.new_group(backend="halves"), "cpu")
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    ### END SOLUTION
+
+
+# %% check-7-8 points=2
+check("7.8", train_sharded)

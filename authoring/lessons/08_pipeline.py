@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from ddp_course import Device, launch, problems, stage1_single, stage5_bucketed
 from ddp_course import stage8_pipeline, wire
-from ddp_course.lab import on_your_gpus, show, timing
-from ddp_exercises import task
+from ddp_course.lab import claims, on_your_gpus, show, timing
+from ddp_exercises import fill_in, task
 
 K = 4  # how many ranks; 2 works as well
 cross_entropy = torch.nn.functional.cross_entropy
@@ -357,6 +357,24 @@ With two stages per rank the white parts are half as long, and their share is $\
 schedule they are a third as long, and their share is $\frac{K-1}{3M+K-1}$. (Then why *zero* bubble? This variant keeps no more
 micro-batches than 1F1B's first rank. With twice that memory only the white parts around the update are left.)
 
+How long does a whole step take? Half of the count is written. One unit of time passes for each micro-batch's forward pass on a rank.
+"""
+
+
+# %% faded-step-time
+def step_time(stages, micro_batches, forward=1, backward=2):
+    """Return how long a step takes under GPipe or 1F1B, from the first forward pass to the last backward pass."""
+    working = micro_batches * (forward + backward)
+    idle = ...
+    return working + idle
+
+
+fill_in(step_time, {(4, 8): 33, (1, 8): 24, (4, 1): 12, (3, 4, 2, 3): 30})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>idle = (stages - 1) * (forward + backward)</code></details>
+
 1F1B idles as long as GPipe, so what is it for? Activations must be kept from a micro-batch's forward to its backward pass. GPipe
 keeps those of all M micro-batches, and 1F1B keeps those of at most K. (Interleaving has a price here: with K = 4, by the lists above,
 rank 0 keeps 11 thin micro-batches, as much as 5.5 whole ones.)
@@ -531,6 +549,14 @@ title = "Ranks idle for as long as the schedule says"
 show.bars(percent, "idle (%)", title, form="{:.0f}", theory=derived, kind="virtual time",
           dash="timetable", colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))
 
+# %% claim-23
+# NBVAL_CHECK_OUTPUT
+claims.decide(
+    23, "1F1B has a smaller bubble than GPipe.", "virtual time",
+    {"all micro-batches take equally long": percent["1F1B"] < percent["GPipe"] - 0.5},
+    "Both idle for (K-1)/(M+K-1) of the time. What 1F1B saves is memory: it keeps the activations of K micro-batches, not of M.",
+)
+
 # %% [markdown]
 r"""
 On real devices the bars reach above the black line by the fixed cost of the micro-batches. Interleaved stages send twice
@@ -540,7 +566,24 @@ therefore help only up to a point, and a measurement decides where this point is
 
 ## Measure what is kept
 
-Of twelve micro-batches, how many does each rank keep the activations of at once, at most?
+Of twelve micro-batches, how many does each rank keep the activations of at once, at most? Complete the count for 1F1B first:
+"""
+
+
+# %% faded-kept-in-1f1b
+def kept_in_1f1b(stage, stages, micro_batches):
+    """Return of how many micro-batches a stage, counted from 0, keeps the activations at once, at most."""
+    behind_it = stages - 1 - stage
+    return ...
+
+
+fill_in(kept_in_1f1b, {(0, 4, 12): 4, (3, 4, 12): 1, (0, 4, 2): 2})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return min(behind_it + 1, micro_batches)</code></details>
+
+Now count what a pipeline really keeps:
 """
 
 

@@ -2,9 +2,9 @@
 r"""
 # 9 · Tensor parallelism and the mesh
 
-Sharding keeps the model whole while it computes, a pipeline cuts it between layers. What if a single layer is too
-large, or the activations are? Then the layers themselves are split: several ranks work on the same samples, each with a
-slice of every matrix. And then all ways are combined on one mesh of ranks.
+Sharding keeps the model whole while it computes, and a pipeline cuts it between layers. What if a single layer is too large, or its
+activations are? Then the layers themselves are split: several ranks work on the same samples, and each has a slice of every matrix. At
+the end all ways of splitting are combined on one mesh of ranks.
 
 **After this lesson you can**
 
@@ -12,7 +12,7 @@ slice of every matrix. And then all ways are combined on one mesh of ranks.
 - split a pair of linear layers so that one all-reduce per pass is enough,
 - lay a mesh of ranks over hosts and explain which way of splitting belongs on which link.
 
-*40 minutes, under a minute of computing.*
+*55 minutes, one of them computing; the three optional parts take 15 more.*
 """
 
 # %% imports
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from ddp_course import Device, Link, launch, problems, ring_all_reduce, stage4_ring
 from ddp_course import stage8_pipeline, stage9_tensor, wire
-from ddp_course.lab import on_your_gpus, show, timing
-from ddp_exercises import task
+from ddp_course.lab import claims, on_your_gpus, show, timing
+from ddp_exercises import fill_in, task
 from manyranks import presets
 
 K = 4  # how many ranks; 2 works as well
@@ -45,8 +45,9 @@ Per parameter, with Adam:
 | float32 | 4 | 4 | 8: two running means | 16 |
 | mixed precision, parameters in bfloat16 | 2 | 2 | 12: a float32 copy and two running means | 16 |
 
-Mixed precision does not make this part smaller: it computes faster, and with parameters in bfloat16 half as many bytes travel (under autocast, lesson 07, as many as before). Beside it there is a part
-that grows with the samples: the **activations**, which the forward pass keeps until the backward pass needs them.
+Mixed precision does not make this part of the memory smaller. It makes computing faster, and where the parameters are in bfloat16,
+half as many bytes travel. (Under autocast, as in lesson 07, as many travel as before.) A second part of the memory grows with the
+number of samples: the **activations**, which the forward pass keeps until the backward pass needs them.
 
 ## Predict
 """
@@ -63,8 +64,8 @@ r"""
 ## Run
 
 Autograd tells which tensors it keeps. We add up their bytes three times: in float32, in bfloat16 by autocast, and with
-**activation checkpointing** (Chen et al., 2016): only the inputs of each block are kept, and the backward pass computes the
-rest again, as far as it needs it. (A whole second forward pass would be a third more computing.)
+**activation checkpointing** (Chen et al., 2016). With checkpointing only the inputs of each block are kept, and the backward pass
+computes the rest once more, as far as it needs it. (A whole second forward pass would be a third more computing.)
 """
 
 
@@ -123,21 +124,30 @@ assert plain > 4 * p and half < 0.75 * plain and few < 0.25 * plain, parts
 assert 1.15 < more / flops < 1.34, more / flops
 print("counted: checkpointing keeps less than a quarter of the activations, for a fifth more flops")
 
+# %% claim-24
+# NBVAL_CHECK_OUTPUT
+claims.decide(
+    24, "Mixed precision halves the memory of training.", "counted",
+    {"activations are all that counts": half < 0.6 * plain,
+     "parameters, gradients and optimizer state count": 2 + 2 + 12 < 0.6 * (4 + 4 + 8)},
+    "Per parameter both take 16 bytes: the optimizer needs a float32 copy. Only activations, and what travels, become smaller.",
+)
+
 # %% [markdown]
 r"""
 ## Two ways to split a linear layer
 
-A linear layer computes $y = x W^T$. Cut W **column-split**, by its outputs: every rank needs all of x and computes some
-of y. Cut it **row-split**, by its inputs: every rank needs some of x and computes one of T terms of y, which an
-all-reduce adds up. PyTorch stores W as (outputs, inputs); "column" and "row" refer to its transpose. One after the
-other they fit together: the first leaves y split in just the way in which the second needs its x. Between them stands
-an activation, such as ReLU, that works on each element alone.
+A linear layer computes $y = x W^T$. If W is **column-split**, it is cut by its outputs: every rank needs all of x, and computes
+some of y. If W is **row-split**, it is cut by its inputs: every rank needs some of x, and computes one of T terms of y, which an
+all-reduce adds up. (PyTorch stores W as (outputs, inputs), and "column" and "row" refer to its transpose.) The two fit together, one
+after the other: the first leaves y split in just the way in which the second needs its x. Between them there is an activation, such
+as ReLU, which works on each element alone.
 
 **Possible because** a matrix product splits by columns and by rows.
 
-Backward it is the mirror image: each term gets the same gradient, that of y, and the gradient of x is the sum of the
-gradients that all ranks compute for it. So each pass needs one all-reduce: forward behind the second layer, backward before
-the first. That takes two autograd functions, `Enter` and `Leave` (Megatron-LM's *f* and *g*):
+The backward pass is the mirror image. Each term gets the same gradient, which is that of y, and the gradient of x is the sum of the
+gradients that all ranks compute for it. So each pass needs one all-reduce: the forward pass needs it behind the second layer, and the
+backward pass before the first. Two autograd functions do this, `Enter` and `Leave` (*f* and *g* in Megatron-LM):
 """
 
 
@@ -231,7 +241,25 @@ same samples, ranks of a column hold the same slices and average their gradients
 
 ![Four ranks in two rows, hosts as boxes: the two ranks of a host add up activations; ranks with the same slice, one below the other, average gradients](../docs/figures/mesh_2x2.svg)
 
-How do the ranks get there? Each rank lays all of them out as a grid, and makes a group of each line along each axis:
+How does a rank find its neighbours? It lays all ranks out as a grid, row by row, and makes a group of each line along each axis. The
+first half of this is where a rank stands:
+"""
+
+
+# %% faded-place-in-grid
+def place_in_grid(rank, rows, columns):
+    """Return the row and the column of a rank; ranks fill one row after the other."""
+    row = ...
+    return row, rank % columns
+
+
+fill_in(place_in_grid, {(0, 2, 4): (0, 0), (5, 2, 4): (1, 1), (3, 4, 1): (3, 0)})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>row = rank // columns</code></details>
+
+Task 9.3 asks for the groups.
 """
 
 # %% mesh-source
@@ -269,13 +297,31 @@ print("on every mesh the same weights as on one device")
 r"""
 ## What travels, and on which link
 
-DDP sends gradients: 2(K-1)/K p per step, whatever the batch. Tensor parallelism sends activations. If those between two layers
-are a bytes, it sends four times 2(T-1)/T a per block, and none of this can hide: the next layer waits for the sum. For a
-batch of 1,024 bytes of text in a GPT of width 64, a is 262 kB.
+DDP sends gradients: 2(K-1)/K p per step, whatever the batch. Tensor parallelism sends activations. None of what it sends can hide,
+since the next layer waits for the sum. If the activations between two layers have a bytes, how many does a rank send for a block, in
+both passes?
+"""
 
-Which axis of the mesh belongs inside a host? We take two hosts with two ranks each, fast links inside and 15 Mbit/s between
-them. The last axis of a mesh joins neighbouring ranks, which are on one host; so swapping the axes swaps the links. Then the
-same with a pipeline of two ranks in place of tensor parallelism. Devices are emulated; the bytes between hosts are counted.
+
+# %% faded-sent-by-a-block
+def sent_by_a_block(activation_bytes, ranks):
+    """Return the bytes that each of the ranks sends for a block: two all-reduces forward, two backward."""
+    all_reduces = 4
+    return ...
+
+
+fill_in(sent_by_a_block, {(1000, 4): 6000.0, (1000, 2): 4000.0, (1000, 1): 0.0})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return all_reduces * 2 * (ranks - 1) / ranks * activation_bytes</code></details>
+
+For a batch of 1,024 bytes of text in a GPT of width 64, a is 262 kB.
+
+Which axis of the mesh belongs inside a host? We take two hosts with two ranks each. Links inside a host are fast, and the link
+between the hosts carries 15 Mbit/s. The last axis of a mesh joins neighbouring ranks, which are on one host, so whoever swaps the axes
+swaps the links. We try both, and then the same with a pipeline of two ranks in the place of tensor parallelism. Devices are emulated,
+and the bytes between hosts are counted.
 """
 
 
@@ -333,11 +379,12 @@ print("the sums of activations belong inside a host")
 
 # %% [markdown]
 r"""
-How to read this: under each bar stands what a rank sends to the other host in a step, and the dash is the time that the
-cable needs for it, for all ranks of a host. Tensor parallelism between the hosts waits for the cable in every layer, twice
-per pass. (Its bar ends at the dash all the same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and only those of this rank's slices and of the layers that are not split. A pipeline sends least, so on a cable as
-slow as this one it wins; its price is the bubble. That is why the largest models combine all three: **tensor parallel**
-inside a host, pipelines between hosts, data parallel around it all. On 8 ranks:
+Under each bar you read what a rank sends to the other host in a step. The dash is the time that the cable needs for it, for all ranks
+of a host. Tensor parallelism between the hosts waits for the cable in every layer, twice per pass. (Its bar ends at the dash all the
+same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and only those of this rank's
+slices and of the layers that are not split. A pipeline sends least, so it wins on a cable as slow as this one, and pays with the bubble.
+That is why the largest models combine all three: **tensor parallelism** inside a host, pipelines between hosts, and data parallelism
+around it all. This is how 8 ranks look:
 
 ![Eight ranks on four hosts in two rows: the two ranks of a host add up activations; a host passes activations on to the next one of its row; ranks one below the other average gradients](../docs/figures/mesh_2x2x2.svg)
 
@@ -350,14 +397,13 @@ computing while
 
 $$T \le 1 + \frac{4\,h\,W}{R}$$
 
-b is not in it: a larger batch does not help, a wider model does. Between hosts with R/W = 8,000 flops per byte, and for
-h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host of H100s, with NVLink, W is nine
-times as large. That is
-why tensor parallelism stays inside a host, and data parallelism, which needs R/W tokens per replica (lessons 05 and 07),
-goes across. Together they reach further: the T ranks of a replica compute T times as fast, and each of them sends only its T-th of
-the gradients. So a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices.
-Task 13.6 asks for both limits. Before you run the cell, which takes 0.4 of what datasheets say: does a faster GPU allow more ranks to
-share a layer, or fewer?
+The batch is not in this formula: a larger batch does not help, but a wider model does. Between hosts with R/W = 8,000 flops per byte,
+and for h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host of H100s, with NVLink, W is nine times as large.
+This is why tensor parallelism stays inside a host. Data parallelism, which needs R/W tokens per replica (lessons 05 and 07), goes across.
+Together they reach further. The T ranks of a replica compute T times as fast, and each of them sends only its T-th of the gradients. So
+a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices. Task 13.6 asks for both
+limits. The next cell takes 0.4 of the speed that datasheets promise. Before you run it: does a faster GPU allow more ranks to share a
+layer, or fewer?
 """
 
 # %% reach folded=true
@@ -384,26 +430,26 @@ picture
 
 # %% [markdown]
 r"""
-Fewer: GPUs have become faster than the links inside their hosts. Still all eight of a host may share a layer, except in
-narrow models; between hosts it is 5 to 7 at a width of 8,192 (V100s and H100s lie on one another: hosts of both have the same network for
-a flop/s).
+It allows fewer, because GPUs have become faster than the links inside their hosts. All eight GPUs of a host may still share a layer,
+except in narrow models. Between hosts 5 to 7 may, at a width of 8,192. (The lines of V100s and H100s lie on one another, because the
+network of their hosts has grown as their speed has.)
 
-What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
-by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of
-layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022; task 9.5)
-splits them too. One activation is larger than all the others: the **logits**, 128,000 or more for each token. They are never
-gathered: with the last layer split by columns, the loss needs three numbers of each token from all ranks (task 9.6).
+What divides memory, and by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages, and also
+by D if they are sharded. Activations are divided by D, since each row has a part of the samples, and inside a pair of layers also by T.
+The inputs of the blocks are still whole on every rank. *Sequence parallelism* (Korthikanti et al., 2022; task 9.5) splits them too. One
+activation is larger than all others: the **logits**, 128,000 or more for each token. They are never gathered. If the last layer is
+split by columns, the loss needs only three numbers of each token from all ranks (task 9.6).
 
 ## A sequence on all ranks: ring attention (optional)
 
-One text of a million tokens is a batch of one: there is nothing to share out by samples, and its activations alone are too large
-for a device. So cut the *sequence*: each rank has the tokens of one stretch. All layers but one work on each token by itself.
-**Attention** does not: each query needs the keys and values of all tokens before it. Send these around the ring of lesson 04, a
+One text of a million tokens is a batch of one. There are no samples to share out, and the activations of this one text are too large
+for a device. So the *sequence* is cut, and each rank has the tokens of one stretch. All layers but one work on each token by itself.
+**Attention** is the exception: each query needs the keys and values of all tokens before it. These go around the ring of lesson 04, a
 stretch at a time, while the queries stay (Liu et al., *Ring Attention*, 2023).
 
-A softmax needs the sum over all keys, and no rank ever has them all. But a sum can be corrected: keep the highest score so far, and
-when a higher one comes, shrink what was summed up by the ratio of the two. This is the **online softmax**, on which FlashAttention
-stands, too. What goes to the right in the forward pass has a gradient that comes back to the left:
+A softmax needs the sum over all keys, and no rank ever has them all. But a sum can be corrected. Each rank keeps the highest score so
+far. When a higher one comes, it shrinks what it has summed up by the ratio of the two. This is the **online softmax**, on which
+FlashAttention is built, too. What goes to the right in the forward pass has a gradient that comes back to the left:
 """
 
 
@@ -479,18 +525,144 @@ print("ring attention: torch's outputs and gradients; each rank sends 2 (K-1)/K 
 
 # %% [markdown]
 r"""
-The scores of all tokens with all others are never in one place: a rank has a K-th of a K-th of them at a time. What it sends grows
-with the tokens of a stretch, what it computes with their square, so in long sequences the messages hide behind the products. Two
-things are missing for real use. Our autograd keeps every stretch that came by; real ones let it come by once more in the backward
-pass. And with this mask rank 0 has work in one turn only, the last rank in all: so each rank is given one stretch from the front
-and one from the back.
+The scores of all tokens with all others are never in one place: a rank has a K-th of a K-th of them at a time. What a rank sends grows
+with the tokens of a stretch, and what it computes grows with their square. So in long sequences the messages hide behind the products.
+Two things are missing for real use. Our autograd keeps every stretch that came by, while real programs let it come by once more in the
+backward pass. And with this mask rank 0 has work in one turn only, and the last rank has work in all turns. Real programs therefore give
+each rank one stretch from the front and one from the back.
+
+## Experts and the all-to-all (optional)
+
+A **mixture of experts** makes a layer larger without more computing. There are many MLPs, the *experts*, and a small *router* sends each
+token to one of them (Shazeer et al., 2017; Fedus et al., *Switch Transformers*, 2021). If each rank has one expert, tokens must travel to
+the rank of their expert, and the results must come back. Each rank has something else for each other rank, which is the **all-to-all**
+of lesson 04's table. The gradient of a token that has travelled travels back, by the same exchange the other way round:
+"""
+
+
+# %% all-to-all
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, leaving, coming):  # how many go to, and come from, each rank
+        ctx.way_back = coming, leaving
+        rank, size, _, _ = wire.neighbours()
+        outgoing = tokens.split(leaving)
+        incoming = tokens.new_empty(sum(coming), tokens.shape[1]).split(coming)
+        incoming[rank].copy_(outgoing[rank])
+        for turn in range(1, size):
+            to = (rank + turn) % size
+            source = (rank - turn) % size
+            wire.exchange(outgoing[to], to, incoming[source], source)
+        return torch.cat(incoming)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AllToAll.apply(gradient.contiguous(), *ctx.way_back), None, None
+
+
+# %% experts
+def through_experts(tokens, router, expert):
+    weight, choice = (tokens @ router).softmax(1).max(1)
+    order = choice.argsort(stable=True)
+    of_ranks = [None] * K
+    dist.all_gather_object(of_ranks, choice.bincount(minlength=K).tolist())
+    leaving = of_ranks[dist.get_rank()]
+    coming = [counts[dist.get_rank()] for counts in of_ranks]
+    arrived = AllToAll.apply(tokens[order], leaving, coming)
+    returned = AllToAll.apply(expert(arrived), coming, leaving)
+    in_place = torch.zeros_like(tokens).index_copy(0, order, returned)
+    return weight[:, None] * in_place, leaving
+
+
+# %% [markdown]
+r"""
+Before you run it: how often does a token cross a cable in a step, if its expert is on another rank?
+"""
+
+
+# %% with-experts folded=true
+def with_experts(size):
+    torch.manual_seed(0)
+    router = torch.randn(16, size, dtype=torch.float64)
+    experts = torch.randn(size, 16, 16, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(size, 64, 16, dtype=torch.float64, requires_grad=True)
+    rank = dist.get_rank()
+    mine = experts[rank].detach().requires_grad_()
+    own = tokens[rank].detach().requires_grad_()
+    with wire.counting() as traffic:
+        output, leaving = through_experts(own, router, lambda x: torch.relu(x @ mine))
+        output.square().sum().backward()
+    weight, choice = (tokens @ router).softmax(2).max(2)
+    hidden = torch.relu((tokens[..., None, :] @ experts[choice]).squeeze(2))
+    expected = weight[..., None] * hidden
+    expected.square().sum().backward()
+    pairs = (output, expected[rank]), (own.grad, tokens.grad[rank]), (mine.grad, experts.grad[rank])
+    apart = max((a - b).abs().max().item() for a, b in pairs)
+    return apart, traffic.bytes_sent, 64 - leaving[rank]
+
+
+# %% check-experts
+# NBVAL_CHECK_OUTPUT
+apart, sent, travelled = zip(*launch(with_experts, K, world_size=K))
+assert max(apart) < 1e-10, apart
+assert sum(sent) == 4 * sum(travelled) * 16 * 8, (sent, travelled)
+print(f"{sum(travelled)} of {64 * K} tokens have their expert elsewhere, and each crosses four times: the bytes counted")
+
+# %% [markdown]
+r"""
+Outputs and gradients are those of one device with all experts. A token crosses four times: it goes there and back, and so does its
+gradient. If the router spreads b tokens of width h evenly, each rank sends $4\,rac{K-1}{K}\,b\,h$ numbers in a step, however many
+parameters the experts have. Three things are different from all lessons before. The ranks' shares depend on the data, so a rank whose
+expert is popular keeps all others waiting; real routers are trained to spread tokens, or drop some. The router's gradients are averaged
+over all ranks, but an expert's are not: it has seen its tokens from all ranks already, and DDP must leave it out. And K more ranks can
+hold K more experts, which is why the largest models of today are mixtures.
+
+## A loss over everybody's samples (optional)
+
+A contrastive loss compares each sample with all others of the batch (CLIP: Radford et al., 2021). So under data parallel training the
+ranks gather each other's features. `dist.all_gather` knows nothing of autograd, and people put their own features, which have a graph,
+back into their place. It trains, and the loss is that of one device. Before you run it: and the gradient, on two ranks?
+"""
+
+
+# %% contrastive
+# NBVAL_CHECK_OUTPUT
+def gathered(features):
+    parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, features.detach())
+    parts[dist.get_rank()] = features  # these have a graph
+    return torch.cat(parts)
+
+
+def share_of_gradient(size):
+    torch.manual_seed(0)
+    views = torch.randn(2, 16, 8, dtype=torch.float64)
+    weight = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for gather, pair in (torch.clone, views), (gathered, views.chunk(size, 1)[dist.get_rank()]):
+        left, right = (gather(torch.nn.functional.normalize(view @ weight, dim=1)) for view in pair)
+        loss = cross_entropy(left @ right.T / 0.1, torch.arange(16))
+        gradients += torch.autograd.grad(loss, weight)
+    whole, mine = gradients
+    ring_all_reduce(mine)
+    return (mine / size / whole).mean().item()  # as DDP averages
+
+
+for size in (2, 4):
+    print(f"{size} ranks: {launch(share_of_gradient, size, world_size=size)[0]:.3f} of the gradient")
+
+# %% [markdown]
+r"""
+Each rank's gradient goes through its own features only. Their *sum* is the gradient of the whole batch, and DDP takes the mean. Nothing
+warns: SGD trains at a K-th of its learning rate, and with Adam only the weight decay is off. Multiply the loss by K, or gather with a
+collective that has a backward pass, as `PassOn` and `AllToAll` above have.
 
 ## On your GPUs
 
-Split layers on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides: what
-they cost depends on what joins the GPUs. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared. *Compute* is all but
-waiting for others, Python between two operations included, which the lanes leave white. (The last thin
-*communication* is the average over all ranks with the same slices. Here there is one, so it sends nothing.)
+Split layers run on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides, so what they
+cost depends on what joins the GPUs. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared. *Compute* is all
+time but waiting for others. It includes Python's time between two operations, which the lanes leave white. (The last thin
+*communication* is the average over all ranks with the same slices. Here there is one such rank, so nothing is sent.)
 """
 
 # %% on-your-gpus
@@ -502,8 +674,8 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-`torch.distributed.tensor.parallel.parallelize_module` does it by a plan: which layer is split in which way, over one
-axis of a `DeviceMesh`. In a cell, on the MLP of a block, next to ours; same weights, same inputs:
+`torch.distributed.tensor.parallel.parallelize_module` takes a plan, which says what layer is split in which way, over one axis of a
+`DeviceMesh`. Here it splits the MLP of a block, beside our class, with the same weights and the same inputs:
 """
 
 
@@ -536,10 +708,10 @@ print("parallelize_module on a DeviceMesh: the same gradients, slice by slice")
 
 # %% [markdown]
 r"""
-Where this is in PyTorch: `torch/distributed/tensor/parallel/style.py` has `ColwiseParallel` and `RowwiseParallel`; their
-tensors are *DTensors*, which know their placement on the mesh (`Shard(0)`, `Shard(1)`, `Replicate()`, `Partial()`) and insert
-the collectives themselves. `torch/distributed/device_mesh.py` makes the groups. The idea is from Megatron-LM (Shoeybi et
-al., 2019), the mesh of three axes from Narayanan et al. (2021), where T is at most the number of GPUs in a host.
+In PyTorch's source `torch/distributed/tensor/parallel/style.py` has `ColwiseParallel` and `RowwiseParallel`. Their tensors are
+*DTensors*, which know their placement on the mesh (`Shard(0)`, `Shard(1)`, `Replicate()`, `Partial()`) and insert the collectives
+themselves. `torch/distributed/device_mesh.py` makes the groups. The idea comes from Megatron-LM (Shoeybi et al., 2019). The mesh of three
+axes comes from Narayanan et al. (2021), where T is at most the number of GPUs in a host.
 
 ## Check yourself
 
@@ -562,9 +734,9 @@ gradients before <code>Enter</code> are summed up already. Averaging over the wr
 
 ## In three lines
 
-1. Beside 16 bytes per parameter there are activations; checkpointing trades most of them for a fifth more flops (counted).
-2. Column-split, then row-split: one all-reduce per pair and pass, the same numbers as one device.
-3. Sums of activations belong on the fastest links, gradients may cross the slow ones: that orders the mesh.
+1. Beside 16 bytes per parameter there are activations. Checkpointing trades most of them for a fifth more flops (counted).
+2. A column-split layer and then a row-split one need one all-reduce per pass, and give the numbers of one device.
+3. Sums of activations belong on the fastest links, while gradients may cross slow ones. This orders the mesh.
 
 **Exercise:** [9](../exercises/09_tensor_and_mesh.ipynb), `exercises/09_tensor_and_mesh.ipynb`. **Next:**
 [10, batch size and learning rate](10_batch_size_and_learning_rate.ipynb).

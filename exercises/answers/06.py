@@ -766,3 +766,101 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.7 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
 #- / self.world_size
 #+ / 3
+
+
+# %% 6.8 right: the place said in full, and a share by hand
+#-     dist.init_process_group("gloo")
+#+     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+#-     sampler = DistributedSampler(data)
+#+     sampler = DistributedSampler(data, seed=7, drop_last=False)
+# %% 6.8 right: cleared after the step, and left at the end
+#-             optimizer.zero_grad()
+#-             outputs
+#+             outputs
+#-             optimizer.step()
+#+             optimizer.step()
+#+             ddp_model.zero_grad()
+#+     dist.destroy_process_group()
+# %% 6.8 wrong: lazy, as it was published | each process says where it meets the others by itself: on another host, localhost is another machine
+#-     dist.init_process_group("gloo")
+#+     dist.init_process_group("gloo", init_method="tcp://localhost:10888", rank=0, world_size=1)
+# %% 6.8 wrong: rank 0 for all | every process says that it is rank 0: torchrun has told each its RANK
+#-     dist.init_process_group("gloo")
+#+     dist.init_process_group("gloo", rank=0, world_size=4)
+# %% 6.8 wrong: alone | every process says that it is alone in the world: torchrun has told each the WORLD_SIZE
+#-     dist.init_process_group("gloo")
+#+     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=1)
+# %% 6.8 wrong: device 0 | the ranks of a host share device 0, and the others stand idle: LOCAL_RANK says which one is this rank's
+#- int(os.environ["LOCAL_RANK"])
+#+ 0
+# %% 6.8 wrong: the rank as device | the second host has no device 2 and 3: LOCAL_RANK counts from 0 on each host
+#- int(os.environ["LOCAL_RANK"])
+#+ int(os.environ["RANK"])
+# %% 6.8 wrong: no sampler | the ranks train on the same samples: each needs a share of its own
+#- DataLoader(data, batch_size=4, sampler=sampler)
+#+ DataLoader(data, batch_size=4, shuffle=True)
+# %% 6.8 wrong: the epoch is not told | the sampler must be told the epoch
+#-         sampler.set_epoch(epoch)
+#+         pass
+# %% 6.8 wrong: past the wrapper | gradients are averaged only for a loss that the wrapper computed
+#- outputs = ddp_model(inputs)
+#+ outputs = model(inputs)
+# %% 6.8 wrong: the model stays behind | the model is on no device: place it, too
+#-     place(model, device)
+#+     pass
+# %% 6.8 told: never cleared | is there a zero_grad()?
+#-             optimizer.zero_grad()
+#+             pass
+# %% 6.8 told: lazy, no group | no process group was made
+#-     dist.init_process_group("gloo")
+#+     pass
+# %% 6.9 right: compared with rank 0 alone
+#-         replicas = [None] * dist.get_world_size()
+#-         dist.all_gather_object(replicas, weights)
+#-         if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+#-             return step
+#+         first = weights.clone()
+#+         dist.broadcast(first, 0)
+#+         differ = torch.tensor([float(not torch.equal(first, weights))])
+#+         dist.all_reduce(differ)
+#+         if differ:
+#+             return step
+# %% 6.9 right: to the end
+#-         if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+#-             return step
+#-     return None
+#+         if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+#+             found.append(step)
+#+     return found[0] if found else None
+#-     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+#+     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+#+     found = []
+# %% 6.9 wrong: to some digits | they differ in their last bits: compare with torch.equal
+#- torch.equal(replica, replicas[0])
+#+ torch.allclose(replica, replicas[0], atol=1e-8)
+# %% 6.9 wrong: lazy, at the end only | it compares at the end alone: compare after each step
+#-         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+#+         if step < len(batches):
+#+             continue
+#+         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+# %% 6.9 wrong: lazy, losses are compared | losses differ from rank to rank because their samples do: compare weights
+#-         cross_entropy(wrapped(inputs), targets).backward()
+#+         loss = cross_entropy(wrapped(inputs), targets)
+#+         loss.backward()
+#-         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+#+         weights = loss.detach()
+# %% 6.9 wrong: counts from 0 | steps are counted from 1: after how many of them
+#- enumerate(batches, 1)
+#+ enumerate(batches)
+# %% 6.9 wrong: lazy, they never differ | these replicas do differ: get the weights of all ranks, and compare them
+#-             return step
+#+             pass
+# %% 6.9 wrong: two neighbours only | ranks 0 and 1 alone are compared: the fault may be on another rank
+#- for replica in replicas):
+#+ for replica in replicas[:2]):
+# %% 6.9 told: lazy, torch's own group | torch's class adds up by other means
+#- dist.new_group(backend="tried")
+#+ None
+# %% 6.9 told: by hand | torch's own DistributedDataParallel was never called
+#- cross_entropy(wrapped(inputs), targets).backward()
+#+ cross_entropy(model(inputs), targets).backward()

@@ -772,3 +772,60 @@ def global_norm(shards, replicated, all_reduce):
     rows[torch.distributed.get_rank(), : len(own)] = own
     all_reduce(rows)
     return torch.cat([rows.reshape(-1), *[gradient.reshape(-1) for gradient in replicated]]).norm()
+
+
+# %% 7.8 right: layers alone
+#-     fully_shard(model, mesh=mesh)
+#+     pass
+# %% 7.8 right: another name, and weights that stay whole between the passes
+#- "halves", reduce_scatter
+#+ "both", reduce_scatter
+#- backend="halves"
+#+ backend="both"
+#- fully_shard(layer, mesh=mesh)
+#+ fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+# %% 7.8 told: lazy, torch's own group | torch gathers and sums by other means
+#- dist.new_group(backend="halves")
+#+ dist.new_group(backend="gloo")
+# %% 7.8 told: lazy, the course's halves | torch gathers and sums by other means
+#- register("halves", reduce_scatter=reduce_scatter, allgather=allgather)
+#+ register("halves")
+# %% 7.8 told: lazy, nothing is sharded | parameters are still whole
+def train_sharded(reduce_scatter, allgather, model, batches, lr):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    world_size = dist.get_world_size()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            chunks = list(parameter.grad.view(-1).tensor_split(world_size))
+            reduce_scatter(chunks)
+            allgather(chunks)
+            parameter.grad /= world_size
+        optimizer.step()
+
+
+# %% 7.8 wrong: lazy, the whole model at once | the model is one block, so a rank has all of it whole at once: shard each layer first
+#-     for layer in model:
+#-         if list(layer.parameters()):
+#-             fully_shard(layer, mesh=mesh)
+#+     pass
+# %% 7.8 wrong: the optimizer is made first | the weights have not changed: fully_shard puts new parameters in place of the old ones, so make the optimizer after it
+#-     fully_shard(model, mesh=mesh)
+#-     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+#+     fully_shard(model, mesh=mesh)
+#-     ring_backend.register("halves", reduce_scatter=reduce_scatter, allgather=allgather)
+#+     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+#+     ring_backend.register("halves", reduce_scatter=reduce_scatter, allgather=allgather)
+# %% 7.8 wrong: gradients are never cleared | gradients add up from step to step: clear them before each backward pass
+#-         optimizer.zero_grad()
+#+         pass
+# %% 7.8 wrong: divided once more | fully_shard has divided by K: the gradients are means already
+#-         optimizer.step()
+#+         for parameter in model.parameters():
+#+             parameter.grad /= dist.get_world_size()
+#+         optimizer.step()
+# %% 7.8 wrong: one batch only | the numbers of one step: go through all batches
+#-         optimizer.step()
+#+         optimizer.step()
+#+         break

@@ -1,23 +1,26 @@
-"""Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, a hook that compresses, a
-real script.
+"""Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, a hook that compresses,
+real scripts, a reducer, and replicas that part.
 """
 
 import os
 import tempfile
+from contextlib import ExitStack
 from itertools import chain
 from operator import itemgetter
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp_course import wire
-from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage4_ring import reduce_scatter, ring_all_reduce, whole_gradient_ring
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import load_tasks, task
 from manyranks.errors import MismatchError
+from manyranks.torch_inside import around
 
 from .shared import (
     NO_TENSOR,
@@ -34,6 +37,7 @@ from .shared import (
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
+FOUR = load_tasks(4)  # Exercise 4 has a ring under torch's class.
 
 
 @task(
@@ -540,3 +544,169 @@ class AReducer:
             part = "unused" if "nobody" in about else "mean"
             for index, weight in enumerate(weights):
                 yield part, f"{about}, gradient {index}", copied_gradient(weight)
+
+
+@task(
+    "6.8",
+    "mended_training",
+    {"group": 1, "device": 1, "shares": 1, "epochs": 0.5, "gradients": 1},
+    ranks=4,
+    hang="do all ranks take equally many steps?",
+    seconds=10,
+)
+class PublishedScript:
+    """A blog post's script, mended: each process has its own rank, device and samples."""
+
+    def draw(random):
+        samples = 38
+        inputs, targets = tensors(random, 2, samples, 3)
+        return {"seed": random.randrange(10**6), "inputs": inputs, "targets": targets}
+
+    def probe(mended_training, seed, inputs, targets):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        seen, uncleared = watch_training(model, inputs)
+        before = ONE.weights(model)
+        torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
+        data = torch.utils.data.TensorDataset(inputs, targets)
+        joined = []
+        placed = []
+        through_wrapper = []
+
+        def place(thing, number):
+            placed.append((isinstance(thing, nn.Module), number))
+            return thing
+
+        def wrap(module, *args, **kwargs):
+            parallel = nn.parallel.DistributedDataParallel(module, *args, **kwargs)
+            through_wrapper.append(forward_passes_of(parallel))
+            return parallel
+
+        with as_torchrun_starts_it(joined):
+            mended_training(place, wrap, model, data, 2)
+        after = ONE.weights(model)
+        require(joined, "no process group was made: dist.init_process_group is missing")
+        for name, value in joined[0].items():
+            yield "group", name, value
+        models = [number for is_model, number in placed if is_model]
+        yield "device", "the devices that get the model", models
+        yield "device", "the devices that this rank uses", sorted({number for _, number in placed})
+        yield from shares_and_epochs(seen)
+        pile_up = ""
+        if any(uncleared):
+            pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
+        yield "gradients", "when a backward pass begins", pile_up
+        yield "gradients", "training changes the weights", not after.equal(before)
+        alike = all(of_rank.allclose(after) for of_rank in gathered(after))
+        yield "gradients", "all ranks have the same weights at the end", alike
+        yield "gradients", "forward passes go through the wrapper", any(through_wrapper)
+
+
+def as_torchrun_starts_it(joined):
+    """Within this block a rank is a process of torchrun's, one of two on its host. It has a group
+    already: `joined` gets what it asks for when it makes one.
+    """
+    rank = dist.get_rank()
+    place = {"RANK": rank, "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": rank % 2}
+    environ = {name: str(value) for name, value in place.items()}
+
+    def join(run, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, **more):
+        if rank < 0:  # init_process_group then reads both from the environment.
+            rank = place["RANK"]
+        if world_size < 0:
+            world_size = place["WORLD_SIZE"]
+        joined.append(
+            {
+                "where the ranks meet": init_method or "env://",
+                "the rank": rank,
+                "the world size": world_size,
+            }
+        )
+
+    block = ExitStack()
+    block.enter_context(mock.patch.dict(os.environ, environ))
+    block.enter_context(around(dist, "init_process_group", join))
+    block.enter_context(around(dist, "destroy_process_group", lambda run, *group: None))
+    return block
+
+
+def faulty_rings():
+    """{what it is: an all-reduce}: rings with faults, and one without."""
+
+    def one_step_short(tensor, group=None):
+        rank, size, left, right = wire.neighbours(group)
+        chunks = tensor.view(-1).tensor_split(size)
+        reduce_scatter(chunks, group)
+        for step in range(size - 2):
+            target = chunks[(rank - step) % size]
+            wire.exchange(chunks[(rank + 1 - step) % size], right, target, left, group)
+
+    def wrong_chunk(tensor, group=None):
+        rank, size, left, right = wire.neighbours(group)
+        chunks = tensor.view(-1).tensor_split(size)
+        reduce_scatter(chunks, group)
+        for step in range(size - 1):
+            target = chunks[(rank - step - 1) % size]
+            wire.exchange(chunks[(rank - step) % size], right, target, left, group)
+
+    def whole_gradients(tensor, group=None):
+        tensor.copy_(whole_gradient_ring(tensor, group))
+
+    return {
+        "a right ring": ring_all_reduce,
+        "a ring one step short": one_step_short,
+        "a ring of whole gradients": whole_gradients,
+        "a ring that hands out another chunk than the one it has summed": wrong_chunk,
+    }
+
+
+@task(
+    "6.9",
+    "first_difference",
+    {"they differ": 1, "they are equal": 1},
+    ranks=4,
+    seconds=15.0,
+    hang="do all ranks stop after the same step?",
+)
+class FirstDifference:
+    """torch's DDP over rings with faults: after which step the replicas differ."""
+
+    def draw(random):
+        return {
+            "seed": random.randrange(10**6),
+            "batches": [ONE.batches_of(random, 5, 4) for _ in range(4)],
+            "lr": random.randrange(1, 5) / 10,
+            "late": random.randrange(2, 5),
+        }
+
+    def probe(first_difference, seed, batches, lr, late):
+        forward_passes = []
+        summed = []
+
+        def noted(forward, *arguments, **named):
+            forward_passes.append(None)
+            return forward(*arguments, **named)
+
+        def late_fault(tensor, group=None):
+            ring_all_reduce(tensor, group)
+            if len(forward_passes) >= late and dist.get_rank(group) == 3:
+                tensor *= 1 + 1e-6
+
+        rings = faulty_rings()
+        rings[f"a ring that goes wrong on the last rank in step {late}"] = late_fault
+        for name, ring in rings.items():
+            forward_passes.clear()
+            summed.clear()
+            model, _ = ONE.small_model(seed)
+
+            def all_reduce(tensor, group=None, ring=ring):
+                summed.append(tensor.numel())
+                ring(tensor, group)
+
+            with around(nn.parallel.DistributedDataParallel, "forward", noted):
+                step = first_difference(all_reduce, model, batches[dist.get_rank()], lr)
+            require(forward_passes, FOUR.NO_TORCH)
+            require(summed, FOUR.NOT_CALLED)
+            is_equal = name.startswith(("a right", "a ring that hands"))
+            part = "they are equal" if is_equal else "they differ"
+            yield part, name, step

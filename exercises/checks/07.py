@@ -1,5 +1,6 @@
 """Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
-room, parameters that come and go, the norm of what no rank has, and the smallest batch.
+room, parameters that come and go, the norm of what no rank has, the smallest batch, and torch's
+own sharding over the two halves of a ring.
 """
 
 import time
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import wire
-from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage4_ring import allgather, reduce_scatter, ring_all_reduce
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import each_case, load_tasks, task
@@ -28,6 +29,7 @@ from .shared import (
     worlds,
 )
 
+ONE = load_tasks(1)  # Exercise 1 has a little net.
 SCHEDULES = load_tasks(8)  # Exercise 8 reads a learner's schedule.
 
 
@@ -656,3 +658,56 @@ class SmallestBatch:
                 f" {gradient_bytes} per gradient"
             )
             yield "tokens", f"{model}, {machine}, tokens", tokens
+
+
+NOT_SHARDED = (
+    "parameters are still whole: torch's fully_shard was not called on the model, which it changes in"
+    " place; your loop then trains the same `model`"
+)
+OTHER_MEANS = (
+    "the two functions were never called: torch gathers and sums by other means; register both, and hand"
+    " fully_shard a mesh of your group"
+)
+
+
+@task(
+    "7.8",
+    "train_sharded",
+    {"weights": 1, "the halves": 1, "a layer at a time": 0.5},
+    ranks=4,
+    bound=1e-9,
+    seconds=10.0,
+    hang="does every rank make the group, and go through all of its batches?",
+)
+class TrainSharded:
+    """torch's fully_shard over a group of a learner's own: the weights, and who sent them."""
+
+    def draw(random):
+        count = random.randrange(3, 5)
+        return {
+            "seed": random.randrange(10**6),
+            "batches": [ONE.batches_of(random, count, 4) for _ in range(4)],
+            "lr": random.randrange(1, 5) / 10,
+        }
+
+    def probe(train_sharded, seed, batches, lr):
+        model, _ = ONE.small_model(seed)
+        summed = []
+        spread = []
+
+        def first_half(chunks, group=None):
+            summed.append(sum(chunk.numel() for chunk in chunks))
+            reduce_scatter(chunks, group)
+
+        def second_half(chunks, group=None):
+            spread.append(sum(chunk.numel() for chunk in chunks))
+            allgather(chunks, group)
+
+        train_sharded(first_half, second_half, model, batches[dist.get_rank()], lr)
+        parameters = list(model.parameters())
+        require(all(hasattr(parameter, "full_tensor") for parameter in parameters), NOT_SHARDED)
+        require(summed and spread, OTHER_MEANS)
+        yield "the halves", "numbers that reduce_scatter has added up, in all steps", sum(summed)
+        yield "a layer at a time", "calls of reduce_scatter, in all steps", len(summed)
+        whole = [parameter.full_tensor().detach().view(-1) for parameter in parameters]
+        yield "weights", "the weights after all steps", torch.cat(whole)

@@ -1,6 +1,10 @@
-"""A task that stands in a lesson is that of the exercise, word for word, and runs unsolved."""
+"""A task that stands in a lesson is that of the exercise, word for word, and runs unsolved; a
+half-written function is right with the line that is shown.
+"""
 
+import html
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -67,3 +71,37 @@ def test_an_open_task_says_so_a_right_one_too_and_a_wrong_one_raises(capsys):
     assert "correct" in capsys.readouterr().out
     with pytest.raises(Wrong):
         checking.task("4.1", wrong)
+
+
+THE_LINE = re.compile(r"<summary>The line</summary><code>(.+?)</code>")
+
+
+@pytest.mark.parametrize("path", LESSONS[3:9], ids=lambda path: path.stem)
+def test_a_half_written_function_is_right_with_its_line(path, capsys):
+    completed = 0
+    for cell, after in pairwise(nbformat.read(path, as_version=4).cells):
+        if not cell.id.startswith("faded-"):
+            continue
+        exec(cell.source, {"fill_in": checking.fill_in})
+        assert "is half written" in capsys.readouterr().out, cell.id
+        [line] = THE_LINE.findall(after.source)
+        [dots] = re.findall(r"^ +(.* \.\.\.)$", cell.source, re.MULTILINE)
+        exec(cell.source.replace(dots, html.unescape(line)), {"fill_in": checking.fill_in})
+        assert "is right in all" in capsys.readouterr().out, cell.id
+        completed += 1
+    assert completed >= 2
+
+
+def half_written(number):
+    return number + ...
+
+
+def one_too_many(number):
+    return number + 1
+
+
+def test_a_half_written_function_says_so_and_a_wrong_one_raises(capsys):
+    checking.fill_in(half_written, {(1,): 1})
+    assert "half_written is half written" in capsys.readouterr().out
+    with pytest.raises(Wrong, match=re.escape("one_too_many(2)")):
+        checking.fill_in(one_too_many, {(0,): 1, (2,): 2})
