@@ -13,5 +13,6 @@ BENCHMARKS = (
     "grade",
     "gpu",
     "predictions",
+    "rehearsals",
     "virtual_time",
 )

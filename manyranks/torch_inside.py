@@ -315,8 +315,13 @@ class InPlaceOfGloo(ProcessGroup):
         ranks = self.options.global_ranks_in_group
         self.members = list(ranks) or list(range(self.size()))
         self.begin(of_some_ranks=bool(ranks))
-        self.gloo = Gloo(self.store, self.rank(), self.size(), timeout=self.patience)
-        self.gloo._set_sequence_number_for_group()
+        self.gloo = self.mover()
+
+    def mover(self) -> Any:
+        """Return what moves the data: a group of gloo."""
+        gloo = Gloo(self.store, self.rank(), self.size(), timeout=self.patience)
+        gloo._set_sequence_number_for_group()
+        return gloo
 
     def begin(self, of_some_ranks: bool) -> None:
         """Meet the other members; a group `of_some_ranks` is made beside that of the whole job."""

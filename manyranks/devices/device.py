@@ -1,11 +1,52 @@
 """`Device`: an accelerator by two numbers, its rate and the bandwidth of its memory."""
 
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import presets, units
 from ..errors import EmulationError
 from .emulation import Emulation
+
+
+class Reach(NamedTuple):
+    """What kernels reach of a device.
+
+    Shares of its rate count for products and for attention (of all scores, though a causal mask
+    leaves out half), a share of its memory's bandwidth, and `launch` seconds come on top of each.
+    """
+
+    products: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    launch: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> "Reach":
+        """Return what a text such as "products=0.75,attention=0.6,launch=30us" says.
+
+        Raises EmulationError for other text.
+        """
+        found = {}
+        for word in text.split(","):
+            name, _, value = word.strip().partition("=")
+            if name not in cls._fields:
+                raise EmulationError(f'"{word}" is none of {", ".join(cls._fields)}, as in {REACH}')
+            if name == "launch":
+                found[name] = units.seconds(value)
+                continue
+            try:
+                found[name] = float(value)
+            except ValueError:
+                found[name] = 0.0
+            if not 0 < found[name] <= 1:
+                raise EmulationError(f'"{word}" is no share above 0 and up to 1, as in {REACH}')
+        return cls(**found)
+
+
+REACH = "products=0.75,attention=0.6,memory=0.9,launch=30us"
+
+
+FULL = Reach()
 
 
 class Device:
@@ -16,14 +57,16 @@ class Device:
 
     An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
     meanwhile, so results equal those of any run, bit for bit. With `streams` the host runs ahead
-    of the device, as with a GPU (docs/VIRTUAL_TIME.md). Raises EmulationError for numbers
-    that are unreadable or out of range, and for a name that nobody knows.
+    of the device, as with a GPU (docs/VIRTUAL_TIME.md). Kernels take the device's full rates unless
+    `reach` says what they reach. Raises EmulationError for numbers that are unreadable or out of
+    range, and for a name that nobody knows.
     """
 
-    def __init__(self, rate, memory=None, streams=False):
+    def __init__(self, rate, memory=None, streams=False, reach=FULL):
         self.name = None
         self.link = None
         self.streams = streams
+        self.reach = reach
         self.capacity = None  # the bytes of its memory, which count where tensors have sizes only
         known = presets.accelerator(rate)
         if known is not None:
@@ -45,11 +88,15 @@ class Device:
     def __repr__(self):
         return f"Device({self})"
 
-    def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
+    def seconds(self, flops: float, nbytes: float, attends: bool = False) -> tuple[float, str]:
         """Return the seconds of an operation, and what bounds it: "flops" or "memory"."""
-        computing = flops / self.rate
-        moving = nbytes / self.memory if self.memory else 0.0
-        return (computing, "flops") if computing >= moving else (moving, "memory")
+        reach = self.reach
+        share = reach.attention if attends else reach.products
+        computing = flops / (share * self.rate)
+        moving = nbytes / (reach.memory * self.memory) if self.memory else 0.0
+        if computing >= moving:
+            return computing + reach.launch, "flops"
+        return moving + reach.launch, "memory"
 
     def over(self, link: Any) -> "Device":
         """Return this device for a process that emulates several, joined by `link`."""

@@ -144,7 +144,8 @@ class Emulation:
         if self.device.memory or self.operations is not None:
             # Each tensor is read or written once.
             nbytes = sum(tensor.nbytes for tensor in tensors_in(args, kwargs, result))
-        seconds, bound = self.device.seconds(flops, nbytes)
+        attends = roofline.is_attention(operation)
+        seconds, bound = self.device.seconds(flops, nbytes, attends)
         if clocks.several_compute():
             clocks.own().take_turn()
         start = max(self.moment(), self.free_at[number])

@@ -42,6 +42,12 @@ def flops_formula(operation: Any) -> Callable | None:
 
 
 @cache
+def is_attention(operation: Any) -> bool:
+    """Return whether `operation` is all of attention in one."""
+    return "scaled_dot_product" in operation.overloadpacket.__name__
+
+
+@cache
 def has_traffic(operation: Any) -> bool:
     """Return whether an operation reads or writes memory: views and collectives do not."""
     name = operation.overloadpacket.__name__

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..devices.device import Device
+from ..devices.device import FULL, REACH, Device, Reach
 from ..errors import EmulationError, LaunchError
 from .rehearse import Request, orders_of, rehearse
 from .report import Report
@@ -30,12 +30,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help='a name such as H100, or rates such as "989TFLOP/s" or "989TFLOP/s,3.3TB/s"',
     )
+    parser.add_argument(
+        "--reach",
+        metavar="SHARES",
+        help=f"what kernels reach of the device, as in {REACH} (default: all of it)",
+    )
     parser.add_argument("--link", help="between ranks: NVLink, 100Gbit, … (default: no time)")
     parser.add_argument("--hosts", type=int, metavar="N", help="hosts, with as many ranks each")
     parser.add_argument("--between", metavar="LINK", help="between hosts, of all cards of a host")
     parser.add_argument("--latency", default="0ms", help="one way, such as 10us (default 0ms)")
     parser.add_argument(
         "--sizes-only", action="store_true", help="nothing is computed: models may be very large"
+    )
+    parser.add_argument(
+        "--fold",
+        action="store_true",
+        help="with --sizes-only: run one rank, and book the others as its copies",
     )
     parser.add_argument(
         "--answer", type=float, metavar="NUMBER", help="with --sizes-only, for loss.item()"
@@ -82,6 +92,8 @@ def request_of(args: argparse.Namespace) -> Request:
     """Return the request of the options; raises EmulationError or ValueError."""
     device = Device(*[word.strip() for word in args.device.split(",")][:2])
     device.streams = not args.no_streams
+    if args.reach:
+        device.reach = Reach.read(args.reach)
     return Request(
         ranks=args.ranks,
         device=device,
@@ -90,6 +102,7 @@ def request_of(args: argparse.Namespace) -> Request:
         between=args.between,
         latency=args.latency,
         sizes_only=args.sizes_only,
+        fold=args.fold,
         answer=args.answer,
         timeout=args.timeout,
         progress=sys.stderr is not None and sys.stderr.isatty(),
@@ -107,7 +120,10 @@ def remarks(request: Request) -> str:
         words.append("The host waits for each operation, so only torch's DDP overlaps.")
     if request.sizes_only:
         words.append("Nothing was computed.")
-    words.append("Kernels reach the device's full rate: real ones reach a part of it.")
+    if request.fold:
+        words.append("One rank was run, the others are its copies; the last one was compared.")
+    if request.device.reach == FULL:
+        words.append("Kernels reach the device's full rate: real ones reach a part (--reach).")
     return " ".join(words)
 
 

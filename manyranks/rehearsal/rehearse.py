@@ -12,6 +12,7 @@ from ..launching.launch import launch
 from ..links import Link
 from ..orders.every import every_order
 from ..orders.verdict import Verdict
+from .folding import check_alike, run_folded
 from .report import Report
 from .script import run_for_orders, run_script
 
@@ -20,8 +21,9 @@ from .script import run_for_orders, run_script
 class Request:
     """The machines on which a script is rehearsed: `hosts` have equally many ranks, in blocks.
 
-    `link` joins all ranks, or the ranks of each host where `between` joins the hosts. Raises
-    EmulationError, or ValueError, for a request that cannot be met.
+    `link` joins all ranks, or the ranks of each host where `between` joins the hosts. With `fold`
+    one rank is run, and the others are booked as its copies. Raises EmulationError, or ValueError,
+    for a request that cannot be met.
     """
 
     ranks: int
@@ -31,6 +33,7 @@ class Request:
     between: str | None = None
     latency: str = "0ms"
     sizes_only: bool = False
+    fold: bool = False
     answer: float | None = None
     timeout: float = 3600.0
     progress: bool = False
@@ -44,6 +47,8 @@ class Request:
                 f"{self.hosts} hosts need a link: --between 100Gbit joins them, --link NVLink the"
                 " ranks of each"
             )
+        if self.fold and not (self.sizes_only and self.ranks > 1):
+            raise EmulationError("--fold is for several ranks with --sizes-only")
         if self.between is not None and not self.hosts:
             raise EmulationError("--between joins hosts: say how many, as in --hosts 2")
         name = self.device.name
@@ -67,9 +72,11 @@ class Request:
             "ranks": self.ranks,
             "hosts": self.hosts or 1,
             "device": self.device.describe(),
+            "reach": self.device.reach._asdict(),
             "streams": self.device.streams,
             "link": self.emulated and self.emulated.describe(),
             "sizes_only": self.sizes_only,
+            "folded": self.fold,
             "answer": self.answer,
         }
 
@@ -79,20 +86,23 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
 
     Raises the errors of `launch`.
     """
+    script = (str(Path(path).resolve()), arguments, request.device, request.per_host)
+    folded = (request.emulated, request.ranks) if request.fold else ()
     told = launch(
-        run_script,
-        str(Path(path).resolve()),
-        arguments,
-        request.device,
-        request.per_host,
-        world_size=request.ranks,
+        run_folded if request.fold else run_script,
+        *script,
+        *folded,
+        world_size=2 if request.fold else request.ranks,
         device=request.device,
-        link=request.emulated,
+        link=None if request.fold else request.emulated,
         sizes_only=request.sizes_only,
         answer=request.answer,
         timeout=request.timeout,
         progress=request.progress and ("rehearsal", True),
     )
+    if request.fold:
+        check_alike(told, request.ranks - 1)
+        told = told[:1]
     return Report(path, request.describe(), told)
 
 

@@ -62,8 +62,9 @@ def run_script(path: str, arguments: list[str], device: Any, per_host: int) -> T
         stack.enter_context(own_group(told))
         stack.enter_context(as_gpus(device, rank % per_host, per_host))
         stack.enter_context(steps_noted(told))
-        # These warnings are about versions of torch, and say nothing of the script.
+        # These warnings are about versions of torch, or the processor, not about the script.
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", ".*(on cpu device mesh|no accelerator is found)")
         execute(path, arguments)
     streams.synchronize()
     told.peak = Memory.current.peak if Memory.current else memory.peak

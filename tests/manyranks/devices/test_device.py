@@ -1,9 +1,10 @@
 """What an emulated device is told, what it refuses, and what it says of itself."""
 
 import pytest
+import torch
 
 from manyranks import Device, launch
-from manyranks.devices.device import for_ranks
+from manyranks.devices.device import Reach, for_ranks
 from manyranks.errors import EmulationError
 
 
@@ -29,6 +30,29 @@ def test_a_roofline_has_two_sides():
         "memory",
     )
     assert Device("2GFLOP/s").seconds(0, 1e9) == (0.0, "flops")
+
+
+def test_what_kernels_reach_of_a_device():
+    reach = Reach.read("products=0.5, attention=0.25,memory=0.1,launch=30us")
+    assert reach == pytest.approx((0.5, 0.25, 0.1, 30e-6))
+    device = Device("2GFLOP/s", "1GB/s", reach=reach)
+    assert device.seconds(4e9, 0) == (pytest.approx(4 + 30e-6), "flops")
+    assert device.seconds(4e9, 0, attends=True) == (pytest.approx(8 + 30e-6), "flops")
+    assert device.seconds(0, 1e9) == (pytest.approx(10 + 30e-6), "memory")
+    for wrong in ("speed=1", "products=1.2", "attention=0", "memory=x", "launch=soon", ""):
+        with pytest.raises(EmulationError, match=r"products=|memory=|5ms|products"):
+            Reach.read(wrong)
+
+
+def test_attention_is_known_by_its_operation():
+    with Device("1GFLOP/s", reach=Reach(0.5, 0.25)).emulate(record=True, sleep=False) as emulation:
+        query = torch.ones(1, 1, 8, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        query[0, 0] @ query[0, 0]
+    takes = {each.name: each for each in emulation.operations if each.flops}
+    [attention] = [each for name, each in takes.items() if "attention" in name]
+    assert attention.seconds == pytest.approx(attention.flops / 0.25e9)
+    assert takes["mm"].seconds == pytest.approx(takes["mm"].flops / 0.5e9)
 
 
 def test_known_accelerators():

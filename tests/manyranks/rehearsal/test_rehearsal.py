@@ -66,6 +66,40 @@ def test_accumulation_sends_once_and_workers_take_no_time_of_the_device():
     assert second.last.hidden + second.last.exposed == every.last.hidden + every.last.exposed
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero"])
+def test_one_rank_folded_is_what_it_is_among_all(name):
+    """Each moment of rank 0 is the same, and with it all that is derived from them."""
+    request = {"link": "NVLink", "hosts": 2, "between": "10Gbit", "latency": "5us"}
+    script = str(SCRIPTS / f"{name}.py")
+    every = rehearse(script, [], Request(4, DEVICE, **request, sizes_only=True))
+    folded = rehearse(script, [], Request(4, DEVICE, **request, sizes_only=True, fold=True))
+    assert len(folded.told) == 1 and len(folded.told[0].steps) >= 2
+    assert vars(folded.told[0]) == vars(every.told[0])
+    assert [ranks[0] for ranks in every.steps] == [ranks[0] for ranks in folded.steps]
+
+
+def test_ranks_that_are_not_alike_are_not_folded(tmp_path):
+    def folded(path, **options):
+        return rehearse(str(path), [], Request(4, DEVICE, sizes_only=True, fold=True, **options))
+
+    with pytest.raises(RankError, match=r"none sends to another one.*leave out --fold"):
+        folded(SCRIPTS / "pipeline.py")
+    unlike = tmp_path / "unlike.py"
+    begin = (
+        "import torch, torch.distributed as dist\ndist.init_process_group()\nx = torch.ones(99)\n"
+    )
+    for line, words in (
+        ("if dist.get_rank(): x.mul_(2)", r"unlike.py line 5: .*rank 3 comes 0.\d+ ms later"),
+        ("if dist.get_rank(): dist.all_reduce(x)", "with 1 collectives, rank 3 0 with 2"),
+        ("x = x[dist.get_rank():]", "rank 3 calls all_reduce of 576 bytes"),
+    ):
+        unlike.write_text(f"{begin}{line}\ndist.all_reduce(x)\n")
+        with pytest.raises(EmulationError, match=words):
+            folded(unlike, link="1Gbit")
+    with pytest.raises(EmulationError, match="sizes-only"):
+        Request(4, DEVICE, fold=True)
+
+
 def test_a_question_for_a_value_is_refused_or_answered():
     with pytest.raises(RankError, match=r"reads_its_loss.py line \d+: print.*--answer 0"):
         report_of("reads_its_loss", sizes_only=True)

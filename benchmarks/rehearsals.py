@@ -1,0 +1,155 @@
+"""Published runs, foretold by programs: torch's own `fully_shard`, rehearsed with sizes only.
+
+Each row of a table of facts becomes a command of `ddp_predictions/programs/fsdp.py`, on an emulated
+GPU whose kernels reach what the predictions' constants say, by a fit that did not see the row's
+model. The seconds per layer that no rate explains are spread evenly over the layer's kernels, which
+are counted. Nothing is fitted to a rehearsal.
+"""
+
+import time
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddp_course.lab.measuring import facts
+from ddp_predictions import frozen, programs
+from ddp_predictions.runs import read_run
+from ddp_predictions.transformers import A100, Run, step, tokens_per_s
+from manyranks.devices import Device
+from manyranks.devices.device import Reach
+from manyranks.rehearsal import Report, Request, rehearse
+
+from .harness import Benchmark, Part, Promise, Row
+from .predictions import TODAY, fit_transformer, today
+from .published import FSDP
+
+PROGRAM = str(Path(programs.__file__).with_name("fsdp.py"))
+CHOSEN = (  # model, tokens of a sequence, GPUs: all sizes, all ways of recomputing, 1 to 16 hosts
+    ("MPT-125m", 2048, 8),
+    ("MPT-350m", 2048, 64),
+    ("MPT-760m", 2048, 128),
+    ("MPT-1b", 2048, 16),
+    ("MPT-1b", 32768, 8),
+    ("MPT-3b", 2048, 128),
+    ("MPT-7b", 2048, 16),
+    ("MPT-7b", 16384, 8),
+    ("MPT-13b", 2048, 64),
+    ("MPT-30b", 2048, 32),
+    ("MPT-70b", 2048, 128),
+)
+ONE_KERNEL_S = 1.0  # On a device without limits, whose kernels take so long, seconds count kernels.
+
+
+def arguments(run: Run, layers: int, accumulate: int) -> list[str]:
+    """The options of the program for a run, with so many layers and micro-batches."""
+    numbers = {
+        "layers": layers,
+        "hidden": run.hidden,
+        "heads": run.heads,
+        "kv-heads": run.kv_heads,
+        "ff": run.ff,
+        "vocab": run.vocab,
+        "seq": run.seq,
+        "micro-batch": run.micro_batch,
+        "accumulate": accumulate,
+    }
+    if run.recompute:  # Half of the forward pass is recomputed where every other block is.
+        numbers["recompute-every"] = round(1 / run.recompute)
+    words = [f"--{name}={number}" for name, number in numbers.items()]
+    if run.gated:
+        words.append("--gated")
+    if run.pure:
+        words.append("--pure")
+    return words
+
+
+@cache
+def kernels_per_layer(gated: bool, pure: bool, recompute: float) -> int:
+    """The kernels of a layer in a micro-batch, counted on two depths of a small model."""
+    fields: Row = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 4, "ff": 128, "vocab": 128}
+    fields |= {"seq": 64, "gpu": "A100", "gpus": 2, "gated": gated, "pure": pure}
+    if gated:
+        fields["kv_heads"] = 2
+    run = Run(**fields, recompute=recompute)
+    device = Device("1e9TFLOP/s", "1e9GB/s", streams=True, reach=Reach(launch=ONE_KERNEL_S))
+    seconds = []
+    for layers in (2, 4):
+        request = Request(2, device, sizes_only=True, fold=True)
+        report = rehearse(PROGRAM, arguments(run, layers, accumulate=1), request)
+        seconds.append(report.summary()["computing_s"])
+    return round((seconds[1] - seconds[0]) / 2 / ONE_KERNEL_S)
+
+
+def request_of(run: Run, numbers: Any, kernels: int) -> Request:
+    """The machines of a run, as the constants say what of them is reached."""
+    machine = run.machine
+    attention = 2 * numbers["attend"] * A100.rate * machine.clock / A100.cycles / machine.peak
+    reach = Reach(numbers["matmul"], attention, launch=numbers["launch"] / kernels)
+    device = Device(f"{machine.peak:.0f}FLOP/s", f"{machine.memory:.0f}B/s", True, reach)
+    link = f"{8 * numbers['inside'] * machine.nvlink:.0f}bit"
+    latency = f"{1e6 * numbers['hop']:g}us"
+    if run.in_one_host:
+        return Request(run.gpus, device, link, None, None, latency, sizes_only=True, fold=True)
+    between = f"{8 * numbers['outside'] * machine.nics:.0f}bit"
+    hosts = run.gpus // run.gpus_per_host
+    return Request(run.gpus, device, link, hosts, between, latency, sizes_only=True, fold=True)
+
+
+def row_of(run: Run, measured: float, numbers: Any) -> Row:
+    """Formula, rehearsal and measurement of a run, in tokens per second and GPU."""
+    formula = tokens_per_s(run, step(run, None, numbers).seconds)
+    kernels = kernels_per_layer(run.gated, run.pure, run.recompute)
+    began = time.perf_counter()
+    request = request_of(run, numbers, kernels)
+    report: Report = rehearse(PROGRAM, arguments(run, run.layers, run.accumulate), request)
+    took_s = time.perf_counter() - began
+    found = report.summary()
+    rehearsed = tokens_per_s(run, found["step_s"])
+    row = {
+        "model": run.model,
+        "gpu": run.gpu,
+        "gpus": run.gpus,
+        "seq": run.seq,
+        "kernels of a layer": kernels,
+        "formula": round(formula, 1),
+        "rehearsal": round(rehearsed, 1),
+        "measured": measured,
+        "formula's error": round(formula / measured - 1, 4),
+        "rehearsal's error": round(rehearsed / measured - 1, 4),
+        "hidden": round(found["hidden"], 3),
+        "peak_gb": round(found["peak_bytes"] / 1e9, 2),
+        "rehearsing_s": round(took_s, 1),
+        "device": "virtual",
+    }
+    print(row, flush=True)
+    return row
+
+
+def published(args: Any) -> Part:
+    """The rows of CHOSEN, and torchtitan's Llama, which no fit sees."""
+    pairs = today()
+    rows = []
+    for model, seq, gpus in CHOSEN:
+        chosen = [(r, m) for r, m in pairs if (r.model, r.seq, r.gpus) == (model, seq, gpus)]
+        run, measured = chosen[0]
+        seen = [pair for pair in pairs if pair[0].model != model]
+        rows.append(row_of(run, measured, fit_transformer(seen, TODAY)))
+    llama = {"model": "llama-3.1-8b", "gpu": "H100 HBM2e", "micro_batch": 2}
+    for row in facts.rows(FSDP):
+        if row["kernels"] == "eager":
+            fields = llama | {"gpus": row["gpus"], "kernels": "eager", "recompute": "selective"}
+            run, _ = read_run(fields)
+            rows.append(row_of(run, row["tokens_per_gpu_per_s"], frozen.constants()))
+    promises = []
+    for name in ("formula", "rehearsal"):
+        errors = [abs(row[f"{name}'s error"]) for row in rows]
+        promises.append(Promise(f"{name}, median error", median(errors), 0.1))
+    return Part(rows, promises)
+
+
+BENCHMARK = Benchmark(
+    "rehearsals",
+    "rehearse published runs, beside formula and measurement",
+    {"published": published},
+)
