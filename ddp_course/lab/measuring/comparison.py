@@ -22,6 +22,7 @@ from ... import ladder
 from ...job import Job, make_job
 from ...ladder import Stage
 from ...your_model import YourModel
+from ..learners_copy import keep
 from ..waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
@@ -71,6 +72,12 @@ def run(
     backend, devices = placement(real_device, world_size)
     with say_while("preparing, some seconds", progress):
         used_device, used_link = device_and_link(job, device, device_speed, link, link_mode)
+    stages = measure_stages(wanted, job, used_device, used_link)
+    for stage in stages:
+        if stage.stage == "yours":
+            fast = f"{stage.speed_up:.2f} times as fast as one device"
+            where = f"{world_size} ranks, {what}"
+            keep("runs", stage.name, f"{where}: {fast}, weights differ by {stage.difference}")
     return Comparison(
         problem=str(what),
         world_size=world_size,
@@ -84,7 +91,7 @@ def run(
         backend=dist.get_backend() if dist.is_initialized() else backend,
         emulated_device=used_device.describe() if isinstance(used_device, Device) else None,
         link=used_link.describe() if used_link else None,
-        stages=measure_stages(wanted, job, used_device, used_link),
+        stages=stages,
     )
 
 
