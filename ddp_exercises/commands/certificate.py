@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("certificate.html"),
         metavar="FILE",
-        help="the page (default: certificate.html)",
+        help="default: certificate.html",
     )
     parser.add_argument(
         "--verify", type=Path, nargs="+", metavar="FILE", help="were these pages changed?"

@@ -63,21 +63,15 @@ def run(
     launch). `progress` shows a bar of each stage's steps. Ranks of torchrun all call this and train
     each stage, without emulation or bar. Raises ValueError for a setting that cannot work.
     """
-    keys = stages.split(",") if isinstance(stages, str) else stages
-    own = [stage_of_yours(name, train) for name, train in (yours or {}).items()]
-    wanted = [*(ladder.find(str(key).strip()) for key in keys), *own]
+    wanted = wanted_stages(stages, yours or {})
     what = problem if model is None else YourModel(model)
     job = make_job(what, world_size, steps, progress=progress, **options)
     real_device = device if isinstance(device, str) else "cpu"
     backend, devices = placement(real_device, world_size)
     with say_while("preparing, some seconds", progress):
         used_device, used_link = device_and_link(job, device, device_speed, link, link_mode)
-    stages = measure_stages(wanted, job, used_device, used_link)
-    for stage in stages:
-        if stage.stage == "yours":
-            fast = f"{stage.speed_up:.2f} times as fast as one device"
-            where = f"{world_size} ranks, {what}"
-            keep("runs", stage.name, f"{where}: {fast}, weights differ by {stage.difference}")
+    measured = measure_stages(wanted, job, used_device, used_link)
+    keep_yours(measured, f"{world_size} ranks, {what}")
     return Comparison(
         problem=str(what),
         world_size=world_size,
@@ -91,8 +85,24 @@ def run(
         backend=dist.get_backend() if dist.is_initialized() else backend,
         emulated_device=used_device.describe() if isinstance(used_device, Device) else None,
         link=used_link.describe() if used_link else None,
-        stages=stages,
+        stages=measured,
     )
+
+
+def wanted_stages(keys: str | Iterable[str], yours: dict[str, Callable]) -> list[Stage]:
+    """The stages with these keys, and a learner's own. Raises ValueError for what is none."""
+    if isinstance(keys, str):
+        keys = keys.split(",")
+    stages = [ladder.find(str(key).strip()) for key in keys]
+    return stages + [stage_of_yours(name, train) for name, train in yours.items()]
+
+
+def keep_yours(stages: list[StageResult], setting: str) -> None:
+    """Keep in the learner's copy what trainings of their own did in this setting."""
+    for stage in stages:
+        if stage.stage == "yours":
+            fast = f"{stage.speed_up:.2f} times as fast as one device"
+            keep("runs", stage.name, f"{setting}: {fast}, weights differ by {stage.difference}")
 
 
 def run_on_sockets_too(**options: Any) -> Comparison:
