@@ -18,7 +18,7 @@ PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air fo
     # Of this 2,700 guard models that change after they were wrapped or split, 500 are a backend.
     # 1,800 take a learner's own model, data, loss and optimizer.
     "ddp_course": 46_800,
-    # 1,200 of it compare a learner's own training with the stages, and 800 ask about earlier lessons.
+    # 1,200 compare a learner's own training with the stages, 800 ask about earlier lessons.
     "ddp_course/lab": 29_900,
     # 4,500 of it find odd answers, ask about them and show a class; 700 are certificates.
     "ddp_exercises": 29_000,
