@@ -7,14 +7,13 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD
 
 from manyranks.devices import Device
 
 from . import problems
 from .stage8_pipeline import layers_of, split
 from .stage9_tensor import split_layers
+from .your_model import YourModel, YourProblem
 
 
 class Layer(NamedTuple):
@@ -57,7 +56,7 @@ class Job:
     by its own. Data, sizes and work are made once, when they are asked for.
     """
 
-    problem_name: str
+    problem_name: str | YourModel
     world_size: int
     steps: int
     global_batch: int
@@ -103,7 +102,7 @@ class Job:
         # Not every problem takes these settings, so None and 0 are not handed on.
         options = {name: value for name, value in settings.items() if value}
         dtype = getattr(torch, self.dtype)
-        return problems.make(self.problem_name, dtype=dtype, device=self.device, **options)
+        return problem_of(self.problem_name, dtype=dtype, device=self.device, **options)
 
     def model(self) -> torch.nn.Module:
         """Return a new model with the weights that the job's seed gives."""
@@ -139,7 +138,7 @@ class Job:
         """The bytes of each all-reduce in a step, if layers are split over all ranks."""
         sizes = []
         inputs, targets = next(self.batches())
-        cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
+        self.problem.training_loss(self.slice_of_model(sizes)(inputs), targets).backward()
         return sizes
 
     def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
@@ -157,8 +156,17 @@ class Job:
         return profile_of_step(self, device, ranks)
 
 
+def problem_of(name: str | YourModel, **options: Any) -> problems.Problem:
+    """The problem of this name, or a learner's own. Raises ValueError for what cannot work."""
+    if isinstance(name, YourModel):
+        if unknown := ", ".join(options.keys() - {"dtype", "device"}):
+            raise ValueError(f'"{unknown}" cannot be chosen for a model of your own')
+        return YourProblem(name, **options)
+    return problems.make(name, **options)
+
+
 def make_job(
-    problem: str,
+    problem: str | YourModel,
     world_size: int,
     steps: int | None = None,
     global_batch: int | None = None,
@@ -174,13 +182,15 @@ def make_job(
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
     options = {} if parameters is None else {"parameters": parameters}
-    defaults = problems.make(problem, **options)
+    defaults = problem_of(problem, **options)
     steps = defaults.steps if steps is None else steps
     lr = defaults.learning_rate if lr is None else lr
     if global_batch is None:
         share = max(1, defaults.global_batch // world_size)
         global_batch = share * world_size
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
+    if isinstance(defaults, YourProblem):
+        defaults.try_step(torch.arange(min(2, len(defaults.data))), lr)
     # This call refuses a batch that is too large, or that ranks cannot share equally.
     next(job.batches(0, world_size))
     return job
@@ -195,7 +205,7 @@ def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = Fal
     """
     model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))
-    optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer = job.problem.optimizer(model.parameters(), lr=job.lr)
     ready_s = {}
     with device.emulate(sleep=False) as emulation:
 
@@ -205,7 +215,7 @@ def profile_of_step(job: Job, device: Device, ranks: int = 1, sliced: bool = Fal
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(note)
-        loss = cross_entropy(model(inputs), targets)
+        loss = job.problem.training_loss(model(inputs), targets)
         forward_s = emulation.busy_s
         loss.backward()
         end_s = emulation.busy_s

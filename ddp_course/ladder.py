@@ -20,7 +20,7 @@ class Stage:
 
     `train(model, batches, lr, …)` trains in place and returns the loss of every step. If it is
     empty, the module's function `train` does this. It gets the settings of the job that `options`
-    names.
+    names, and the job's `loss` and `optimizer`.
 
     `bytes_sent(job)` returns what the busiest rank sends in a step of a `job.Job`; it is None where
     nothing is sent. `step` says how a step goes on emulated devices: it is a name of
@@ -44,9 +44,10 @@ class Stage:
 
     def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:
         """Return this stage's `train(model, batches, lr)` with those `settings` that it knows."""
-        chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
         if callable(self.train):
-            return partial(self.train, **chosen)
+            return self.train
+        names = (*self.options, "loss", "optimizer")
+        chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         module, name = self.train.split(":") if self.train else (self.module, "train")
         return partial(getattr(import_module(f".{module}", __package__), name), **chosen)
 

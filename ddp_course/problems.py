@@ -24,6 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD
+
+from .losses import cross_entropy
 
 NAMES = ("digits", "bytes", "synthetic")
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -79,6 +82,8 @@ class Problem:
     The first dimension of `inputs` and `targets` are the samples.
     """
 
+    training_loss: Callable = staticmethod(cross_entropy)
+    optimizer: Callable = SGD
     name: str
     learning_rate: float
     global_batch: int

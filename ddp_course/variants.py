@@ -45,13 +45,18 @@ def train_with_sharded_optimizer(
 
 
 def train_with_torch(
-    model: nn.Module, batches: Iterable, lr: float, **settings: Any
+    model: nn.Module,
+    batches: Iterable,
+    lr: float,
+    loss: Callable = cross_entropy,
+    optimizer: type = SGD,
+    **settings: Any,
 ) -> list[float]:
     """Train with torch's class in the loop of stage 1; observers see its all-reduces."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
     parallel.register_comm_hook(None, observed_all_reduce)
-    return stage1_single.train(parallel, batches, lr)
+    return stage1_single.train(parallel, batches, lr, loss, optimizer)
 
 
 def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -292,8 +292,8 @@ until its cell is run again.
 ## Where you are
 
 When you come back, run this cell again: points and the next task of each exercise, and how many of your guesses were right.
-It says the same as `ddp-course check` in a terminal, which with `--html FILE` writes a page to keep. (Outside a copy of
-the course, such as here where it was stored, one line says how to make one.)
+It says the same as `ddp-course check` in a terminal; `ddp-course certificate` writes it on a page to keep, with your guesses
+and figures. (Outside a copy of the course, such as here where it was stored, one line says how to make one.)
 """
 
 # %% where-you-are

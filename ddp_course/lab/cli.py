@@ -27,6 +27,7 @@ COMMANDS = {
     "claims": "what people say, and the verdicts of the lessons",
     "grade": "grade exercises",
     "check": "check your own exercise",
+    "certificate": "a page of what you solved, guessed and ran; or whether one was changed",
     "audit": "look for the usual mistakes in your own training script",
 }
 
@@ -35,6 +36,7 @@ PACKAGES = {
     "predict": "ddp_predictions",
     "grade": "ddp_exercises",
     "check": "ddp_exercises",
+    "certificate": "ddp_exercises",
 }
 
 

@@ -28,6 +28,8 @@ def progress_in(copy: Path) -> dict[str, Any]:
 
     - "tasks": {task: whether it is solved}
     - "guesses": {question: whether the guess was right}
+    - "guessed": {question: what was guessed}
+    - "runs": {name: in words, what a training of the learner's own did in the comparison}
     - "misconceptions": {task: the known wrong answer that was given}
     - "questions": {"NN name": whether it was answered right in the opening of lesson NN}
     - "visited": seconds since 1970

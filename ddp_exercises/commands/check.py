@@ -23,7 +23,6 @@ from ..grading.answers import Exercises, load_exercises
 from ..grading.grader import Judge, grade_one
 from ..grading.people import Owner
 from ..grading.prove import question_about
-from ..grading.report import rendered
 from ..grading.results import Result, TaskResult
 from ..grading.submissions import Item, exercise_of, read_submission
 from ..tasks import known_wrong, of_exercise
@@ -42,9 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="N",
         help="the number of the exercise; without it: where you are in all of them",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="without N: write one page to keep"
     )
     parser.add_argument(
         "--prove",
@@ -70,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     """
     exercises = load_exercises()
     if args.exercise is None:
-        return where_am_i(exercises, args.html)
+        return where_am_i(exercises)
     seed = revisiting_seed(args.exercise) if args.revisit else secrets.randbelow(100_000)
     if args.exercise not in exercises:
         raise GradingError(
@@ -128,8 +124,8 @@ def prove(result: Result, letter: str) -> None:
         print(f"{letter}: no, it is {question.right}\n{question.text}")
 
 
-def where_am_i(exercises: Exercises, html: Path | None) -> int:
-    """Print a line for each exercise, and what is known of guesses; write the page.
+def where_am_i(exercises: Exercises) -> int:
+    """Print a line for each exercise, and what is known of guesses.
 
     Raises GradingError where there is no copy of the course.
     """
@@ -141,16 +137,8 @@ def where_am_i(exercises: Exercises, html: Path | None) -> int:
     rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
     print(sentence)
-    again = overview.asked_again(copy, results)
-    for line in again:
+    for line in overview.asked_again(copy, results):
         print(line)
-    if html:
-        figures = list(overview.figures(copy))
-        page = rendered(
-            "overview.html", results=results, sentence=sentence, figures=figures, again=again
-        )
-        html.write_text(page, encoding="utf-8")
-        print(f"wrote {html}")
     return 0
 
 

@@ -14,10 +14,13 @@ from ddp_exercises.tasks import find, known_wrong
 from .answers import Exercises
 from .results import Result, TaskResult
 
-FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cell that draws it}.
-    "00_start_here": "comparison-figure",
-    "04_ring_all_reduce": "time-by-ranks",
-    "05_bucketed_ddp": "regimes",
+OWN = "yours-in-the-comparison"  # In these cells a learner's own training is compared.
+FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cells that draw them}.
+    "00_start_here": ["comparison-figure"],
+    "03_parameter_server": [OWN],
+    "04_ring_all_reduce": ["time-by-ranks", OWN],
+    "05_bucketed_ddp": ["regimes", OWN],
+    "06_complete_ddp": [OWN],
 }
 
 
@@ -70,10 +73,11 @@ def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
 
 def figures(copy: Path) -> Iterator[tuple[str, str]]:
     """(Lesson, PNG in base64) of each figure that the learner's own run has drawn."""
-    for lesson, identifier in FIGURES.items():
+    for lesson, identifiers in FIGURES.items():
         with suppress(OSError, ValueError, KeyError):  # Anything may have become of a copy.
             notebook = nbformat.read(copy / "notebooks" / f"{lesson}.ipynb", as_version=4)
             cells = {cell["id"]: cell for cell in notebook.cells}
-            for output in cells[identifier]["outputs"]:
+            outputs = [each for name in identifiers for each in cells[name]["outputs"]]
+            for output in outputs:
                 if png := output.get("data", {}).get("image/png"):
                     yield lesson.replace("_", " "), png

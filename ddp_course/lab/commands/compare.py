@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ... import ladder
 from ...files import replace_file, writable_folder
 from ...options import positive_number, whole_number
 from ..measuring import emulated
-from ..measuring.comparison import DEFAULT_STAGES, run
+from ..measuring.comparison import DEFAULT_STAGES, run, run_on_sockets_too
 from ..measuring.on_your_gpus import large_problem, name_devices
 from ..measuring.results import Comparison
 from ..showing.plots import compare_figure
@@ -54,6 +56,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--link-mode", choices=list(MODES), default="virtual", help="how to emulate links"
     )
     parser.add_argument(
+        "--real-sockets",
+        action="store_true",
+        help="what virtual time is worth: stages 3 to 6 with messages of 2 MB on real sockets, too"
+        " (Linux, two minutes)",
+    )
+    parser.add_argument(
         "--timeout", type=positive_number, default=300.0, metavar="S", help="seconds for a stage"
     )
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
@@ -65,6 +73,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--problem",
         help="digits, bytes or synthetic; None: digits, or on GPUs bytes of a size and a batch for"
         " which one GPU needs at least 50 ms",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a model of your own, with its data, loss and optimizer (docs/YOUR_MODEL.md)",
     )
     parser.add_argument(
         "--parameters",
@@ -98,20 +111,28 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Run the comparison; write the results and print the table.
 
-    It runs on the ranks of torchrun if that has started them.
+    It runs on the ranks of torchrun if that has started them. Raises ValueError for options that
+    exclude each other.
     """
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if value is not None}
     del options["out"]
+    measure: Callable[..., Comparison] = run
+    if options.pop("real_sockets"):
+        del options["link_mode"]
+        options |= AGAINST_SOCKETS
+        measure = run_on_sockets_too
+    if args.model and args.problem:
+        raise ValueError("--model has data of its own: leave --problem out")
     under_torchrun = JOB in os.environ
     rank = 0
     if under_torchrun:
         rank, options["world_size"] = join(args.device)
         options |= {"device_speed": "none", "link": None}  # torchrun's are real.
-    if "problem" not in options and emulated.on_gpus(args.device):
+    if not args.model and "problem" not in options and emulated.on_gpus(args.device):
         # An option that was given counts more than the large problem's.
         options = large_problem(args.device, options["world_size"]) | options
-    results = run(**options, progress=rank == 0)
+    results = measure(**options, progress=rank == 0)
     if results.device == "cuda" and not under_torchrun:
         _, devices = placement(args.device, args.world_size)
         names = [torch.cuda.get_device_name(gpu) for gpu in dict.fromkeys(devices)]
@@ -123,7 +144,7 @@ def main(args: argparse.Namespace) -> None:
     # Files come first: the program that reads the table may close the pipe.
     with say_while("drawing, some seconds"):
         written = save(results, args.out)
-    print(table(results), KEY, sep="\n")
+    print(table(results))
     for path in written:
         print(f"wrote {path}")
     print(
@@ -133,13 +154,30 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-KEY = """predicted: by formulas that assume what virtual time assumes. Real sockets took 1.04
-to 1.06 times as long (docs/VIRTUAL_TIME.md); on Linux --link-mode hosts measures that
-weights differ by: the largest difference of a weight from the single device's
-–: nothing is sent, or torch sends it and counts nothing"""
+NOTES = {  # by field of `StageResult`: what the table says below of a column that it has
+    "ideal_ms": """predicted: by formulas that assume what virtual time assumes, so both agree.
+What this is worth: real sockets took 1.04 to 1.06 times as long with messages of 2 MB, 0.97 to
+1.22 times with small ones. On Linux, ddp-course compare --real-sockets measures it on your machine,
+which should do nothing else meanwhile.""",
+    "on_sockets": "on real sockets: a step in real time, on virtual hosts, as a multiple of step",
+    "difference": "weights differ by: the largest difference of a weight from the single device's",
+    "messages_max": "–: nothing is sent, or torch sends it and counts nothing",
+}
+# Messages of 2 MB, between which even a busy machine is quick enough.
+AGAINST_SOCKETS = {
+    "problem": "synthetic",
+    "parameters": 2_000_000,
+    "stages": "3,4,5,6",
+    "steps": 5,
+    "lr": 0.001,
+    "bucket_cap_mb": 2.0,
+    "device_speed": "90MFLOP/s",
+    "link": "100Mbit",
+}
 COLUMNS = {  # by title: a field of `StageResult`, and its format
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
+    "on real\nsockets": ("on_sockets", ".2f"),  # as a multiple of the step
     "speed-up": ("speed_up", ".2f"),
     "comm.\nms": ("communication_ms", ".1f"),
     "bytes sent\nby busiest": ("bytes_sent_max", ","),
@@ -150,21 +188,32 @@ COLUMNS = {  # by title: a field of `StageResult`, and its format
 
 
 def table(results: Comparison) -> Shown:
-    """The results as text, a line per stage."""
+    """The results as text, a line per stage, with what its columns mean.
+
+    Columns of which no stage has a value are left out.
+    """
+    columns = {}
+    for title, (name, form) in COLUMNS.items():
+        if any(getattr(stage, name) is not None for stage in results.stages):
+            columns[title] = name, form
     rows = []
     for stage in results.stages:
         row = [stage.label]
-        for name, form in COLUMNS.values():
+        for name, form in columns.values():
             value = getattr(stage, name)
             row.append("–" if value is None else format(value, form))
         rows.append(row)
-    titles = ["stage", *COLUMNS]
+    titles = ["stage", *columns]
     # The values are formatted already: tabulate must not read them as numbers.
-    layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
+    layout: Any = {"colalign": ["left"] + ["right"] * len(columns), "disable_numparse": True}
     text = tabulate([titles, *rows], tablefmt="plain", **layout)
+    shown = [name for name, _ in columns.values()]
+    notes = [note for name, note in NOTES.items() if name in shown]
     for row in rows:  # A browser would break the names of stages.
         row[0] = row[0].replace(" ", "\N{NO-BREAK SPACE}")
-    return Shown(text, tabulate(rows, titles, "html", **layout))
+    html = tabulate(rows, titles, "html", **layout)
+    below = "".join(f"<br>{escape(note)}" for note in notes)
+    return Shown("\n".join([text, *notes]), f"{html}<small>{below}</small>")
 
 
 def save(results: Comparison, folder: str | Path) -> list[Path]:

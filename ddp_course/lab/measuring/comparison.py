@@ -21,6 +21,8 @@ from manyranks.torch_inside import without_modes
 from ... import ladder
 from ...job import Job, make_job
 from ...ladder import Stage
+from ...your_model import YourModel
+from ..learners_copy import keep
 from ..waiting import say_while
 from .emulated import device_and_link
 from .ideals import ideals
@@ -42,12 +44,15 @@ def run(
     link_mode: str = "virtual",
     progress: bool = False,
     yours: dict[str, Callable] | None = None,
+    model: str | Callable | None = None,
     **options: Any,
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
 
     `yours` are training functions of your own by name, as {"my ring": my_train}: every rank calls
     `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every step.
+    `model` is a model of your own in place of the `problem`, with data, loss and optimizer: a
+    function that makes them, or its place, "mine.py:make". docs/YOUR_MODEL.md has one.
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
@@ -58,16 +63,17 @@ def run(
     launch). `progress` shows a bar of each stage's steps. Ranks of torchrun all call this and train
     each stage, without emulation or bar. Raises ValueError for a setting that cannot work.
     """
-    keys = stages.split(",") if isinstance(stages, str) else stages
-    own = [stage_of_yours(name, train) for name, train in (yours or {}).items()]
-    wanted = [*(ladder.find(str(key).strip()) for key in keys), *own]
-    job = make_job(problem, world_size, steps, progress=progress, **options)
+    wanted = wanted_stages(stages, yours or {})
+    what = problem if model is None else YourModel(model)
+    job = make_job(what, world_size, steps, progress=progress, **options)
     real_device = device if isinstance(device, str) else "cpu"
     backend, devices = placement(real_device, world_size)
     with say_while("preparing, some seconds", progress):
         used_device, used_link = device_and_link(job, device, device_speed, link, link_mode)
+    measured = measure_stages(wanted, job, used_device, used_link)
+    keep_yours(measured, f"{world_size} ranks, {what}")
     return Comparison(
-        problem=problem,
+        problem=str(what),
         world_size=world_size,
         steps=job.steps,
         dtype=job.dtype,
@@ -79,8 +85,36 @@ def run(
         backend=dist.get_backend() if dist.is_initialized() else backend,
         emulated_device=used_device.describe() if isinstance(used_device, Device) else None,
         link=used_link.describe() if used_link else None,
-        stages=measure_stages(wanted, job, used_device, used_link),
+        stages=measured,
     )
+
+
+def wanted_stages(keys: str | Iterable[str], yours: dict[str, Callable]) -> list[Stage]:
+    """The stages with these keys, and a learner's own. Raises ValueError for what is none."""
+    if isinstance(keys, str):
+        keys = keys.split(",")
+    stages = [ladder.find(str(key).strip()) for key in keys]
+    return stages + [stage_of_yours(name, train) for name, train in yours.items()]
+
+
+def keep_yours(stages: list[StageResult], setting: str) -> None:
+    """Keep in the learner's copy what trainings of their own did in this setting."""
+    for stage in stages:
+        if stage.stage == "yours":
+            fast = f"{stage.speed_up:.2f} times as fast as one device"
+            keep("runs", stage.name, f"{setting}: {fast}, weights differ by {stage.difference}")
+
+
+def run_on_sockets_too(**options: Any) -> Comparison:
+    """`run` in virtual time, with each stage's step on virtual hosts and real sockets beside it.
+
+    Raises EmulationError where a machine allows no virtual hosts.
+    """
+    on_sockets = run(**options, link_mode="hosts")
+    results = run(**options)
+    for stage, real in zip(results.stages, on_sockets.stages, strict=True):
+        stage.on_sockets = real.step_ms / stage.step_ms
+    return results
 
 
 def measure_stages(
@@ -200,7 +234,10 @@ def train_and_measure(
     # TF32's 10 bits of mantissa would make the stages differ.
     torch.backends.cudnn.allow_tf32 = False
     record = Recording()
-    train = stage.trainer(settings)
+    problem = job.problem
+    train = stage.trainer(
+        {**settings, "loss": problem.training_loss, "optimizer": problem.optimizer}
+    )
     history: list[torch.Tensor] = []
     batches = record.stamped(job.batches(rank, shares))
     if stage.key == "yours" or settings["early"]:
@@ -217,7 +254,7 @@ def train_and_measure(
         record=record,
         loss=losses,
         differences=differences,
-        evaluation=job.problem.evaluate(model) if dist.get_rank() == 0 else None,
+        evaluation=problem.evaluate(model) if dist.get_rank() == 0 else None,
         weights=history if stage.key == "1" else None,
     )
 

@@ -55,9 +55,15 @@ def on_gpus(device: str) -> bool:
 def default_device(job: Job, link: Link | None = None) -> Device:
     """The device on which a step of the whole batch takes STEP_SECONDS.
 
-    It takes longer beside a `link` that would otherwise be slow. K does not matter.
+    It takes longer beside a `link` that would otherwise be slow. K does not matter. Raises
+    EmulationError for a model that takes no time.
     """
     flops = job.work(Device("1GFLOP/s")).flops
+    if not flops:
+        raise EmulationError(
+            "this model multiplies no matrices, and nothing else takes virtual time: take the"
+            " processor as it is, by --device-speed none"
+        )
     step_s = STEP_SECONDS
     if link:
         step_s = max(step_s, 8 * job.gradient_bytes / (SHARE * link.bandwidth))

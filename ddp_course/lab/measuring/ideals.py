@@ -16,12 +16,12 @@ pipeline        micro-batches through K parts: a pass begins when its rank is fr
                 has arrived
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
 
 from manyranks.devices import Device
 from manyranks.links import Link
@@ -88,7 +88,8 @@ def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> floa
         outputs = model(inputs)
     weights = [parameter.nbytes for parameter in model.parameters()]
     # Shards of the inputs go out, those of the outputs come back, and their gradients go out.
-    shards = [batch.nbytes / job.world_size for batch in (inputs, outputs, outputs)]
+    tensors = tree_leaves([inputs, outputs, outputs])
+    shards = [batch.nbytes / job.world_size for batch in tensors]
     # Weights go out, and gradients of the same sizes come back.
     copies_s = sum(costs.message(nbytes) for nbytes in [*weights, *weights, *shards])
     return job.work(device, job.world_size).compute_s + (job.world_size - 1) * copies_s
@@ -105,7 +106,8 @@ def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
     """Seconds of a step whose parameters are gathered block by block."""
     model = job.model()
     blocks = assign_blocks(model, default_blocks(model))
-    events = events_of(model, blocks, next(job.batches(0, job.world_size)), device)
+    batch = next(job.batches(0, job.world_size))
+    events = events_of(model, blocks, batch, job.problem.training_loss, device)
     sizes = []
     for _, parameters in blocks:
         sizes.append(sum(parameter.nbytes for parameter in parameters))
@@ -119,7 +121,8 @@ def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> f
     parts = split(layers_of(job.model()), job.world_size)
     blocks = [(part, list(part.parameters())) for part in parts]
     microbatch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
-    events = events_of(nn.Sequential(*parts), blocks, microbatch, device)
+    loss = job.problem.training_loss
+    events = events_of(nn.Sequential(*parts), blocks, microbatch, loss, device)
     forward, backward = passes_of(events)
     schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
     messages = [nbytes / MICROBATCHES * costs.beta for nbytes in job.activation_bytes]
@@ -153,6 +156,7 @@ def events_of(
     model: nn.Module,
     blocks: Sequence[tuple[nn.Module, list[nn.Parameter]]],
     batch: Batch,
+    loss: Callable,
     device: Device,
 ) -> list[Event]:
     """When each block begins its passes and has its gradients, by the device's clock.
@@ -187,7 +191,7 @@ def events_of(
         for parameter in list(missing):
             parameter.register_post_accumulate_grad_hook(note_gradient)
         inputs, targets = batch
-        cross_entropy(model(inputs), targets).backward()
+        loss(model(inputs), targets).backward()
         note("end", 0)
     return events
 

@@ -49,6 +49,7 @@ class StageResult:
     bytes_formula: int | None = None  # what the busiest rank should send
     ideal_ms: float | None = None  # what a step should take (`ideals`); None on real devices
     differs_from_step: int | None = None  # since which weights are not the single device's
+    on_sockets: float | None = None  # its step on real sockets, in steps of virtual time
     device: str = ""
     speed_up: float = 1.0  # over one device
 
@@ -67,7 +68,9 @@ class StageResult:
         """The largest difference of a weight from the single device's, in words if it is large."""
         if self.differs_from_step is None:
             return f"{self.max_abs_diff_vs_single:.1e}"
-        since = f"from step {self.differs_from_step} on"
+        since = "at the end"  # Only early steps are looked at, and the last one.
+        if self.differs_from_step < len(self.loss):
+            since = f"from step {self.differs_from_step} on"
         return f"{self.max_abs_diff_vs_single:.1g} {since}"
 
     @property

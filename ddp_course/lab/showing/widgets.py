@@ -167,6 +167,7 @@ class Prediction(ipywidgets.VBox):
         line = f"The answer: {result} ({kind})."
         if guess is not None:
             keep("guesses", self.question, guess == answer)
+            keep("guessed", self.question, str(guess))
             verdict = ", which is right" if guess == answer else ""
             line = f"You guessed {guess}{verdict}. {line} {reasons.get(guess, '')}".rstrip()
         # The web site, without a kernel, judges by this index, and has a reason for each answer.

@@ -2,6 +2,7 @@ import argparse
 import errno
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from ddp_course import Link, files, ladder, problems, stage3_paramserver, stage4_ring
-from ddp_course.lab import compare
+from ddp_course.lab import cli, compare
+from ddp_course.lab.folders import course_folder
 from ddp_course.lab.measuring.results import VERSION, Comparison
 from ddp_course.lab.showing.plots import compare_figure
 from manyranks.errors import NotFiniteError, RankError
@@ -352,3 +354,137 @@ def test_what_a_stage_of_ones_own_must_return_is_said(own, words):
         compare.run("digits", 2, 2, "1", global_batch=24, yours={"forgot": own})
     with pytest.raises(ValueError, match=r"it must be a function train\(model, batches, lr\)"):
         compare.run("digits", 2, 2, "1", yours={"forgot": own(None, None, None)})
+
+
+# A model of one's own
+
+MINE = """
+import torch
+from torch import nn
+from beside import WIDTH
+
+def make():
+    inputs = torch.randn(96, WIDTH)
+    return {
+        "model": nn.Linear(WIDTH, 3),
+        "data": (inputs, inputs @ torch.randn(WIDTH, 3)),
+        "loss": nn.functional.mse_loss,
+        "optimizer": torch.optim.AdamW,
+    }
+
+def misnamed(): return {**make(), "optimiser": 1}
+def unfinished(): pass
+def needs_more(size): pass
+def broken(): return nope
+def unlike(): return {**make(), "model": nn.Linear(2, 3)}
+def no_loss(): return {**make(), "loss": lambda outputs, targets: None}
+def no_class(): return {**make(), "optimizer": 0.1}
+def uneven(): return {**make(), "data": (torch.ones(3, 5), torch.ones(2, 3))}
+def for_classes(): return {name: part for name, part in make().items() if name != "loss"}
+def multiplies_nothing():
+    classes = torch.arange(10)
+    return {"model": nn.Embedding(10, 10), "data": (classes, classes)}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "beside.py").write_text("WIDTH = 5")
+    (tmp_path / "wrong.py").write_text("def make(:")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
+    return tmp_path
+
+
+def test_a_model_of_ones_own_is_compared_with_its_data_loss_and_optimizer(mine):
+    steps = 3
+    first = compare.run(model="mine.py:make", world_size=2, steps=steps, stages="1,4,torch")
+    assert first.problem == "mine.py:make" and first.parameters == 18
+    assert first.max_abs_diff < 1e-6
+    for stage in first.stages[:2]:
+        assert stage.step_ms == pytest.approx(stage.ideal_ms, rel=1e-3)
+
+    # One device with the same weights and batches, by torch alone.
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 5)
+    model = torch.nn.Linear(5, 3)
+    targets = inputs @ torch.randn(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        # An epoch of one batch of 64 each: the second batch of an epoch is not whole.
+        order = problems.shard(96, 0, 1, epoch=step)[:64]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs[order]), targets[order])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert first.stages[0].loss == pytest.approx(losses)
+
+
+def test_the_page_about_a_model_of_ones_own_has_one_that_runs(mine):
+    page = (course_folder("docs") / "YOUR_MODEL.md").read_text()
+    [code] = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    (mine / "page.py").write_text(code)
+    results = compare.run(model="page.py:make", lr=0.01, global_batch=96, world_size=2, steps=2)
+    assert results.max_abs_diff < 1e-6
+
+
+def test_a_changed_file_is_read_anew_and_a_function_needs_no_file(mine, tmp_path):
+    settings = {"world_size": 2, "steps": 2, "stages": "1"}
+    with_five = compare.run(model="mine.py:make", **settings)
+    (tmp_path / "mine.py").write_text(MINE.replace("WIDTH, 3", "5, 30"))
+    wider = compare.run(model="mine.py:make", **settings)
+    assert [with_five.parameters, wider.parameters] == [18, 180]
+
+    def make():
+        return {"model": torch.nn.Linear(4, 2), "data": (torch.ones(8, 4), torch.ones(8).long())}
+
+    results = compare.run(model=make, **settings)
+    assert results.problem == "make" and results.global_batch == 8
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("mine.py", r'"mine.py" must be FILE.py:FUNCTION, such as mine.py:make'),
+        ("mine:make", "must be FILE.py:FUNCTION"),
+        ("gone.py:make", 'cannot read "gone.py" in .*No such file'),
+        ("binary.py:make", "no text in UTF-8"),
+        ("mine.py:mak", "no function mak is there; it has make"),
+        ("mine.py:WIDTH", "no function WIDTH is there; it has make, misnamed"),
+        ("wrong.py:make", "wrong.py:make, line 1: SyntaxError"),
+        ("script.py:make", "line 2 ends the program"),
+        ("mine.py:misnamed", "perhaps loss and optimizer, and returned: .*optimiser"),
+        ("mine.py:unfinished", "must return a dict with model and data.* returned: NoneType"),
+        ("mine.py:needs_more", "TypeError: needs_more.. missing 1"),
+        ("mine.py:broken", "mine.py:broken, line 18: NameError: name 'nope'"),
+        ("mine.py:unlike", r"cannot be multiplied .2x5 and 2x3. \(in a first step on 2 samples"),
+        ("mine.py:no_loss", "the loss must be a tensor with one number, and is None"),
+        ("mine.py:no_class", "optimizer is of type float; it must be a class such as"),
+        ("mine.py:uneven", r"data must be \(inputs, targets\), as many of each"),
+        ("mine.py:for_classes", "cross entropy needs classes as targets"),
+        ("mine.py:multiplies_nothing", "multiplies no matrices.*--device-speed none"),
+    ],
+)
+def test_what_a_model_of_ones_own_must_be_is_said_in_one_line(mine, model, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        compare.run(model=model, world_size=2, steps=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_ones_own_has_its_own_data_and_size(mine, capsys):
+    with pytest.raises(ValueError, match='"parameters" cannot be chosen for a model of your own'):
+        compare.run(model="mine.py:make", world_size=2, parameters=5)
+    assert cli.main(["compare", "--model", "mine.py:make", "--problem", "digits"]) == 2
+    assert "leave --problem out" in capsys.readouterr().err
+
+
+def test_the_table_says_what_the_agreement_is_worth(on_devices):
+    table = compare.table(on_devices)
+    assert "--real-sockets" in table.text and "--real-sockets" in table.html
+    assert "on real" not in table.text
+    measured = [replace(stage, on_sockets=1.05) for stage in on_devices.stages]
+    assert "on real sockets: a step" in compare.table(replace(on_devices, stages=measured)).text

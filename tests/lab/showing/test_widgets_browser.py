@@ -34,8 +34,8 @@ CELLS = {
     "source": "show.source(stage4_ring.ring_all_reduce)",
     "table": (
         "from types import SimpleNamespace as some\nfrom ddp_course.lab.measuring.results import"
-        " StageResult\nstage = StageResult('3', 'parameter server', 239.04, 154.9, 1057104, 1057104,"
-        " 6, [.0968], 9.9e-7, None, [], ideal_ms=250.8, speed_up=1.36)"
+        " StageResult\nstage = StageResult('3', 'parameter server', 239.04, 154.9, 1057104,"
+        " 1057104, 6, [.0968], 9.9e-7, None, [], ideal_ms=250.8, speed_up=1.36)"
         "\ncompare.table(some(stages=[stage]))"
     ),
     "ranks": "%%ranks 2\nprint(rank + 42)",
