@@ -33,7 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser)
     gpus = usable_gpus()
     ranks = 4
-    if gpus:  # The largest power of two, which divides the batch; two ranks may share one GPU.
+    # The largest power of two divides the batch; two ranks may share one GPU.
+    if gpus:
         ranks = max(2, 2 ** (gpus.bit_length() - 1))
     parser.add_argument(
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
@@ -98,7 +99,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Run the comparison; write the results and print the table.
 
-    It runs on the ranks of torchrun if that has started them.
+    If torchrun has started this process, the comparison runs on its ranks.
     """
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if value is not None}
@@ -107,7 +108,8 @@ def main(args: argparse.Namespace) -> None:
     rank = 0
     if under_torchrun:
         rank, options["world_size"] = join(args.device)
-        options |= {"device_speed": "none", "link": None}  # torchrun's are real.
+        # The devices and links of torchrun's ranks are real.
+        options |= {"device_speed": "none", "link": None}
     if "problem" not in options and emulated.on_gpus(args.device):
         # An option that was given counts more than the large problem's.
         options = large_problem(args.device, options["world_size"]) | options
@@ -137,7 +139,8 @@ KEY = """predicted: by formulas that assume what virtual time assumes. Real sock
 to 1.06 times as long (docs/VIRTUAL_TIME.md); on Linux --link-mode hosts measures that
 weights differ by: the largest difference of a weight from the single device's
 –: nothing is sent, or torch sends it and counts nothing"""
-COLUMNS = {  # by title: a field of `StageResult`, and its format
+# Each title has a field of `StageResult`, and its format.
+COLUMNS = {
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "speed-up": ("speed_up", ".2f"),
@@ -150,7 +153,7 @@ COLUMNS = {  # by title: a field of `StageResult`, and its format
 
 
 def table(results: Comparison) -> Shown:
-    """The results as text, a line per stage."""
+    """Return the results as a table, with a line per stage."""
     rows = []
     for stage in results.stages:
         row = [stage.label]
@@ -162,7 +165,8 @@ def table(results: Comparison) -> Shown:
     # The values are formatted already: tabulate must not read them as numbers.
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
     text = tabulate([titles, *rows], tablefmt="plain", **layout)
-    for row in rows:  # A browser would break the names of stages.
+    # A browser would break the names of stages.
+    for row in rows:
         row[0] = row[0].replace(" ", "\N{NO-BREAK SPACE}")
     return Shown(text, tabulate(rows, titles, "html", **layout))
 
