@@ -1,7 +1,7 @@
-"""Who is who, before anything runs: whose notebook is it that lies in a folder, or in a zip?
+"""Finds out whose a notebook in a folder or in a zip is, before anything runs.
 
-The learner is the roster's entry whose name, id or mail is in the path. Without a roster it is what
-the names of Canvas', Moodle's and Gradescope's downloads say, or else the folder that holds the
+The learner is the roster's entry whose name, id or mail is in the path. Without a roster the names
+of Canvas', Moodle's and Gradescope's downloads say whose it is, or else the folder that holds the
 notebook.
 """
 
@@ -21,25 +21,26 @@ from .tables import read_table
 CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
 MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")  # A notebook's name may begin with its exercise.
-PLACES = re.compile(  # A folder that is called so is no person.
+# A folder with such a name is no person.
+PLACES = re.compile(
     r"(exercises|notebooks|solutions|work|submitted|src|ddp_course)"
     r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
     re.IGNORECASE,
 )
-# What a learner is known by; the first of these titles that a roster has is what they are called.
+# By these titles a roster knows a learner; the first one that it has is the learner's name.
 KNOWN_BY = (
     "learner", "Student", "Full name", "Name", "ID", "SIS User ID", "SIS Login ID", "Email address",
     "Email", "ID number", "Identifier", "SID", "identifier", "github_username",
 )  # fmt: skip
-Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
+Roster = dict[str, dict[str, str]]  # the cells of each learner's line, by their titles
 
 
 @dataclass
 class Owner:
     """Whose a notebook is.
 
-    In `about` is what a gradebook knows the learner by, {title: cell}, and `folder` is what is the
-    learner's alone. A `note` says what may surprise in that.
+    By `about`, {title: cell}, a gradebook knows the learner; `folder` is the part of the path that
+    is the learner's alone. A `note` says what may be surprising about that.
     """
 
     learner: str
@@ -75,9 +76,9 @@ def read_roster(path: str | Path) -> Roster:
 
 
 def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> list[Owner]:
-    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+    """Return the owners of the notebook at `parts`, a path that begins with the named folder.
 
-    `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
+    `known_owners` has the owners of folders about which a file says so; a notebook of a group has
     several owners.
     """
     for place, part in enumerate(parts[1:], 1):
@@ -95,11 +96,11 @@ def owners_of(parts: Sequence[str], known_owners: Mapping[str, list[Owner]]) -> 
 
 
 def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]:
-    """{archive: its owner}, for the archives in the named folder.
+    """Return the owner of each archive in the named folder.
 
-    Whatever a learner calls what is inside, it belongs to the folder that a service or the teacher
-    has named, or else to the archive's name. An archive that holds several folders, and no notebook
-    beside them, is a class.
+    Whatever names a learner has given inside, an archive belongs to the folder that a service or
+    the teacher has named, or else to its own name. An archive that holds several folders, and no
+    notebook beside them, is a class.
     """
     inside: dict[tuple, set[str]] = {}
     for parts in paths:
@@ -109,7 +110,7 @@ def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]
                 inside.setdefault(tuple(parts[:place]), set()).add(child)
     owners = {}
     for archive, children in inside.items():
-        # In a section's folder lie several archives, one of each learner.
+        # In a section's folder there are several archives, one of each learner.
         beside = Counter(other[:-1] for other in inside if len(other) == len(archive))
         named = archive if max(beside.values()) > 1 or len(archive) == 2 else archive[:-1]
         if len(children) == 1 or "" in children:
@@ -121,10 +122,9 @@ def owners_of_archives(paths: Iterable[Sequence[str]]) -> dict[str, list[Owner]]
 
 
 def owner_by_folder(parts: Sequence[str]) -> Owner:
-    """The folder that holds a notebook.
+    """Return the owner of a notebook, by the folder that holds it.
 
-    A notebook that lies in the named folder itself has its learner's name, unless that is the
-    exercise's.
+    A notebook in the named folder itself has its learner's name, unless its name is the exercise's.
     """
     *folders, file = parts
     if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
@@ -135,20 +135,22 @@ def owner_by_folder(parts: Sequence[str]) -> Owner:
 
 
 def without_ending(name: str) -> str:
-    """The name of a folder, an archive or a notebook."""
+    """Return the name of a folder, an archive or a notebook without its ending."""
     return re.sub(r"\.(zip|ipynb)$", "", name, flags=re.IGNORECASE)
 
 
 def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
-    """The roster's learner of whom most is in the path: name, ids, mail.
+    """Return the roster's learner whose name, ids and mail are most in the path.
 
-    "" if nothing is of any, or equally much of several.
+    Return "" if no learner's are, or those of several learners equally often.
     """
     words = [owner.learner, *owner.about.values()]
-    if not owner.about:  # A service says which words of a path are the learner's; no folder does.
+    # A service says which words of a path are the learner's; a folder does not.
+    if not owner.about:
         for part in map(without_ending, parts):
             words += part.split("_")
-            while part:  # "ring-jane-doe" may be of "jane-doe", or of "doe".
+            # "ring-jane-doe" may be of "jane-doe", or of "doe".
+            while part:
                 words.append(part)
                 _, _, part = part.partition("-")
     plain_words = set(map(plainly, words))
@@ -161,7 +163,7 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
 
 
 def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
-    """What a learner is called in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
+    """Return a learner's names in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
     names = {learner} | {about[title] for title in KNOWN_BY if title in about}
     for name in list(names):
         last, comma, first = name.partition(",")
@@ -170,5 +172,5 @@ def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
 
 
 def plainly(name: str) -> str:
-    """A name without case, spaces and punctuation, as services write it into names of files."""
+    """Return a name without case, spaces and punctuation, as services write it in file names."""
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name).casefold())
