@@ -197,7 +197,7 @@ class Answer:
         return [*lines, f"No other way that fits is {CLOSE:.0%} faster."]
 
     def figure(self) -> Picture:
-        """Return a figure with a bar per way: its step's parts, error, hidden sending, and memory."""
+        """Return a figure with a bar per way: its parts, error, hidden sending, and memory."""
         answers = [self, *self.others()]
         longest = max(other.step_s + other.step.hidden for other in answers)
         message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
