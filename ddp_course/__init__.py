@@ -21,7 +21,8 @@ from manyranks import own_code
 
 own_code.register(__name__, __path__[0], ["lab.measuring.comparison", "collectives"])
 
-if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
+# People and checkers see the types here; at run time a name is imported on its first use.
+if TYPE_CHECKING:
     from manyranks import Device as Device
     from manyranks import Link as Link
     from manyranks import every_order as every_order

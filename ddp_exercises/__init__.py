@@ -27,17 +27,17 @@ SO_FAR = "right so far: "
 
 
 def check(number: str, *answers: Any, seed: int | None = None) -> None:
-    """Say in one line that the answers to task `number` are right, or raise Wrong.
+    """Print that the answers to task `number` are right, or raise Wrong, which says what is not.
 
-    The error says what is wrong.
-
-    The answer runs on ranks of its own, with inputs that are drawn anew each time. A message about
-    a wrong answer ends with the seed: the same seed draws the same inputs again.
+    The answer runs on ranks of its own, with inputs that are drawn again each time. A message about
+    a wrong answer ends with the seed: the same seed draws the same inputs.
     """
-    if HAND_OVER in os.environ:  # This is the kernel of a submission that is being graded.
+    # In the kernel of a submission that is graded, the answers are tried elsewhere.
+    if HAND_OVER in os.environ:
         hand_over(number, answers)
         return
-    from .any_order import confirm  # These import torch, which takes seconds.
+    # These modules import torch, which takes seconds.
+    from .any_order import confirm
     from .diagnosis import verdict
     from .evidence import Attempt, find, gather, known_attempts, solution_attempt
 
@@ -72,11 +72,9 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
 
 
 def task(number: str, *answers: Any) -> str:
-    """For a task that stands in a lesson.
+    """Check the answers to a task of a lesson once all are written; return one solution as text.
 
-    `check` the answers once all are written; returns one solution as text.
-
-    An answer is not written as long as it raises NotImplementedError.
+    An answer counts as not written as long as its code names NotImplementedError.
     """
     from .tasks import solution
 

@@ -1,8 +1,8 @@
-"""Once an answer was right: would it be, if its messages travelled in another order?
+"""Tries a right answer again, in every order in which its messages may travel.
 
-`every_order` tries it in virtual time, where nothing depends on how busy the machine is. What could
-not be tried to its end is no fault of the answer. It also knows why an answer hangs that keeps no
-object of a send to wait for: the message is lost with the object.
+`every_order` does that in virtual time, where nothing depends on how busy the machine is. An
+attempt that could not be tried to its end is no fault of the answer. `every_order` also knows why
+an answer hangs that keeps no object of a send: the message is lost with the object.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
 from .tasks import check_files, find
 
-SECONDS = 60.0  # What takes longer keeps the verdict that it has.
+SECONDS = 60.0  # An attempt that takes longer keeps the verdict that it has.
 ADVICE = {
     "deadlock": "post the receive before you wait for the send, as wire.exchange does",
     "touched too early": "wait for the receive first",
@@ -35,11 +35,11 @@ def confirm(
     enter: Callable | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """The `verdict` on an attempt, tried in every order.
+    """Return the verdict on an attempt once it was tried in every order of its messages.
 
-    If it was right, but an order breaks it, its task's part `every_order` is wrong; if it hung, the
-    verdict says why. `enter` sets a submission's limits; an attempt that takes longer than
-    `seconds` keeps its verdict.
+    If the attempt was right, but an order breaks it, its task's part `every_order` is wrong; if it
+    hung, the new verdict says why. `enter` sets a submission's limits; an attempt that takes longer
+    than `seconds` keeps its `verdict`.
     """
     task = find(attempt.number)
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
@@ -56,19 +56,20 @@ def confirm(
 
 
 def in_cell(line: Line) -> str:
-    """A line of the answer's in words; those of exercises/checks and of libraries keep theirs."""
+    """Return a line in words, as one of the learner's cell unless a check or a library has it."""
     if line.file in check_files() or not line.in_program:
         return str(line)
     return f"line {line.number} of your cell: {line.text}"
 
 
 def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
-    """What the ranks of one run of an attempt write down.
+    """Return the events that the ranks of one run of an attempt log.
 
-    It is nothing if the run ends with an error that no order explains, or not in `seconds`.
+    There are none if the run ends with an error that no order explains, or does not end in
+    `seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(ManyranksError):
-        undelayed = [None]  # This makes one run, in which no message is held up.
+        undelayed = [None]  # one run, in which no message is held up
         ranks = find(attempt.number).ranks
         arguments = ([attempt], folder, enter)
         events, _ = every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)

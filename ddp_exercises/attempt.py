@@ -1,9 +1,7 @@
-"""One answer at work on one rank.
+"""Runs an answer on one rank, and returns its evidence.
 
-It is loaded, what its task forbids is refused, it is put to the task's probe, and its traffic is
-counted.
-
-Nothing here knows what is right.
+The answer is loaded, functions that its task forbids are refused, and the task's probe calls it.
+This module does not know what is right.
 """
 
 import inspect
@@ -33,24 +31,24 @@ from .plain import pack, unpack
 from .tasks import Task, find
 
 OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
-LONG = timedelta(seconds=1000)  # No rank gives up before the launch does: deadlocks are found.
-SHARE_SECONDS = 3.0  # A rank of several computes for so long; the others wait a little longer.
-# So the names of torch's functions that send begin. COLLECTIVES has those of the torch that is
-# here: no task forbids a function that this version lacks.
+LONG = timedelta(seconds=1000)  # No rank gives up before the launch does, so deadlocks are found.
+SHARE_SECONDS = 3.0  # One of several ranks may compute for so long, while the others wait.
+# The names of torch's functions that send begin with these. COLLECTIVES has those of the installed
+# torch, as no task forbids a function that this version lacks.
 BEGINNINGS = ("all_", "broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend")
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
     for name, thing in vars(dist).items()
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
-# {size: group of the first `size` ranks}; the groups last for the whole launch.
+# By their sizes, these are the groups of the first ranks; they last for the whole launch.
 groups: dict[int, Any] = {}
 # A `read` may draw from torch's one random state, and the grader reads in several threads.
 reading = threading.Lock()
 
 
 class Attempt(NamedTuple):
-    """The `answers` to a task, in the form in which they travel.
+    """The `answers` to task `number`, in the form in which they travel to ranks.
 
     They are functions, or pickled with the source of their cells, or {id: source} of cells to run.
     """
@@ -61,10 +59,10 @@ class Attempt(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What an attempt returned.
+    """The evidence of an attempt.
 
-    `values` are {(part, case): {rank: value}}, where the rank is None for all ranks together, or a
-    `failure` says why there are none. The first attempt of its launch was through after `seconds`.
+    `values` are {(part, case): {rank: value}}, where the rank is None for all ranks together; if
+    there are none, `failure` says why. The first attempt of the launch had ended after `seconds`.
     """
 
     values: dict | None
@@ -75,10 +73,10 @@ class Evidence(NamedTuple):
 def make_attempts(
     attempts: Sequence[Attempt], folder: str, enter: Callable | None, ended: Callable = lambda: None
 ) -> None:
-    """On each rank: make every attempt, call `ended()`, and write its evidence into a file.
+    """Make every attempt on this rank, and write the evidence of each into a file.
 
     The file is named by the attempt's place and the rank. `enter(folder)` sets a submission's
-    limits before anything of it runs.
+    limits before anything of it runs. `ended()` is called after each attempt.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -90,7 +88,8 @@ def make_attempts(
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
         answers = load(task, attempt.answers)
         if ranks > 1:
-            dist.barrier()  # No rank waits in an answer for one that is still loading.
+            # Without this a rank could wait in an answer for one that is still loading.
+            dist.barrier()
         limit_processor_time(task.seconds if ranks == 1 else SHARE_SECONDS)
         evidence = pack(probe(task, answers, attempt.inputs))
         ended()
@@ -98,9 +97,10 @@ def make_attempts(
 
 
 def make_groups() -> None:
-    """Make what probes need in a rank: its own numbers of chance, one thread, and groups."""
+    """Make what probes need on a rank: its own random numbers, one thread, and groups."""
     torch.manual_seed(dist.get_rank())
-    torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
+    # Probes are small, so several threads would only wait for each other.
+    torch.set_num_threads(1)
     ranks = dist.get_world_size()
     if ranks > 1:
         for size in range(1, ranks + 1):
@@ -110,7 +110,7 @@ def make_groups() -> None:
 def silence_libraries() -> None:
     """Show what Python prints, but not what gloo prints when it ends a process.
 
-    Gloo says "terminate called …"; a learner gets our message.
+    Gloo would print "terminate called …", and a learner gets a message of the course.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -131,9 +131,9 @@ def too_slow(*_: Any) -> None:
 
 
 def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
-    """The evidence of all ranks together, from the contents of their files.
+    """Return the evidence of all ranks together, from the contents of their files.
 
-    What the task reads from it is computed here, where nothing of the answer runs.
+    A task's `read` is called here, in the grader's process, where nothing of the answer runs.
     """
     values: dict = {}
     task = find(attempt.number)
@@ -153,7 +153,8 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
                 values.setdefault(part_and_case, {})[rank] = value
     except Wrong as error:
         return Evidence(None, str(error))
-    except Exception as error:  # Only a value that the answer returned can fail here.
+    except Exception as error:
+        # Only a value that the answer returned can fail here.
         return Evidence(
             None, f"your answer returned something that cannot be used ({str(error)[:300]})"
         )
@@ -161,14 +162,15 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
 
 
 def load(task: Task, answers: Any) -> Sequence:
-    """The objects that an answer defines, in the order of the task's `names`."""
+    """Return the objects that an answer defines, in the order of the task's `names`."""
     objects = answers
     sources = {}
     if isinstance(answers, bytes):
         objects, sources = pickle.loads(answers)
     elif isinstance(answers, dict):
         sources = answers
-    for name, text in sources.items():  # Tracebacks then show the lines of cells.
+    # By this cache tracebacks show the lines of cells.
+    for name, text in sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     if not isinstance(answers, dict):
         return objects
@@ -179,9 +181,9 @@ def load(task: Task, answers: Any) -> Sequence:
 
 
 def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
-    """{(part, case): value} of one answer on this rank.
+    """Return the values of one answer on this rank, by part and case.
 
-    Where torch's collectives are forbidden, the wire must send all.
+    If the task forbids torch's collectives, everything must be sent by the wire.
     """
     evidence: dict = {}
     only_the_wire = set(COLLECTIVES) <= set(task.forbidden)
@@ -197,7 +199,8 @@ def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
 def refuse_the_courses_own(answers: Sequence) -> None:
     """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
     for answer in answers:
-        function = inspect.unwrap(getattr(answer, "func", answer))  # A partial has a `func`.
+        # A partial has a `func`.
+        function = inspect.unwrap(getattr(answer, "func", answer))
         module = getattr(function, "__globals__", {}).get("__name__") or function.__module__
         if str(module).startswith(OURS):
             name = getattr(function, "__name__", type(function).__name__)
@@ -209,8 +212,8 @@ def refuse_the_courses_own(answers: Sequence) -> None:
 def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
     """Raise Wrong if an answer, or a function of its module, is a copy of a forbidden one.
 
-    The code of that was `replaced`. A copy is code of the same file, or of an executed text, that
-    uses the same names.
+    `replaced` has the forbidden functions with their codes. A copy is code of the same file, or of
+    an executed text, that uses the same names.
     """
     for answer in answers:
         for thing in (answer, *getattr(answer, "__globals__", {}).values()):
@@ -226,7 +229,8 @@ def refuse_copies(answers: Sequence, replaced: Sequence) -> None:
 class Forbidden(NamedTuple):
     """A function that an answer must not call.
 
-    It has what its caller is told, how many frames of decorators lie above it, and a copy of it.
+    `message` is for a learner who calls it, `depth` is the number of decorators' frames above it,
+    and `original` is a copy of it.
     """
 
     message: str
@@ -235,7 +239,7 @@ class Forbidden(NamedTuple):
 
 
 forbidden_now: dict[str, Forbidden] = {}
-refused: list[str] = []  # What was refused: an answer may catch the error.
+refused: list[str] = []  # the messages of refused calls, as an answer may catch the error
 STUB = """
 def stub(*args, **kwargs):
     from ddp_exercises.attempt import refuse_or_call
@@ -245,15 +249,15 @@ def stub(*args, **kwargs):
 
 @contextmanager
 def refusing(forbidden: Sequence[str]) -> Iterator[list]:
-    """For a while forbidden functions have other code.
+    """Give forbidden functions other code within this block: it raises Wrong.
 
-    It is so by whatever name and in whatever thread they are called: the code raises Wrong unless
-    torch or the course calls. Yields (function, its code) of each. Raises Wrong once more at the
-    end.
+    So they are refused by whatever name and in whatever thread they are called, unless torch or the
+    course calls. Yield (function, its code) for each. At the end, raise Wrong again if a call was
+    refused.
     """
     changed = []
     for name in forbidden:
-        # The colon says where the module ends, which takes a hundred searches of the disk less.
+        # The colon says where the module ends, which saves a hundred searches of the disk.
         function = resolve_name(":".join(name.rsplit(".", 1)))
         depth = 1
         while hasattr(function, "__wrapped__"):
@@ -291,10 +295,7 @@ def refuse_or_call(name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse_collective(name: str) -> None:
-    """Raise Wrong: an answer calls torch's own collective.
-
-    It may do so in a thread, where it is not noticed.
-    """
+    """Raise Wrong, as an answer calls torch's own collective, and note it, as it may be caught."""
     message = f"your code calls torch's own {name}: send with what the task gives you"
     refused.append(message)
     raise Wrong(message)

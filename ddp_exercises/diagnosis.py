@@ -1,10 +1,9 @@
-"""Say whether an answer is right, part by part, and if not, why.
+"""Says whether an answer is right, part by part, and if not, why.
 
-It is held against the solution and known wrong answers.
-
-An answer whose evidence equals that of a known wrong answer on the same inputs gets its message.
-For other answers the message is a relation that explains all wrong values (unchanged, zeros, a
-factor, another order), or the first of them.
+An answer's evidence is compared with the solution's and with that of known wrong answers, on the
+same inputs. If it equals that of a wrong answer, the answer gets its message. For other answers the
+message is a relation that explains all wrong values (unchanged, zeros, a factor, another order), or
+the first wrong value.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ KINDS = {torch.Tensor: "a tensor", list | tuple: "a list", dict: "a dict"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with each part of an answer, such as "bytes"; "" if the part is right.
+    """What is wrong with each of the `parts` of an answer, such as "bytes"; "" for a right part.
 
-    It is not `judged` if the course's own solution could not be tried. The `misconception` is the
-    name of the known wrong answer whose fault it has, "" if of none.
+    An answer is not `judged` if the course's own solution could not be tried. The `misconception`
+    is the name of the known wrong answer whose fault the answer has, or "".
     """
 
     parts: dict[str, str]
@@ -38,7 +37,7 @@ class Verdict:
 
     @property
     def message(self) -> str:
-        """What is wrong with the first wrong part; "" if the answer is right."""
+        """The message of the first wrong part; "" if the answer is right."""
         for message in self.parts.values():
             if message:
                 return message
@@ -46,9 +45,9 @@ class Verdict:
 
 
 class Value(NamedTuple):
-    """A value of a part, on one rank or (None) for all.
+    """A value of a part, on one rank, or on all ranks together if the rank is None.
 
-    `still` is the value after an answer that does nothing.
+    `still` is the value that an answer which does nothing leaves.
     """
 
     case: str
@@ -59,16 +58,16 @@ class Value(NamedTuple):
 
 
 def nothing(task: Task, message: str) -> Verdict:
-    """The verdict on an answer that fails in all parts, with the same `message`."""
+    """Return the verdict on an answer that fails in all parts, with the same `message`."""
     return Verdict(dict.fromkeys(task.parts, message))
 
 
 def verdict(
     task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]
 ) -> Verdict:
-    """The verdict on `evidence`.
+    """Return the verdict on `evidence`.
 
-    `others` gives the evidence of an answer that does nothing and of known wrong ones.
+    `others()` returns the evidence of an answer that does nothing, and of the known wrong ones.
     """
     if evidence.values is None:
         return nothing(task, evidence.failure)
@@ -82,7 +81,7 @@ def verdict(
     still, *tried = others()
     known = list(zip(known_wrong(task.number), tried, strict=False))
     alike = [answer for answer, other in known if same(evidence.values, other.values)]
-    possible = []  # The fault of each of these may be in this answer.
+    possible = []  # the known wrong answers whose fault may be in this answer
     for answer, other in known:
         if len(wrong_cases(task, other, solution) - wrong) <= 1:
             possible.append((answer, other))
@@ -100,10 +99,10 @@ def verdict(
 
 
 def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple[str, str]]:
-    """(part, case) wherever an answer is wrong.
+    """Return each (part, case) in which an answer is wrong.
 
-    If a fault is in an answer, it is wrong wherever this fault makes it wrong, but for one case
-    that it may have lines of its own for, such as a single rank.
+    An answer with a fault is wrong wherever this fault makes an answer wrong, except perhaps in one
+    case for which it has lines of its own, such as a single rank.
     """
     cases = set()
     for part in task.parts:
@@ -115,7 +114,7 @@ def wrong_cases(task: Task, evidence: Evidence, solution: Evidence) -> set[tuple
 def values_of(
     part: str, evidence: Evidence, solution: Evidence, still: Evidence = NOTHING
 ) -> list[Value]:
-    """All values of a part, in the order of the solution's cases."""
+    """Return all values of a part, in the order of the solution's cases."""
     values = []
     for (name, case), by_rank in (solution.values or {}).items():
         if name != part:
@@ -128,28 +127,22 @@ def values_of(
 
 
 def of_ranks(evidence: Evidence, part: str, case: str) -> dict:
-    """{rank: value} of a case; empty if there is no evidence of it."""
+    """Return the values of a case, by rank; empty if there is no evidence of it."""
     return (evidence.values or {}).get((part, case), {})
 
 
 def differing_values(values: Sequence[Value], bound: float) -> list[Value]:
-    """The values that are not as expected."""
+    """Return the values that are not as expected."""
     return [value for value in values if not same(value.actual, value.expected, bound)]
 
 
 def is_unsaid(value: Value) -> bool:
-    """Whether a probe had nothing simple to say about what an answer left.
-
-    Then another value says more.
-    """
+    """Return whether a probe found nothing simple to say, so that another value says more."""
     return value.actual is None and isinstance(value.expected, str)
 
 
 def difference(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
-    """What is wrong with a part.
-
-    It is the `message` of a known answer, or if there is none, what differs.
-    """
+    """Return what is wrong with a part: a known answer's `message`, or else what differs."""
     first = wrong[0]
     ranks = ranks_in_words(values, wrong)
     if message:
@@ -169,7 +162,7 @@ def difference(values: Sequence[Value], wrong: Sequence[Value], message: str, se
 
 
 def in_short(value: Value) -> str:
-    """The answer's number, or its short list beside the expected one; "" for any other value."""
+    """Return the answer's number, or a short list beside the expected one; "" for other values."""
     text = in_words(value.actual)
     expected = in_words(value.expected)
     if type(value.actual) in (int, float):
@@ -182,11 +175,11 @@ def in_short(value: Value) -> str:
 def known_fault(
     part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
 ) -> Known | None:
-    """The first of the `known` answers that has the same values in this part.
+    """Return the first of the `known` answers that has the same values in this part, or None.
 
-    They are (wrong answer, its evidence); all values count, or all that are wrong.
-
-    One number may be equal by chance, so what is wrong must be SURE numbers or of two cases.
+    `known` has pairs of a wrong answer and its evidence. First all values are compared, then only
+    the wrong ones: these must be at least SURE numbers or of two cases, as one number may be equal
+    by chance.
     """
     choices = [values]
     count = len(numbers([value.actual for value in wrong]))
@@ -200,13 +193,13 @@ def known_fault(
 
 
 def has(evidence: Evidence, part: str, value: Value) -> bool:
-    """Whether the evidence has the same value in the same case and on the same rank."""
+    """Return whether evidence has the same value in the same case and on the same rank."""
     by_rank = of_ranks(evidence, part, value.case)
     return value.rank in by_rank and same(value.actual, by_rank[value.rank])
 
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
-    """Which ranks are wrong in the first wrong case; "" if all ranks are."""
+    """Return in words which ranks are wrong in the first wrong case; "" if all are."""
     case = wrong[0].case
     ranks = [str(value.rank) for value in wrong if value.case == case]
     if len(ranks) == sum(value.case == case for value in values):
@@ -215,15 +208,12 @@ def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
 
 
 def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
-    """Whether two pieces of plain data are equal, numbers to rounding.
-
-    That is `bound` times the largest magnitude.
-    """
+    """Return whether two pieces of plain data are equal, numbers to `bound` times the largest."""
     return not unlike(actual, expected, "it", bound)
 
 
 def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
-    """The first difference of two pieces of plain data in words, "" if they are the same."""
+    """Return the first difference of two pieces of plain data in words; "" if there is none."""
     if actual is None and expected is not None:
         return f"{what} is None: is there a `return`?"
     for kind, name in KINDS.items():
@@ -248,25 +238,25 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
         return ""
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
+    # The probe itself has said in words what is wrong.
     if expected == "" and isinstance(actual, str):
-        return actual  # The probe has said in words what is wrong.
-    if type(expected) is float:  # One number agrees to nine digits, wherever it is not nearly 0.
+        return actual
+    # A single number must agree to nine digits, unless it is nearly 0.
+    if type(expected) is float:
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
         equal = type(actual) is type(expected) and bool(actual == expected)
     if equal:
         return ""
     size = ""
-    if type(expected) in (int, float) and actual == actual:  # NaN is neither.
+    # NaN, which does not equal itself, is neither too small nor too large.
+    if type(expected) in (int, float) and actual == actual:
         size = "too small: " if actual < expected else "too large: "
     return f"{what} is {size}{in_words(actual)}; {in_words(expected)} was expected"
 
 
 def wrong_items(actual: Any, expected: Any) -> str:
-    """How many items of two lists of one length are wrong, or that only their order is.
-
-    Return "" for other values.
-    """
+    """Return how many items of a list are wrong, or that only their order is; else ""."""
     if not isinstance(actual, list | tuple) or not isinstance(expected, list | tuple):
         return ""
     count = sum(not same(*pair) for pair in zip(actual, expected, strict=False))
@@ -278,13 +268,13 @@ def wrong_items(actual: Any, expected: Any) -> str:
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
-    """The type of a value where a plain number is expected; "" if it is such a number."""
+    """Return in words that a value is no plain number where one is expected; "" if it is."""
     right = type(expected) not in (int, float) or type(actual) in (int, type(expected))
     return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
 
 def unlike_tensor(actual: torch.Tensor, expected: torch.Tensor, what: str, bound: float) -> str:
-    """How a tensor differs from another, "" if they are the same."""
+    """Return in words how a tensor differs from another; "" if they are the same."""
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}; {list(expected.shape)} was expected"
     if actual.dtype != expected.dtype:
@@ -296,7 +286,8 @@ def unlike_tensor(actual: torch.Tensor, expected: torch.Tensor, what: str, bound
     x = actual.reshape(-1).double()
     y = expected.reshape(-1).double()
     cause = ""
-    if not x[place].abs() <= 1e5 * largest(expected):  # NaN too is no such number.
+    # NaN is not less than any number, so it has this cause, too.
+    if not x[place].abs() <= 1e5 * largest(expected):
         cause = (
             "; such numbers come up when bytes are read as another dtype, when nobody has filled a"
             " buffer, or when a number is too large or divided by 0"
@@ -308,7 +299,7 @@ def unlike_tensor(actual: torch.Tensor, expected: torch.Tensor, what: str, bound
 
 
 def kind_of(actual: Any) -> str:
-    """The type of a value, with an article."""
+    """Return the type of a value, with an article."""
     if actual is None:
         return "None (is there a `return`?)"
     name = actual[ODD] if isinstance(actual, dict) and ODD in actual else type(actual).__name__
@@ -316,12 +307,12 @@ def kind_of(actual: Any) -> str:
 
 
 def in_words(thing: Any) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it."""
     return f"{thing:.10g}" if type(thing) in (int, float) else repr(thing)[:200]
 
 
 def numbers(thing: Any) -> torch.Tensor:
-    """All numbers of a piece of plain data as one vector; an empty one if there are none."""
+    """Return all numbers of a piece of plain data as one vector, which may be empty."""
     vectors = [torch.empty(0, dtype=torch.float64)]
     for each in tree_leaves(thing):
         if isinstance(each, torch.Tensor | int | float):
@@ -330,12 +321,13 @@ def numbers(thing: Any) -> torch.Tensor:
 
 
 def relation(wrong: Sequence[Value]) -> str:
-    """What holds between all wrong values (x), those expected (y) and those left (z).
+    """Return in words a relation that explains all wrong values, followed by ": ", or "".
 
-    The latter are left by doing nothing. It is "words: ".
+    It is between these values (x), those expected (y) and those that doing nothing leaves (z).
     """
+    # A truth or a text, once shown, needs no relation.
     if isinstance(wrong[0].expected, bool | str):
-        return ""  # What is shown says it, and a law of the other values would be about them.
+        return ""
     if any(len(numbers(value.actual)) != len(numbers(value.expected)) for value in wrong):
         return ""
     x = numbers([value.actual for value in wrong])
@@ -359,6 +351,6 @@ def relation(wrong: Sequence[Value]) -> str:
 
 
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two vectors are equal to rounding; of several numbers the largest counts too."""
+    """Return whether two vectors are equal to rounding, relative to each number or the largest."""
     rounding = 1e-6 * largest(y) if len(y) > 1 else 0.0
     return len(x) == len(y) and torch.allclose(x, y, 1e-6, rounding)

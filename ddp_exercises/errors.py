@@ -1,17 +1,14 @@
-"""What goes wrong with answers to exercises, and with the notebooks that they are in."""
+"""The errors of answers to exercises, and of the notebooks with these answers."""
 
 from ddp_course.errors import CourseError
 
 
 class Wrong(CourseError):
-    """An answer to an exercise is wrong.
-
-    The message says what about it, in words for the learner.
-    """
+    """An answer to an exercise is wrong; the message tells the learner what is wrong with it."""
 
 
 class TooSlow(BaseException):
-    """Raised in an answer or a cell that has used up its time; `except Exception` lets it pass."""
+    """An answer or a cell has used up its time; `except Exception` does not catch this error."""
 
 
 class GradingError(CourseError, ValueError):

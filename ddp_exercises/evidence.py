@@ -1,7 +1,7 @@
-"""Try answers on the ranks of a launch, and bring their evidence back.
+"""Tries answers on the ranks of a launch, and brings their evidence back.
 
-Evidence is plain data, or says how an answer failed. Each rank writes a file per attempt: after a
-bad answer the launch is repeated from the next attempt on.
+Evidence is plain data, or says how an answer failed. Each rank writes a file per attempt, so after
+an answer that ends a launch, another launch goes on with the next attempt.
 """
 
 import re
@@ -24,10 +24,10 @@ from .tasks import Task, cells_with, check_files, find, known_wrong, of_exercise
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
 STILL_RUNNING = "still running after all of its time"
-# What computes is stopped after a task's `seconds` of the processor, and a deadlock is known at
-# once. The clock stops only what waits for something else: in the grader at the submission's
-# deadline, in the lab after PATIENCE times a task's seconds, and on a busy machine not before
-# SLOWER times what the solution took.
+# An answer that computes is stopped after a task's `seconds` of processor time, and a deadlock is
+# known at once. Only an answer that waits for something else is stopped by the clock: in the grader
+# at the submission's deadline, in the lab after PATIENCE times a task's seconds, and on a busy
+# machine not before SLOWER times the time that the solution took.
 PATIENCE = 4.0
 SLOWER = 10.0
 TOO_LONG = (
@@ -37,9 +37,9 @@ TOO_LONG = (
 BOTH_SEND = (
     " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 )
-# These are of the answer, even if the traceback shows none of its lines.
+# These errors are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
-GIVEN = "shared.py"  # This file of checks has an all-reduce that they give to answers.
+GIVEN = "shared.py"  # This file of checks has an all-reduce that is given to answers.
 # These files are torch's, ours, a check's or Python's.
 NOT_LEARNERS = re.compile(
     r"site-packages|dist-packages|[/\\](?:manyranks|ddp_course|ddp_exercises)[/\\]"
@@ -55,17 +55,17 @@ def gather(
     link: Link = ONE_HOST,
     seconds: float | None = None,
 ) -> list[Evidence]:
-    """The evidence of each attempt, made `on_rank`.
+    """Return the evidence of each attempt, which ranks make by `on_rank`.
 
-    Where ranks `enter` a submission's limits, before anything of it runs, they keep to them. All
-    launches together take at most `seconds` by the clock, and there is no evidence of what they do
-    not reach; without `seconds` the first attempt must be one that ends: the solution, or an answer
-    that does nothing.
+    `enter` sets a submission's limits on each rank before anything of the submission runs. All
+    launches together take at most `seconds` by the clock, and attempts that they do not reach have
+    no evidence. Without `seconds` the first attempt must be one that ends: the solution, or an
+    answer that does nothing.
     """
     results: list[Evidence] = []
     waiting = list(attempts)
     began = time.monotonic()
-    first_took = 0.0  # This is how long the first attempt took, from its launch on.
+    first_took = 0.0  # the seconds that the first attempt took, from its launch on
     while waiting:
         planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
         patience = max(planned, SLOWER * first_took)
@@ -80,7 +80,7 @@ def gather(
         if not failure:
             break
         first_took = first_took or took
-        # If the machine is slower than was planned for, there is more time in the next launch.
+        # If the machine is slower than was planned for, the next launch has more time.
         if (
             isinstance(failure, LaunchTimeout)
             and seconds is None
@@ -94,15 +94,12 @@ def gather(
 
 
 def solution_attempt(task: Task, inputs: dict) -> Attempt:
-    """The attempt with the course's own solution."""
+    """Return the attempt with the course's own solution."""
     return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
 
 
 def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
-    """Attempts with an answer that does nothing, then with the known wrong ones.
-
-    All are on the inputs of a wrong answer.
-    """
+    """Return attempts with an answer that does nothing, and then with the known wrong ones."""
     texts = ["\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)]
     texts += [answer.source for answer in known_wrong(task.number)]
     return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
@@ -115,9 +112,9 @@ def launch_attempts(
     link: Link,
     patience: float,
 ) -> tuple[list, ManyranksError | None, float]:
-    """What the ranks of one launch wrote down, by attempt and by rank.
+    """Return what the ranks of one launch wrote, by attempt and by rank.
 
-    With it come the error that ended the launch, and the seconds up to the first evidence.
+    Also return the error that ended the launch, and the seconds up to the first evidence.
     """
     ranks = find(attempts[0].number).ranks
     failure = None
@@ -147,7 +144,7 @@ def launch_attempts(
 
 
 def explain(error: ManyranksError, task: Task) -> str:
-    """Why a launch failed, in words for the learner."""
+    """Return why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
         return f"{TOO_LATE}: {still_running(error, task)}"
     if not isinstance(error, (RankError, DeadlockError)):
@@ -160,7 +157,8 @@ def explain(error: ManyranksError, task: Task) -> str:
     where = place(frame, task)
     if kind == "Wrong" and message:
         return message + where
-    if TooSlow.__name__ in culprit.traceback:  # A lock may have made another error of it.
+    # A lock may have made another error of it.
+    if TooSlow.__name__ in culprit.traceback:
         return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
     if kind == "NotImplementedError":
         if frame and frame.task != task.number:
@@ -208,7 +206,7 @@ def in_answer(wait: Wait) -> str:
 
 
 def still_running(error: LaunchTimeout, task: Task) -> str:
-    """The line of the learner's that was still running when time ran out; else the task's hint."""
+    """Return the learner's line that was running when time ran out, or else the task's hint."""
     hint = task.hang if task.ranks > 1 else "does it ever end?"
     for state in error.states:
         if frame := own_frame(state.stack, task):
@@ -217,10 +215,7 @@ def still_running(error: LaunchTimeout, task: Task) -> str:
 
 
 class Frame(NamedTuple):
-    """A line of the learner's.
-
-    It has the task whose answer it is in, its number there, its function, and its text.
-    """
+    """A line of the learner's: the task whose answer has it, its number, function and text."""
 
     task: str
     line: str
@@ -229,9 +224,9 @@ class Frame(NamedTuple):
 
 
 def own_frame(traceback: str, task: Task) -> Frame | None:
-    """The last line of the learner's own in a traceback.
+    """Return the last line of the learner's own in a traceback, if there is one.
 
-    It belongs to the innermost function that a task asks for.
+    It belongs to the task that asks for the innermost function.
     """
     own = [frame for frame in FRAME.findall(traceback) if not NOT_LEARNERS.search(frame[0])]
     if not own:
@@ -245,10 +240,7 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
 
 
 def place(frame: Frame | None, task: Task) -> str:
-    """The learner's line in brackets.
-
-    If it is in another task's answer, the number of that task comes with it.
-    """
+    """Return the learner's line in brackets, with the number of its task if that is another one."""
     if not frame:
         return ""
     text = f": {frame.text}" if frame.text else ""

@@ -1,4 +1,4 @@
-"""In the grader, a check hands over the answers that it is given, to be tried elsewhere."""
+"""Hands over the answers that a check is given in the grader, to be tried elsewhere."""
 
 import linecache
 import os
@@ -8,13 +8,14 @@ HAND_OVER = "DDP_COURSE_HAND_OVER"  # This variable names a folder for a kernel'
 
 
 def hand_over(number: str, answers: tuple) -> None:
-    """Write down the answers that a check cell is given in the grader.
+    """Write the answers that a check cell is given in the grader to a file.
 
-    With them goes the source of the cells they come from.
+    The sources of all cells go with them.
     """
-    from manyranks.launching.pickling import dumps  # Importing `check` alone does not need it.
+    # A learner who only imports `check` does not need it.
+    from manyranks.launching.pickling import dumps
 
-    # An entry is (length, time, lines, name); one that has not been read yet is shorter.
+    # An entry is (length, time, lines, name); before its source was read it is shorter.
     sources = {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())

@@ -1,6 +1,4 @@
-"""Plain data: the only kind of value that may come back from a submission.
-
-A comparison says what differs.
+"""Plain data, the only kind of value that may come back from a submission.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons
 of its own, comes back as the name of its type and nothing else.
@@ -24,9 +22,9 @@ ODD = "an object of type"
 
 
 def plain(thing: Any) -> Any:
-    """Make plain data of exact types.
+    """Return a thing as plain data of exact types.
 
-    Numpy's numbers and fractions become numbers, generators and the like lists.
+    Numpy's numbers and fractions become numbers, and generators and their like become lists.
     """
     kind = type(thing)
     if kind in (bool, str, float, type(None)):
@@ -51,21 +49,21 @@ def plain(thing: Any) -> Any:
 
 
 def pack(thing: Any) -> bytes:
-    """Bytes from which `unpack` makes plain data."""
+    """Return bytes from which `unpack` makes plain data."""
     buffer = io.BytesIO()
     torch.save(plain(thing), buffer)
     return buffer.getvalue()
 
 
 def unpack(content: bytes) -> Any:
-    """The other end of `pack`: `torch.load` makes nothing but plain data, or raises an error."""
+    """Return the plain data in packed bytes: `torch.load` makes no other objects."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
-    """Which numbers differ by more than `bound` times the largest magnitude.
+    """Return which numbers differ by more than `bound` times the largest magnitude.
 
-    Equal infinities do not, nor does NaN from NaN.
+    Equal infinities do not differ, nor does NaN from NaN.
     """
     if expected.dtype in (torch.bool, torch.int64):
         return actual != expected
@@ -74,6 +72,6 @@ def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> 
 
 
 def largest(expected: torch.Tensor) -> float:
-    """The largest finite magnitude, at least 1."""
+    """Return the largest finite magnitude, or 1 if that is larger."""
     finite = expected.double().abs()[expected.isfinite()]
     return max(1.0, finite.max().item() if finite.numel() else 1.0)

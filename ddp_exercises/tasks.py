@@ -1,9 +1,7 @@
-"""The files beside an exercise.
+"""Reads the files beside an exercise: `checks/NN.py` tries its tasks, `answers/NN.py` answers them.
 
-`checks/NN.py` says how its tasks are tried, `answers/NN.py` has known answers to them.
-
-A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which gives
-evidence: plain data), and names its parts with their points. An answer is right if its evidence
+A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which yields
+evidence, as plain data), and names its parts with their points. An answer is right if its evidence
 equals that of the course's own solution. docs/CONTRIBUTING.md says how both files are written.
 """
 
@@ -27,12 +25,12 @@ MARK = re.compile(r"^#[-+] ?", re.MULTILINE)
 
 
 def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
-    """The usual probe: what an answer returns in each case, called with copies of the arguments."""
+    """Return what an answer returns in each case, for copies of the arguments: the usual probe."""
     return ((part, case, answer(*copy.deepcopy(arguments))) for part, case, arguments in rows)
 
 
 def each_return(answer: Callable, cases: list) -> Iterator[tuple]:
-    """The usual probe before a `read`: what an answer returns, called with a copy of each case."""
+    """Yield what an answer returns for a copy of each case: the usual probe before a `read`."""
     for number, arguments in enumerate(cases):
         yield "", number, answer(*copy.deepcopy(arguments))
 
@@ -41,18 +39,22 @@ def each_return(answer: Callable, cases: list) -> Iterator[tuple]:
 class Task:
     """One task.
 
-    `names` are what its answer cell defines; `parts` are {property: its weight among the task's
-    points}.
+    Its answer cell defines `names`; `parts` has the weight of each property among the task's
+    points.
 
-    `draw(random)` gives keyword arguments: what the task asks for is in every draw, and chance only
-    adds to it. `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case,
-    value); without it `draw` yields (part, case, arguments). `read(values, **inputs)` computes, out
-    of the answer's reach in the grader's process, what is compared: it gets the values of `probe`
-    (of several ranks a list for each), and yields as `probe` does (of several ranks {rank: value}).
-    Numbers may differ by `bound` times the largest. `forbidden` are dotted names of functions that
-    an answer must not call. The values of `secret` parts are not told; `hang` is the hint if ranks
-    wait for ever; an attempt may take `seconds`. `every_order` is the part that is wrong if an
-    answer is right, but not in every order of its messages; without it this is not tried.
+    - `draw(random)` returns keyword arguments. Every draw has what the task asks for, and chance
+    only
+      adds to it. Without a `probe`, `draw` yields (part, case, arguments).
+    - `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case, value). -
+    `read(values, **inputs)` computes what is compared, in the grader's process, out of the answer's
+      reach. It gets the values of `probe`, as a list for each rank if there are several, and yields
+      as `probe` does, with {rank: value} for several ranks.
+    - Numbers may differ by `bound` times the largest.
+    - `forbidden` are dotted names of functions that an answer must not call.
+    - The values of `secret` parts are not told.
+    - `hang` is the hint if ranks wait for ever, and an attempt may take `seconds`.
+    - `every_order` is the part that is wrong if an answer is right, but not in every order of its
+      messages; without it this is not tried.
     """
 
     number: str
@@ -75,7 +77,7 @@ class Task:
         return int(self.number.split(".")[0])
 
     def inputs(self, seed: int) -> dict[str, Any]:
-        """The inputs that are drawn from a seed."""
+        """Return the inputs that are drawn from a seed."""
         drawn = self.draw(random.Random(f"{seed} {self.number}"))
         return {"rows": list(drawn)} if isinstance(drawn, Iterator) else drawn
 
@@ -84,10 +86,10 @@ _tasks: dict[str, Task] = {}
 
 
 def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
-    """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
+    """Decorate a class with `draw`, and perhaps `probe` and `read`, so that it becomes a task."""
 
     def register(definition: Any) -> Any:
-        """Keep the task that the class defines."""
+        """Keep the task that a class defines, and return the class."""
         defined = (names,) if isinstance(names, str) else names
         read = getattr(definition, "read", None)
         probe = getattr(definition, "probe", each_return if read else each_case)
@@ -99,12 +101,9 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
 
 @cache
 def load_tasks(exercise: int) -> Any:
-    """Import the file of an exercise's tasks, once per process.
-
-    Return the module, or None if there is no file.
-    """
+    """Return the module of an exercise's tasks, imported once per process; None without a file."""
     folder = course_folder("exercises") / "checks"
-    # No package has this name: it is made, so that the files can import `.shared`.
+    # No package has this name; it is made so that the files can import `.shared`.
     package = sys.modules.setdefault("exercise_checks", ModuleType("exercise_checks"))
     package.__path__ = [str(folder)]
     if (folder / f"{exercise:02d}.py").exists():
@@ -114,12 +113,12 @@ def load_tasks(exercise: int) -> Any:
 
 @cache
 def check_files() -> set[str]:
-    """The names of the files that try answers, such as 04.py."""
+    """Return the names of the files that try answers, such as 04.py."""
     return {path.name for path in (course_folder("exercises") / "checks").glob("*.py")}
 
 
 def find(number: str) -> Task:
-    """The task with this number, such as "4.2"; ValueError if there is none."""
+    """Return the task with this number, such as "4.2"; raises ValueError if there is none."""
     exercise = str(number).split(".")[0]
     if exercise.isdigit():
         load_tasks(int(exercise))
@@ -129,19 +128,18 @@ def find(number: str) -> Task:
 
 
 def of_exercise(exercise: int) -> list[Task]:
-    """All tasks of an exercise, in order."""
+    """Return all tasks of an exercise, in order."""
     load_tasks(exercise)
     return [task for task in _tasks.values() if task.exercise == exercise]
 
 
 @dataclass(frozen=True)
 class Known:
-    """A known answer to a task: "right", "wrong" or "told".
+    """A known answer to a task, whose `kind` is "right", "wrong" or "told".
 
-    The `message` of a wrong one goes to all answers with the same evidence.
-
-    A "told" answer is wrong, but no diagnosis of other answers: it raises, waits for ever, or has
-    the wrong type; its `message` is a part of what the learner is told.
+    The `message` of a wrong answer goes to all answers with the same evidence. A "told" answer is
+    wrong, too, but no diagnosis of others: it raises, waits for ever, or has the wrong type; its
+    `message` is a part of what the learner is told.
     """
 
     task: str
@@ -153,13 +151,14 @@ class Known:
 
 @cache
 def known_answers(exercise: int) -> list[Known]:
-    """All known answers of `answers/NN.py`.
+    """Return all known answers of `answers/NN.py`.
 
     They are cells with a header and a body, which is an answer or edits of the solution.
     """
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    _, *pieces = HEADER.split(text)  # the groups of each header, and what follows it
+    # The pieces are the groups of each header, and the body that follows it.
+    _, *pieces = HEADER.split(text)
     answers = []
     for start in range(0, len(pieces), 5):
         number, kind, name, message, body = pieces[start : start + 5]
@@ -169,13 +168,13 @@ def known_answers(exercise: int) -> list[Known]:
 
 
 def known_wrong(number: str) -> list[Known]:
-    """The known answers to a task that are of the kind "wrong", and so a diagnosis."""
+    """Return the known answers to a task that are of the kind "wrong", and so a diagnosis."""
     answers = known_answers(find(number).exercise)
     return [known for known in answers if known.task == number and known.kind == "wrong"]
 
 
 def edit_solution(source: str, body: str, name: str) -> str:
-    """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made.
+    """Return the body, or the solution with the body's edits: lines `#- old`, then `#+ new`.
 
     Raises ValueError for an old text that is not in the solution exactly once.
     """
@@ -190,7 +189,7 @@ def edit_solution(source: str, body: str, name: str) -> str:
 
 @cache
 def solved_cells(exercise: int) -> dict[str, str]:
-    """{id: source} of the code cells of an exercise's solution, without its checks."""
+    """Return the code cells of an exercise's solution, {id: source}, without its checks."""
     (path,) = course_folder("solutions").glob(f"{exercise:02d}_*.ipynb")
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return {
@@ -201,18 +200,15 @@ def solved_cells(exercise: int) -> dict[str, str]:
 
 
 def cell_of(number: str) -> str:
-    """The id of the answer cell of a task, such as "answer-4-2"."""
+    """Return the id of the answer cell of a task, such as "answer-4-2"."""
     return f"answer-{number.replace('.', '-')}"
 
 
 def solution(number: str) -> str:
-    """The source of the solution of a task."""
+    """Return the source of the solution of a task."""
     return solved_cells(find(number).exercise)[cell_of(number)]
 
 
 def cells_with(number: str, source: str) -> dict[str, str]:
-    """{id: source} of what an answer needs to run.
-
-    It is the solved exercise without its checks, with this answer in it.
-    """
+    """Return the cells of the solved exercise without its checks, with this answer in it."""
     return solved_cells(find(number).exercise) | {cell_of(number): source}

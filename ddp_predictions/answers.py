@@ -1,4 +1,4 @@
-"""The answer to "how long would a step take?": numbers, words, a picture, and a table's columns.
+"""Answers "how long would a step take?" in numbers, words, a picture, and a table's columns.
 
 `predict(model="llama-3.1-8b", gpu="H100-80GB", gpus=64, way="fsdp")` takes what `runs.read_run`
 reads. The part that bounds a step is the one which, made twice as fast, saves most.
@@ -14,15 +14,16 @@ from manyranks import presets
 from .runs import read_run
 from .transformers import Run, Step, memory_gb, mfu, step, tokens_per_s
 
-BOUNDS = {  # A rate of `Machine`, and what an answer calls it.
+# An answer calls these rates of a `Machine` by other names.
+BOUNDS = {
     "peak": "products",
     "clock": "attention",
     "memory": "memory traffic",
     "nvlink": "links inside a host",
     "nics": "the network",
 }
-CLOSE = 0.05  # Ways within this part of the step are as good as each other.
-USABLE = 0.95  # A choice takes this part of the memory at most: not everything is counted.
+CLOSE = 0.05  # Ways whose steps differ by no more than this part are equally good.
+USABLE = 0.95  # A choice takes at most this part of the memory, as not everything is counted.
 COLOURS = {
     "products": "#0072B2",
     "attention": "#3B96CC",
@@ -37,7 +38,9 @@ SMALLER = "Try recompute=full, more tensor ways or more GPUs; --decide chooses w
 
 
 def expected_error(run: Run) -> tuple[float, float, str]:
-    """(median, nine in ten, which runs) of the errors on runs like this one that no fit saw.
+    """Return the median and the nine-in-ten error on runs like this one, and which runs these are.
+
+    No fit saw these runs.
 
     On A100s a whole model was left out of the fit (`make bench predictions`). On H100s these are
     the errors on the 52 runs in bfloat16 of llm-foundry's README (scripts/train/benchmarking), of
@@ -66,37 +69,37 @@ class Answer:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """The seconds of a step."""
         return self.step.seconds
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens per second and GPU."""
+        """The tokens per second and GPU."""
         return tokens_per_s(self.run, self.step_s)
 
     @property
     def mfu(self) -> float:
-        """Model flops utilization, as in PaLM."""
+        """The model flops utilization, as in PaLM."""
         return mfu(self.run, self.step_s)
 
     @property
     def memory_gb(self) -> float:
-        """GB that a GPU needs at least."""
+        """The GB that a GPU needs at least."""
         return sum(self.memory.values())
 
     @property
     def capacity_gb(self) -> float:
-        """GB that the GPU has."""
+        """The GB that the GPU has."""
         return presets.ACCELERATORS[self.run.gpu].capacity_gb
 
     @property
     def fits(self) -> bool:
-        """Whether what is counted is less than the GPU has."""
+        """Whether the memory that is counted fits into the GPU."""
         return self.memory_gb <= self.capacity_gb
 
     @property
     def savings(self) -> dict[str, float]:
-        """The part of the step that is saved by each thing made twice as fast."""
+        """The part of the step that each thing would save if it were twice as fast."""
         machine = self.run.machine
         saved = {}
         for field, name in BOUNDS.items():
@@ -108,17 +111,17 @@ class Answer:
 
     @property
     def bound(self) -> str:
-        """What bounds the step."""
+        """The thing that bounds the step: made twice as fast, it would save most."""
         savings = self.savings
         return max(savings, key=savings.__getitem__)
 
     def others(self) -> list["Answer"]:
-        """The same run by the other ways, the fastest first."""
+        """Return answers for the same run by the other ways, the fastest first."""
         runs = [replace(self.run, way=way) for way in self.run.ways if way != self.run.way]
         return sorted(map(answer_of, runs), key=lambda answer: answer.step_s)
 
     def columns(self) -> dict[str, Any]:
-        """The columns that a table gains."""
+        """Return the columns that a table gains."""
         fits = "yes" if self.fits else "no"
         median_error, _, _ = expected_error(self.run)
         return {
@@ -132,7 +135,7 @@ class Answer:
         }
 
     def words(self) -> str:
-        """The answer in sentences."""
+        """Return the answer in sentences."""
         run = self.run
         parts = self.step.parts
         micro_batch = f"{run.accumulate} micro-batch(es) of {run.micro_batch} x {run.seq:,} tokens"
@@ -158,9 +161,10 @@ class Answer:
         return "\n".join(lines)
 
     def sending_words(self) -> list[str]:
-        """How much of the sending shows, and what another network would do."""
+        """Return how much of the sending shows, and what another network would change, in words."""
         run = self.run
-        tensor = self.step.parts["tensor"]  # None of this is hidden, and `sending` is without it.
+        # The sending of tensor ways is never hidden, and `sending` does not have it.
+        tensor = self.step.parts["tensor"]
         sending = self.step.sending + tensor
         if not sending:
             return []
@@ -177,7 +181,7 @@ class Answer:
         return lines
 
     def way_words(self) -> list[str]:
-        """Which other ways are as fast, or faster, and fit."""
+        """Return in words which other ways fit and are as fast, or faster."""
         fitting = [other for other in self.others() if other.fits]
         near = []
         faster = []
@@ -193,7 +197,7 @@ class Answer:
         return [*lines, f"No other way that fits is {CLOSE:.0%} faster."]
 
     def figure(self) -> Picture:
-        """A stacked bar per way with whiskers, hidden sending below it, and memory beside it."""
+        """Return a figure with a bar per way: its parts, error, hidden sending, and memory."""
         answers = [self, *self.others()]
         longest = max(other.step_s + other.step.hidden for other in answers)
         message = f"{self.run.way}: {readable(self.step_s)} s, bound by {self.bound}"
@@ -230,7 +234,7 @@ class Answer:
 
 
 def draw_step(axes: Any, row: int, other: Answer) -> None:
-    """The parts of a step in one bar with its expected error, and hidden sending below it."""
+    """Draw the parts of a step in one bar with its expected error, and hidden sending below."""
     left = 0.0
     for name, seconds in other.step.parts.items():
         axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
@@ -241,7 +245,7 @@ def draw_step(axes: Any, row: int, other: Answer) -> None:
 
 
 def describe(run: Run) -> str:
-    """A run's way in words, such as "fsdp, 8 tensor, 4 pipeline, recomputing"."""
+    """Return a run's way in words, such as "fsdp, 8 tensor, 4 pipeline, recomputing"."""
     words = run.way
     if run.tensor > 1:
         words += f", {run.tensor} tensor"
@@ -255,19 +259,19 @@ def describe(run: Run) -> str:
 
 
 def answer_of(run: Run, assumed: Any = ()) -> Answer:
-    """The answer for a run."""
+    """Return the answer for a run."""
     return Answer(run, step(run), memory_gb(run), list(assumed))
 
 
 def predict(**fields: Any) -> Answer:
-    """How long a step takes; `fields` are columns as `runs` reads them.
+    """Return how long a step takes, as an answer; `fields` are columns as `runs` reads them.
 
-    ValueError names one that cannot be.
+    Raises ValueError, which names a field that cannot be.
     """
     return answer_of(*read_run(fields))
 
 
 def readable(value: float) -> str:
-    """A number to read: three digits, and whole from 100 on ("0.29", "5.2", "3,460")."""
+    """Return a number with three digits, and whole from 100 on: "0.29", "5.2", "3,460"."""
     rounds_to_100 = value >= 99.5
     return f"{value:,.0f}" if rounds_to_100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Figures of predictions: the scoreboard."""
+"""Draws the scoreboard of predictions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from ddp_course.lab.showing.simulator_plots import ALGORITHM_COLOURS
 
 from .scoreboard import known_rows
 
-EDGE = 2.5  # The figure of predictions ends at this ratio, and an arrow stands for a larger one.
+EDGE = 2.5  # The figure ends at this ratio, and an arrow stands for a larger one.
 
 
 def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
-    """Predicted over measured, a point per row of the scoreboard, by table.
+    """Return a figure of predicted over measured, with a point per row of the scoreboard.
 
-    A point is hollow where the fit saw the row.
+    The points are grouped by tables, and hollow where the fit saw the row.
     """
     known = known_rows(rows)
     tables: dict[str, list] = {}
@@ -52,7 +52,7 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
 
 
 def draw_points(axes: Any, lane: int, rows: Sequence[dict[str, Any]], colour: str) -> None:
-    """A point for each row, one below the other in the middle half of a lane."""
+    """Draw a point for each row, one below the other in the middle half of a lane."""
     for number, row in enumerate(rows):
         place = (number + 0.5) / len(rows) - 0.5
         ratio = 1 + row["error"]

@@ -1,6 +1,7 @@
-"""What was fitted at development time: constants.csv says what each is, and why it is plausible.
+"""Reads the constants and numbers that were fitted at development time.
 
-`make bench predictions` fits all of it anew.
+constants.csv says what each constant is, and why it is plausible. `make bench predictions` fits all
+of them again.
 """
 
 import csv
@@ -11,16 +12,16 @@ from importlib.resources import files
 
 @cache
 def constants(column: str = "today") -> dict[str, float]:
-    """The frozen constants of the model, {name: value}; `column` is "today" or "of_2021"."""
+    """Return the model's frozen constants by name; `column` is "today" or "of_2021"."""
     with (files(__package__) / "constants.csv").open(encoding="utf-8") as file:
         return {row["name"]: float(row[column]) for row in csv.DictReader(file)}
 
 
 @cache
 def numbers(name: str) -> list[float]:
-    """The frozen numbers of one of the models that are not of transformers.
+    """Return the frozen numbers of a model that is not of transformers.
 
-    Their functions say what each number is.
+    The functions that use the numbers say what each is.
     """
     text = (files(__package__) / "numbers.json").read_text(encoding="utf-8")
     return json.loads(text)[name]

@@ -1,6 +1,4 @@
-"""NCCL's all-reduce inside one host, predicted from how its GPUs are wired.
-
-It is for more GPUs than it was measured on.
+"""Predicts NCCL's all-reduce inside one host from how its GPUs are wired.
 
 A100s are joined by switches: every pair has the whole bandwidth, whatever K is. V100s have six
 wires each, to fixed partners. Their rings exist only along wires, several rings share the message,
@@ -28,23 +26,23 @@ GPUS = ("A100", "V100")
 
 
 def rings(gpus: int) -> int:
-    """How many rings over the first `gpus` V100s fit on the wires at once.
+    """Return how many rings over the first `gpus` V100s fit on the wires at once.
 
-    Each wire is used once in each direction; `make bench predictions` packs them.
+    Each wire is used once in each direction; `make bench predictions` finds the rings.
     """
     from_two_gpus_on = numbers("rings of V100s")
     return int(from_two_gpus_on[gpus - 2])
 
 
 def fitted(gpu: str) -> list[float]:
-    """The frozen numbers c, a, 1/b and d of "A100" or "V100", whose formula does not use d."""
+    """Return the frozen c, a, 1/b and d of "A100" or "V100", whose formula does not use d."""
     return numbers(f"one host, {gpu}")
 
 
 def all_reduce_us(row: Row, values: Sequence[float]) -> float:
-    """Microseconds of a row with gpu, K and message_mib.
+    """Return the microseconds of a row with gpu, K and message_mib.
 
-    `values` are c, a (µs), 1/b and d (µs per MiB).
+    `values` are c and a (µs), 1/b and d (µs per MiB).
     """
     fixed_us, step_us, wire_us_per_mib, copying_us_per_mib = values
     gpus = int(row["K"])

@@ -1,8 +1,8 @@
-"""Which way of training for which model and machine: the simplest that is nearly the fastest.
+"""Chooses the way of training for a model and a machine: the simplest that is nearly the fastest.
 
-`decide` tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps what
-fits into the USABLE part of the memory, and takes the simplest that is CLOSE to the fastest.
-`score` lets the model choose among published runs of the same work, beside a blind choice.
+`decide` tries every way with tensor and pipeline ways, micro-batches and recomputing, keeps those
+that fit into the USABLE part of the memory, and takes the simplest that is CLOSE to the fastest.
+`score` compares the model's choices among published runs of the same work with blind choices.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ COMPLEXITIES = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2,
 TENSOR_DEGREES = (1, 2, 4, 8)
 MOST_STAGES = 64
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-DECIDED = {  # `decide` chooses these itself; a value here is only read, and counts for nothing.
+# `decide` chooses these itself; the values here are only read, and count for nothing.
+DECIDED = {
     "way": "fsdp",
     "tensor": 1,
     "pipeline": 1,
@@ -35,8 +36,7 @@ DECIDED = {  # `decide` chooses these itself; a value here is only read, and cou
 class Decision:
     """The `chosen` answer, None if nothing fits, and the best of `others`.
 
-    It says how many settings were `tried`, how many are `fitting`, and the GB that the smallest of
-    them needs.
+    Of all settings so many were `tried` and so many are `fitting`; the smallest needs `least_gb`.
     """
 
     chosen: Answer | None
@@ -46,7 +46,7 @@ class Decision:
     least_gb: float
 
     def words(self) -> str:
-        """The choice in sentences, with the reason why the next three were not taken."""
+        """Return the choice in sentences, with the reason why the next three were not taken."""
         if self.chosen is None:
             return (
                 f"none of {self.tried:,} settings fits: the least needs {self.least_gb:,.0f} GB"
@@ -69,13 +69,13 @@ class Decision:
 
 
 def complexity(run: Run) -> int:
-    """0 for DDP, 1 for a wrapper, 2 for one that knows hosts; tensor ways and stages add 2."""
+    """Return 0 for DDP, 1 for a wrapper, 2 for one that knows hosts, and 2 more for each split."""
     splits = [degree for degree in (run.tensor, run.pipeline) if degree > 1]
     return COMPLEXITIES[run.way] + 2 * len(splits)
 
 
 def settings(run: Run, batch: int) -> Iterator[Run]:
-    """Every setting with `batch` sequences per step that this run's GPUs can have."""
+    """Yield every setting with `batch` sequences per step that this run's GPUs can have."""
     degrees = [tensor for tensor in TENSOR_DEGREES if run.inside_host % tensor == 0]
     most_stages = min(run.layers, MOST_STAGES)
     stages = [count for count in range(1, most_stages + 1) if run.layers % count == 0]
@@ -101,10 +101,10 @@ def settings(run: Run, batch: int) -> Iterator[Run]:
 
 
 def decide(batch: Any = None, **fields: Any) -> Decision:
-    """Choose the way for a model, GPUs and `batch` sequences per step; without it each GPU has 4.
+    """Return the choice of a way for a model, GPUs and `batch` sequences per step.
 
-    `fields` are columns as `runs` reads them; those in DECIDED are ignored. Raises ValueError for a
-    batch that the GPUs cannot share.
+    Without a `batch` each GPU has 4 sequences. `fields` are columns as `runs` reads them; those in
+    DECIDED are ignored. Raises ValueError for a batch that the GPUs cannot share.
     """
     run, assumed = read_run(fields | DECIDED)
     given = 4 * run.gpus if batch is None else batch
@@ -134,10 +134,11 @@ def decide(batch: Any = None, **fields: Any) -> Decision:
 
 
 class Score(NamedTuple):
-    """Of `groups` of runs of the same work: how good the choice is.
+    """How good choices are, in `groups` of runs of the same work.
 
-    It has the part where the choice is CLOSE to the best, and the part of the best one's speed that
-    it keeps, on average; the same for blind choices.
+    `within` is the part of the groups in which the choice is CLOSE to the best run, and `kept` the
+    part of the best run's speed that it keeps, on average; the other two are the same for blind
+    choices.
     """
 
     groups: int
@@ -148,13 +149,12 @@ class Score(NamedTuple):
 
 
 def score() -> Score:
-    """How well the model chooses among published runs of the same work.
+    """Return how well the model chooses among published runs of the same work.
 
-    That is one model on as many GPUs, with sequences as long and as many tokens per step.
-
-    A blind choice takes any run of a group. What nobody published is not scored.
+    The same work is one model on as many GPUs, with sequences as long and as many tokens per step.
+    A blind choice takes any run of a group. A way that nobody published is not scored.
     """
-    # {work: {way: [(predicted, measured)]}}
+    # Each work has its ways, each of which has pairs (predicted, measured).
     groups: dict[tuple, dict[tuple, list[tuple[float, float]]]] = {}
     for row in facts.rows("transformer_throughput"):
         run, _ = read_run(row)
@@ -173,7 +173,8 @@ def score() -> Score:
         speeds = []
         predictions = []
         for pairs in group.values():
-            predicted, _ = pairs[0]  # All runs of one way have one prediction.
+            # All runs of one way have one prediction.
+            predicted, _ = pairs[0]
             predictions.append(predicted)
             speeds.append(fmean(measured for _, measured in pairs))
         best = max(speeds)

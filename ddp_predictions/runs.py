@@ -1,8 +1,8 @@
-"""From what people write to a `Run`: lines of tables, Hugging Face's config.json, and presets.
+"""Reads a `Run` from what people write: lines of tables, Hugging Face's config.json, presets.
 
 `read_run` takes a dict of texts or numbers with the columns of transformer_throughput.csv, with the
 names of a config.json, or with those of gpt_step_ms_a100_3d.csv. A model of models.csv needs no
-shape. What is missing has a default, and every default that counts is returned in words.
+shape. A missing field has a default, and every default that counts is returned in words.
 """
 
 import csv
@@ -16,7 +16,8 @@ from manyranks import presets
 from .transformers import WAYS, Run
 
 Row = dict[str, Any]
-COLUMNS = {  # Other people's names of a column, and ours.
+# Other people's names of columns are translated to ours.
+COLUMNS = {
     "num_hidden_layers": "layers",
     "n_layer": "layers",
     "# layers": "layers",
@@ -59,7 +60,8 @@ WAY_NAMES = {
 }
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}
 SHAPE = ("layers", "hidden", "heads")
-GPT_TABLE = {  # All runs of gpt_step_ms_a100_3d.csv are so, and no column says it.
+# All runs of gpt_step_ms_a100_3d.csv have these values, and no column says so.
+GPT_TABLE = {
     "gpu": "A100",
     "recompute": "full",
     "attention": "unfused",
@@ -72,13 +74,13 @@ GPT_TABLE = {  # All runs of gpt_step_ms_a100_3d.csv are so, and no column says 
 
 @cache
 def models() -> dict[str, Row]:
-    """Known architectures by name, as in their published configurations."""
+    """Return known architectures by name, as in their published configurations."""
     with (files(__package__) / "models.csv").open(encoding="utf-8") as file:
         return {row.pop("name"): row for row in csv.DictReader(file)}
 
 
 class UnknownAccelerator(ValueError):
-    """A row's GPU is in no table; other rows may be foretold."""
+    """A row's GPU is in no table; other rows may be predicted all the same."""
 
 
 class Reader:
@@ -95,7 +97,7 @@ class Reader:
                 self.fields[name] = value
 
     def wrong(self, name: str, expected: str) -> ValueError:
-        """The error for a field that cannot be."""
+        """Return the error for a field that cannot be."""
         title = self.titles.get(name, name)
         return ValueError(f'"{title}" is {self.fields.get(name, "missing")}; {expected}')
 
@@ -105,7 +107,7 @@ class Reader:
         return value
 
     def whole(self, name: str, default: int | None = None, words: str = "") -> int:
-        """A whole number from 1 on. Raises ValueError, which names the field, for other text."""
+        """Return a whole number from 1 on; raises ValueError, which names the field, for others."""
         if name not in self.fields and default is not None:
             return self.assume(name, default, words)
         text = str(self.fields.get(name, "missing"))
@@ -114,18 +116,18 @@ class Reader:
         return int(float(text))
 
     def text(self, name: str, default: str, words: str = "") -> str:
-        """A field as text, or else the default."""
+        """Return a field as text, or else the default."""
         return str(self.fields.get(name) or self.assume(name, default, words))
 
     def choice(self, name: str, choices: Any, default: str) -> str:
-        """One of some words. Raises ValueError, which names the field, for other text."""
+        """Return one of the `choices`; raises ValueError, which names the field, for other text."""
         text = self.text(name, default).strip()
         if text not in choices:
             raise self.wrong(name, f"choose one of {', '.join(choices)}")
         return text
 
     def rate(self, name: str) -> float:
-        """Bits per second of a link: a number of Gbit/s, a text like "25Gbit", or a known link.
+        """Return the bits per second of a link: a number of Gbit/s, "25Gbit", or a known link.
 
         Raises ValueError, which names the field, for other text.
         """
@@ -138,27 +140,30 @@ class Reader:
             bits = 1e9 * float(text) if plain else float(presets.bandwidth(text))
         except Exception:
             bits = 0.0
-        if not 0 < bits < 1e15:  # NaN is not, and no link carries a petabit.
+        # NaN lies in no range, and no link carries a petabit.
+        if not 0 < bits < 1e15:
             known = ", ".join(presets.LINKS)
             raise self.wrong(name, f'give Gbit/s as in 400, "25Gbit", or one of {known}')
         return bits
 
 
 def read_run(row: Row) -> tuple[Run, list[str]]:
-    """(The run of a row, what is assumed, in words).
+    """Return the run of a row, and in words what is assumed.
 
     Raises ValueError, which names the field, for one that cannot be.
     """
     reader = Reader(row)
     fields = reader.fields
-    if "# GPUs" in row:  # Only gpt_step_ms_a100_3d.csv has this title.
+    # Only gpt_step_ms_a100_3d.csv has this title.
+    if "# GPUs" in row:
         for column in [each for each in GPT_TABLE if each not in fields]:
             fields[column] = reader.assume(column, GPT_TABLE[column])
     shape = read_shape(reader)
     gpu = str(fields.get("gpu"))
     gpu = presets.ALIASES.get(gpu, gpu)
     known = presets.ACCELERATORS.get(gpu)
-    if known is None or not known.cycles:  # Without its cycles attention is not foretold.
+    # Without a GPU's cycles attention cannot be predicted.
+    if known is None or not known.cycles:
         names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
         raise UnknownAccelerator(
             f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
@@ -197,7 +202,7 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
 
 
 def read_shape(reader: Reader) -> Row:
-    """The architecture's fields: from the row, else from the model of that name.
+    """Return the architecture's fields: from the row, else from the model of that name.
 
     Raises ValueError, which names the field, for a shape that cannot be or is not foretold.
     """
@@ -217,10 +222,12 @@ def read_shape(reader: Reader) -> Row:
     if hidden % heads:
         raise reader.wrong("heads", f"a width of {hidden} does not divide evenly over them")
     fields.setdefault("longest", 2048)
-    usual = min(reader.whole("longest"), 8192)  # Longer contexts are trained last, and briefly.
+    # Longer contexts are trained last, and briefly.
+    usual = min(reader.whole("longest"), 8192)
     seq = reader.whole("seq", usual, f"sequences of {usual:,} tokens")
     ff = reader.whole("ff", 4 * hidden, "MLPs of 4 times the width")
-    silu = "silu" in str(fields.get("hidden_act", ""))  # Models with SiLU have gates.
+    # Models with SiLU have gates.
+    silu = "silu" in str(fields.get("hidden_act", ""))
     gated = reader.choice("gated", ("yes", "no"), "yes" if silu else "no") == "yes"
     return {
         "layers": reader.whole("layers"),
@@ -235,7 +242,7 @@ def read_shape(reader: Reader) -> Row:
 
 
 def read_recompute(reader: Reader) -> float:
-    """The part of the forward pass that is run again, from words like "full" or "selective (…)".
+    """Return the part of the forward pass that is run again, from "full" or "selective (…)".
 
     Raises ValueError, which names the field, for other words.
     """
@@ -246,7 +253,7 @@ def read_recompute(reader: Reader) -> float:
 
 
 def read_accumulate(reader: Reader, run: Run) -> int:
-    """Micro-batches per copy and step, from `accumulate` or from the sequences of a whole step.
+    """Return the micro-batches per copy and step, from `accumulate` or from a step's sequences.
 
     Raises ValueError, which names the field, for a batch that does not come out even.
     """
@@ -260,7 +267,7 @@ def read_accumulate(reader: Reader, run: Run) -> int:
 
 
 def check_ways(reader: Reader, run: Run) -> None:
-    """Raise ValueError where GPUs, hosts, layers and heads do not fit the ways."""
+    """Raise ValueError if GPUs, hosts, layers and heads do not fit the ways."""
     ways = run.tensor * run.pipeline
     reader.fields.setdefault("data", max(1, run.data))
     data = reader.whole("data")

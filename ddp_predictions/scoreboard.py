@@ -1,9 +1,9 @@
-"""Predictions beside what others measured: scoreboard.json as tables, an overview and a page.
+"""Shows predictions beside what others measured: as tables, an overview and a page.
 
-A row is a dict: the table, the keys of the setting, the `quantity` with its unit, `measured` (None:
-not known here), `predicted`, `error` (predicted over measured, minus 1) and `calibrated`: whether
-the fit saw this row. Where the fit saw every row, `left_out` is the model's median error on rows
-that a second fit did not see.
+The rows are in scoreboard.json. A row is a dict: the table, the keys of the setting, the `quantity`
+with its unit, `measured` (None if not known here), `predicted`, `error` (predicted over measured,
+minus 1) and `calibrated`, which says whether the fit saw this row. If the fit saw every row,
+`left_out` is the model's median error on rows that a second fit did not see.
 """
 
 import json
@@ -20,7 +20,8 @@ from .plans import score
 
 Row = dict[str, Any]
 
-# Median errors on rows that a second fit did not see; `make bench predictions` measures them anew.
+# These are median errors on rows that a second fit did not see; `make bench predictions` measures
+# them again.
 LEFT_OUT = {
     "nccl_ring_a100x8_sizes": 0.044,
     "pipeline_schedules_a100": 0.010,
@@ -52,7 +53,7 @@ run of a group. A way that nobody published is not scored.
 
 
 class Table(NamedTuple):
-    """Predictions for one published table, and what was `fitted`, in words."""
+    """The predictions for one published table, and what was `fitted`, in words."""
 
     name: str
     rows: list[Row]
@@ -65,16 +66,16 @@ class Table(NamedTuple):
 
 
 def scoreboard() -> list[Table]:
-    """All tables, as `make bench predictions` wrote them with the models of its time."""
+    """Return all tables, as `make bench predictions` wrote them with the models of its time."""
     text = (files(__package__) / "scoreboard.json").read_text(encoding="utf-8")
     return [Table(**table) for table in json.loads(text)]
 
 
 def summary(table: Table) -> Row:
-    """Errors of a table: (median, nine in ten, worst) of its kinds of rows.
+    """Return the errors of a table: (median, nine in ten, worst) for each kind of rows.
 
-    The kinds are "calibrated" and "predicted"; "left out" has a median, and "held back" counts rows
-    since nothing measured is known.
+    The kinds are "calibrated" and "predicted"; "left out" has a median, and "held back" counts the
+    rows of which no measurement is known.
     """
     known = known_rows(table.rows)
     return {
@@ -86,17 +87,17 @@ def summary(table: Table) -> Row:
 
 
 def known_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows whose measurement, and so whose error, is known."""
+    """Return the rows whose measurement, and so whose error, is known."""
     return [row for row in rows if row["error"] is not None]
 
 
 def spread(errors: Sequence[float]) -> list[float]:
-    """The median, what nine in ten are within, and the worst; empty without errors."""
+    """Return the median, the error that nine in ten stay below, and the worst; [] without any."""
     return np.quantile(errors, (0.5, 0.9, 1.0)).tolist() if errors else []
 
 
 def overview(tables: Sequence[Table]) -> str:
-    """The errors of all tables as text, which is a table in Markdown too."""
+    """Return the errors of all tables as text, which is a table in Markdown, too."""
     titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
     lines = []
     for table in tables:
@@ -115,7 +116,7 @@ def overview(tables: Sequence[Table]) -> str:
 
 
 def page(tables: Sequence[Table]) -> str:
-    """The scoreboard in Markdown: errors by table, what was fitted, and the largest misses."""
+    """Return the scoreboard in Markdown: errors by table, what was fitted, the largest misses."""
     parts = [PAGE.format(overview(tables))]
     for table in tables:
         parts += [f"## {table.name}", facts.SOURCES[table.name], f"Fitted: {table.fitted}."]
@@ -127,7 +128,7 @@ def page(tables: Sequence[Table]) -> str:
 
 
 def misses(table: Table) -> str:
-    """The three largest misses of a table as a list in Markdown."""
+    """Return the three largest misses of a table as a list in Markdown."""
     worst_first = sorted(known_rows(table.rows), key=lambda row: -abs(row["error"]))
     not_of_the_setting = ("table", "measured", "predicted", "error", "calibrated", "quantity")
     lines = ["Largest misses:", ""]
@@ -139,5 +140,5 @@ def misses(table: Table) -> str:
 
 
 def percents(errors: Any) -> str:
-    """Errors as text, "1.2% / 3.4%"; a dash where there are none, or None."""
+    """Return errors as text, "1.2% / 3.4%"; a dash if there are none, or only None."""
     return " / ".join(f"{error:.1%}" for error in errors if error is not None) or "–"

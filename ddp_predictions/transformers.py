@@ -1,4 +1,4 @@
-"""Seconds and memory of a training step of a transformer: one closed form for all ways.
+"""Predicts the seconds and memory of a transformer's training step, by one closed form.
 
 A layer of W weights and width h computes a micro-batch of n tokens in sequences of s. T GPUs share
 each layer, P stages share the layers, K copies share the batch:
@@ -41,14 +41,14 @@ A100 = presets.ACCELERATORS["A100"]
 UNDIVIDED = 10 / 34  # T GPUs do not divide this part of the activations (Korthikanti et al.).
 EAGER = 260  # Norms, rotations and gates in plain torch operations move so many bytes per value.
 UPDATE = 40  # AdamW reads and writes so many bytes per own weight.
-GRADIENT = 16  # Bytes per gradient that is kept whole: accumulated, scaled and read.
+GRADIENT = 16  # A gradient that is kept whole moves so many bytes: it is accumulated and read.
 WAYS = ("ddp", "zero1", "zero1 in host", "zero2", "fsdp", "hybrid")
 SHARDED = ("zero2", "fsdp", "hybrid")  # These divide the weights, too.
 BY_HOST = ("zero1 in host", "hybrid")  # These divide what is kept inside each host only.
 
 
 class Machine(NamedTuple):
-    """What a GPU and its links could do: flops, cycles and bytes per second, each way of a link.
+    """The rates of a GPU and its links: flops, cycles and bytes per second, each way of a link.
 
     `nics` are the bytes per second of all network cards of a host together.
     """
@@ -62,11 +62,11 @@ class Machine(NamedTuple):
 
 @dataclass
 class Run:
-    """A training run: architecture, batch, machine and way. Sizes are whole numbers.
+    """A training run: architecture, batch, machine and way.
 
     `ff` is the width of the MLP, which has a third matrix where it is `gated`; `kv_heads` are the
     heads of keys and values. `recompute` is the part of the forward pass that is run again.
-    `reduce_bytes` are those of a gradient that is sent. Links are in bits per second.
+    `reduce_bytes` are the bytes of a gradient that is sent. Links are in bits per second.
     """
 
     layers: int
@@ -97,40 +97,40 @@ class Run:
 
     @property
     def data(self) -> int:
-        """Copies that share the batch."""
+        """The number of copies that share the batch."""
         return self.gpus // (self.tensor * self.pipeline)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """The tokens of a micro-batch."""
         return self.micro_batch * self.seq
 
     @property
     def weights(self) -> float:
-        """Weights of a layer."""
+        """The number of weights of a layer."""
         attention = 2 + 2 * self.kv_heads / self.heads
         matrices = 3 if self.gated else 2
         return self.hidden**2 * (attention + matrices * self.ff / self.hidden)
 
     @property
     def parameters(self) -> float:
-        """Weights of all layers, of the input words and of the output words."""
+        """The weights of all layers, of the input words and of the output words."""
         return self.layers * self.weights + 2 * self.vocab * self.hidden
 
     @property
     def stage_layers(self) -> int:
-        """Layers of a pipeline's stage; some stages may have one less."""
+        """The layers of a pipeline's stage; some stages may have one less."""
         return ceil(self.layers / self.pipeline)
 
     @property
     def weights_on_gpu(self) -> float:
-        """Weights of a GPU before they are sharded over copies."""
+        """The weights of a GPU before they are sharded over copies."""
         layers = self.stage_layers * self.weights
         return (layers + 2 * self.vocab * self.hidden / self.pipeline) / self.tensor
 
     @property
     def inside_host(self) -> int:
-        """GPUs of a host, or all where there are fewer."""
+        """The GPUs of a host, or all GPUs if there are fewer."""
         return min(self.gpus_per_host, self.gpus)
 
     @property
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Parts into which the copies of this way divide what they keep."""
+        """The number of parts into which the copies of this way divide what they keep."""
         if self.way == "ddp":
             return 1
         if self.way in BY_HOST:
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def machine(self) -> Machine:
-        """What this run's GPU and links could do."""
+        """The rates of this run's GPU and links."""
         known = presets.ACCELERATORS[self.gpu]
         inside = self.inside or presets.LINKS[known.link].bandwidth
         network = self.network or known.network
@@ -162,7 +162,7 @@ class Run:
 
 
 class Work(NamedTuple):
-    """Seconds of one pass of a layer, by what they are spent on."""
+    """The seconds of one pass of a layer, by what they are spent on."""
 
     products: float
     attention: float
@@ -172,7 +172,7 @@ class Work(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """Seconds of sending in `total`, and those that show: per micro-batch, and once per step."""
+    """The seconds of sending in `total`, and those that show: per micro-batch, once per step."""
 
     shown: float
     shown_once: float
@@ -180,7 +180,7 @@ class Sending(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Seconds of a step by `parts`, and those of `sending`, of which a part is hidden."""
+    """The seconds of a step by `parts`, and those of `sending`, of which a part is hidden."""
 
     parts: dict[str, float]
     sending: float
@@ -192,12 +192,12 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds of sending that do not show."""
+        """The seconds of sending that do not show."""
         return max(0.0, self.sending - self.parts["sending that shows"])
 
 
 def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, numbers: Any) -> float:
-    """Seconds of a gather or scatter of `nbytes` over `ranks` GPUs that are `stride` apart.
+    """Return the seconds of a gather or scatter of `nbytes` over `ranks` GPUs, `stride` apart.
 
     In a host it goes over NVLink; between hosts as many rings as `stride` share the cards.
     """
@@ -210,14 +210,15 @@ def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, num
 
 
 def longer(computing: float, sending: float, numbers: Any) -> float:
-    """Seconds of computing with sending beneath it."""
+    """Return the seconds of computing with sending beneath it."""
     return max(computing, sending) + numbers["shows"] * min(computing, sending)
 
 
 def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
-    """The forward and the backward pass of a layer on one micro-batch; the latter recomputes.
+    """Return the forward and the backward pass of a layer on one micro-batch, as two `Work`s.
 
-    Of `touched`, `score`, `launch` and `moved`, which are for both, the forward pass has a third.
+    The backward pass recomputes. The numbers `touched`, `score`, `launch` and `moved` are for both
+    passes, and the forward pass has a third of each.
     """
     n = run.tokens / run.tensor
     peak = numbers["matmul"] * machine.peak
@@ -257,7 +258,7 @@ def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
 def sharded_sending(
     run: Run, machine: Machine, forward: float, backward: float, numbers: Any
 ) -> Sending:
-    """What a way of SHARDED sends beneath `forward` and `backward` seconds of each layer."""
+    """Return what a way of SHARDED sends beneath each layer's `forward` and `backward` seconds."""
     weights = run.weights / run.tensor
     gather = ring(run, machine, 2 * weights, run.shards, run.tensor, numbers)
     scatter = ring(run, machine, run.reduce_bytes * weights, run.shards, run.tensor, numbers)
@@ -276,7 +277,7 @@ def sharded_sending(
 
 
 def averaging(run: Run, machine: Machine, forward: float, backward: float, numbers: Any) -> Sending:
-    """The same for copies that keep whole weights: ZeRO-1, and DDP with one shard."""
+    """Return what copies with whole weights send: those of ZeRO-1, and of DDP with one shard."""
     nbytes = 2 * run.weights_on_gpu
     gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
     copies = run.data // run.shards
@@ -295,9 +296,9 @@ def averaging(run: Run, machine: Machine, forward: float, backward: float, numbe
 
 
 def output_seconds(run: Run, machine: Machine, layer: float, numbers: Any) -> float:
-    """Seconds for a micro-batch's output words.
+    """Return the seconds for a micro-batch's output words.
 
-    A stage that has one `layer` less than the others has that layer's seconds for them.
+    A stage with one layer less than the others has the seconds of that `layer` for them.
     """
     logits = run.vocab * run.tokens / run.tensor
     seconds = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)
@@ -308,7 +309,7 @@ def output_seconds(run: Run, machine: Machine, layer: float, numbers: Any) -> fl
 
 
 def handing_seconds(run: Run, machine: Machine, numbers: Any) -> float:
-    """Seconds in which a stage hands a micro-batch's activations, and gradients, to a neighbour."""
+    """Return the seconds in which a stage hands activations and gradients to a neighbour."""
     if run.pipeline == 1:
         return 0.0
     rate = numbers["outside"] * machine.nics / run.inside_host
@@ -318,7 +319,7 @@ def handing_seconds(run: Run, machine: Machine, numbers: Any) -> float:
 
 
 def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
-    """The step of a run; its own machine and the frozen constants count unless others are given."""
+    """Return the step of a run, on its own machine and with the frozen constants by default."""
     machine = machine or run.machine
     numbers = numbers or constants("today" if run.attention == "fused" else "of_2021")
     forward, backward = passes(run, machine, numbers)
@@ -342,14 +343,14 @@ def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
 
 
 def tokens_per_s(run: Run, seconds: float) -> float:
-    """Tokens per second and GPU."""
+    """Return the tokens per second and GPU."""
     return run.tokens * run.accumulate * run.data / run.gpus / seconds
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Model flops utilization as in PaLM: 6 N + 12 L s h flops per token, over the peak.
+    """Return the model flops utilization: 6 N + 12 L s h flops per token, over the peak.
 
-    N are all weights but those of the input words; recomputing does not count.
+    This is PaLM's. N are all weights but those of the input words; recomputing does not count.
     """
     weights = run.parameters - run.vocab * run.hidden
     scores = run.layers * run.seq * run.hidden
@@ -358,16 +359,16 @@ def mfu(run: Run, seconds: float) -> float:
 
 
 def memory_gb(run: Run) -> dict[str, float]:
-    """GB per GPU at least, by what is kept; workspace and fragments come on top."""
+    """Return the least GB per GPU, by what is kept; workspace and fragments come on top."""
     state = 8 if run.pure else 16
     if run.way in SHARDED:
         per_weight = state / run.shards
-        # In 16 bits: all layers, or the one that computes and the next.
+        # In 16 bits there are all layers, or the one that computes and the next.
         gathered = 2 * run.weights_on_gpu if run.way == "zero2" else 4 * run.weights / run.tensor
     else:
         per_weight = 4 + (state - 4) / run.shards
         gathered = 0.0
-    # Bytes per token (Korthikanti et al.): of their 34 per unit of width, 2 are for dropout.
+    # Korthikanti et al. count 34 bytes per token and unit of width, of which 2 are for dropout.
     unfused = 5 * run.heads * run.seq if run.attention == "unfused" else 0
     n = run.tokens / run.tensor
     layer = (32 * run.hidden + unfused) * n

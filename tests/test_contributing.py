@@ -266,10 +266,10 @@ def test_add_an_all_reduce(house):
 
     def foretell(path):
         insert(path, "ALL_REDUCE: dict", FORMULA)
-        insert(path, "        hierarchical_ring,\n", "        topic,\n")
+        insert(path, "        hierarchical,\n", "        topic,\n")
 
     def colour(path):
-        insert(path, '    "hierarchical_ring": "#', '    "topic": "#000001",\n')
+        insert(path, '    "hierarchical": "#', '    "topic": "#000001",\n')
         insert(path, '"parameter_server", "ring"', '"topic", ')
 
     follow(

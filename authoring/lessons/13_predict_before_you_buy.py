@@ -77,7 +77,7 @@ resnet = simulate.resnets.profile("resnet50", 0.097)
 devices = [2**k for k in range(13)]
 steps = {}
 # So many streams cross between two hosts at once.
-for name, streams in (("ring", 1), ("hierarchical_ring", 8)):
+for name, streams in (("ring", 1), ("hierarchical", 8)):
     between = theory.Costs(2 * wire.alpha, max(8 / 400e9, wire.beta / streams))
     hosts = simulate.Network(between, wire, per_host=8)
     steps[name] = [

@@ -1,6 +1,6 @@
 """What notebooks show and measure: comparisons, timelines, closed forms, figures, commands.
 
-compare      every stage trains on the same batches, beside each other and the theory
+compare      every stage trains on the same batches, and is compared with the others and theory
 show         figures, sliders, guesses, and the package's own source
 theory       closed forms of collectives        simulate   a step, layer by layer
 timeline     what each rank did, and when       timing     seconds of a function on ranks
@@ -11,7 +11,8 @@ traces       profiles of real GPUs              on_your_gpus   the stages on rea
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
+# People and checkers see the types here; at run time a name is imported on its first use.
+if TYPE_CHECKING:
     from . import showing
 
     show = showing

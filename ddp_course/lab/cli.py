@@ -17,8 +17,8 @@ from manyranks.errors import ManyranksError
 from ..errors import CourseError
 from .waiting import say_while
 
-# Each command has a module with main(args), which returns the exit code (None for 0), and perhaps
-# add_options(parser).
+# Each command has a module with main(args), which returns the exit code (None for 0). The module
+# may also have add_options(parser).
 COMMANDS = {
     "lab": "lessons and exercises in JupyterLab",
     "doctor": "what this machine has, and what each lesson will use",
@@ -41,7 +41,7 @@ PACKAGES = {
 
 
 def version() -> str:
-    """The installed version; "unknown" for a folder of modules that was not installed."""
+    """Return the installed version; "unknown" for a folder of modules that was not installed."""
     try:
         return metadata.version("ddp-course")
     except metadata.PackageNotFoundError:
@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, help_text in COMMANDS.items()
     }
     wanted = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    if wanted in parsers:  # Only its module is loaded: the other commands' libraries take seconds.
+    # Only the module of this command is loaded, as the other commands' libraries take seconds.
+    if wanted in parsers:
         return exit_code(lambda: run(wanted, parsers[wanted], arguments[1:]))
     if wanted:
         parser.error(f"there is no command {wanted!r}{did_you_mean(wanted, COMMANDS)}")
@@ -83,27 +84,24 @@ def run(name: str, parser: argparse.ArgumentParser, arguments: list[str]) -> int
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: the known word most like it.
-
-    It is "" if none is.
-    """
+    """Return the end of a sentence that suggests the known word most like `word`, or ""."""
     similar = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run the command, and return its exit code.
-
-    An error is told in one line, without its traceback.
-    """
+    """Return the exit code of a command; an error is printed in one line, without a traceback."""
     try:
         code = command() or 0
-        if sys.stdout is not None:  # It is None where the caller has closed it: >&-
+        # The stream is None where the caller has closed it by >&-.
+        if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # In `ddp-course … | head` the reader may end first.
+    except BrokenPipeError:
+        # In `ddp-course … | head` the reader may end first. Python would complain when it flushes
+        # at exit, so the output now goes nowhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Otherwise Python complains when it flushes at exit.
+        os.dup2(nowhere, sys.stdout.fileno())
         return 128 + 13  # A shell gives this code to a program that the signal SIGPIPE (13) ended.
     except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A learner's copy of the course, and what is kept in it: tasks solved, guesses, the last visit."""
+"""A learner's copy of the course, which keeps solved tasks, guesses and the last visit."""
 
 import json
 import time
@@ -11,11 +11,11 @@ from filelock import FileLock
 from ..files import write_whole
 
 RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
-PROGRESS = ".ddp-course-progress.json"  # This file holds what is kept.
+PROGRESS = ".ddp-course-progress.json"  # This file of a copy has all that is kept.
 
 
 def find_copy() -> Path | None:
-    """The copy in which this process runs, or else the one in `work` below; None without any."""
+    """Return the copy in which this process runs, else the one in `work`, or None."""
     folder = Path.cwd()
     for place in (folder, *folder.parents, folder / "work"):
         if (place / RECORD).is_file():
@@ -24,7 +24,7 @@ def find_copy() -> Path | None:
 
 
 def progress_in(copy: Path) -> dict[str, Any]:
-    """What is kept in a copy, by kind; a kind of which nothing is known is missing.
+    """Return what is kept in a copy, by kind; a kind of which nothing is known is missing.
 
     - "tasks": {task: whether it is solved}
     - "guesses": {question: whether the guess was right}
@@ -43,8 +43,8 @@ def progress_in(copy: Path) -> dict[str, Any]:
 def keep(kind: str, name: str, value: bool | str) -> None:
     """Keep what is known of a task or a guess, if this process runs in a copy.
 
-    `kind` is one of the keys of `progress_in`. A full disk, or a folder that cannot be written,
-    must not cost a check.
+    `kind` is one of the keys of `progress_in`. A full disk, or a folder that cannot be written, is
+    ignored, so that a check still gives its result.
     """
     copy = find_copy()
     if copy is None:

@@ -1,6 +1,6 @@
-"""The questions that lessons open with, about earlier lessons, and which of them were answered.
+"""The questions about earlier lessons with which lessons open, and which were answered.
 
-They are in questions.json by name: `lesson` decides a question, `opens` is the lesson that asks it
+questions.json has them by name: `lesson` decides a question, `opens` is the lesson that asks it
 first, and each of its `answers` has a reason.
 """
 
@@ -10,24 +10,24 @@ from typing import Any
 
 from .learners_copy import progress_in
 
-# So many of those that were answered wrong come back at once.
+# At most so many of the questions that were answered wrong are asked again in one lesson.
 MOST_AGAIN = 2
 
 
 def read_questions() -> dict[str, dict[str, Any]]:
-    """All questions by name."""
+    """Return all questions by name."""
     return json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
 
 
 def title(question: dict[str, Any]) -> str:
-    """The question and the lesson that decides it."""
+    """Return the question, with the lesson that decides it."""
     return f"{question['ask']} (lesson {question['lesson']:02})"
 
 
 def answered(copy: Path | None, first: int = 0, last: int = 99) -> dict[str, bool]:
-    """{name: right} of the questions that the lessons from `first` to `last` have asked.
+    """Return whether each question of the lessons `first` to `last` was answered right, by name.
 
-    If several of them asked a question, the last one counts.
+    If several lessons asked a question, the last one counts.
     """
     latest: dict[str, bool] = {}
     if copy is None:
@@ -40,13 +40,13 @@ def answered(copy: Path | None, first: int = 0, last: int = 99) -> dict[str, boo
 
 
 def wrong_so_far(copy: Path | None, last: int = 99) -> list[str]:
-    """The names of the questions that were answered wrong in the lessons up to `last`."""
+    """Return the names of the questions that were answered wrong in the lessons up to `last`."""
     known = read_questions()
     wrong = [name for name, right in answered(copy, last=last).items() if not right]
     return [name for name in wrong if name in known]
 
 
 def asked_by(lesson: int, copy: Path | None) -> list[str]:
-    """The names of a lesson's own questions, and of some that were answered wrong before it."""
+    """Return the names of a lesson's questions, and of some that were answered wrong before."""
     own = [name for name, question in read_questions().items() if question["opens"] == lesson]
     return own + wrong_so_far(copy, lesson - 1)[:MOST_AGAIN]

@@ -1,4 +1,4 @@
-"""A line on the terminal that counts seconds while something takes long."""
+"""Counts seconds in a line on the terminal while something takes long."""
 
 import sys
 import threading
@@ -10,9 +10,10 @@ TICK_SECONDS = 1
 
 @contextmanager
 def say_while(text: str, wanted: bool = True) -> Iterator[None]:
-    """While the block runs, show `text` and count seconds, in one line of the terminal.
+    """Show `text` and count seconds on the terminal while this block runs.
 
-    Later output replaces it. Nothing is shown without a terminal, or unless it is `wanted`.
+    Later output replaces the seconds. Nothing is shown without a terminal, or unless it is
+    `wanted`.
     """
     ended = threading.Event()
 

@@ -165,7 +165,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block)()
 
     def enter(self, block, phase):
-        """Have `block` whole before it computes, and start to gather the one that came next before."""
+        """Have `block` whole before it computes, and start to gather the one that followed it."""
         if self.latest is not None:
             self.latest.following[phase] = block
         self.latest = block
@@ -176,7 +176,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block.following[phase])
 
     def request(self, block):
-        """Return a function that waits for `block`, and start to gather it unless that has begun."""
+        """Return a function that waits for `block`, which is gathered from now on."""
         if block.gathering is None:
             block.make_room()
             block.gathering = self.start("gather", block, block.gather)

@@ -1,1 +1,1 @@
-"""Commands of this package: what `ddp-course` runs, one file each."""
+"""The commands of this package that `ddp-course` runs, one file each."""

@@ -1,6 +1,6 @@
-"""`ddp-course check N`: grade your own notebook as the grader would; without N: where you are.
+"""`ddp-course check N` grades your own notebook; without N it says where you are.
 
-From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the file.
+In a cell it is `!ddp-course check 4`. Save the notebook first, as the file is what counts.
 """
 
 import argparse
@@ -27,14 +27,15 @@ from ..grading.results import Result, TaskResult
 from ..grading.submissions import Item, exercise_of, read_submission
 from ..tasks import known_wrong, of_exercise
 
-# The learner's notebook is looked for here.
+# The learner's notebook is looked for in these folders.
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")
 
-SEEDS = 4
-QUESTIONS = 0  # This seed draws the inputs of questions: asked again, each is the same.
+SEEDS = 4  # So many seeds are tried to revisit wrong answers.
+QUESTIONS = 0  # This seed draws the inputs of questions, so that each is the same again.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.add_argument(
         "exercise",
         type=whole_number,
@@ -60,9 +61,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all points were earned, 1 if not.
+    """Check an exercise, or say where the learner is; return 0 if all points were earned, else 1.
 
-    Raises GradingError for an exercise or a notebook that is not there, or is another.
+    Raises GradingError for an exercise or a notebook that is not there, and for a notebook of
+    another exercise.
     """
     exercises = load_exercises()
     if args.exercise is None:
@@ -93,9 +95,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def revisiting_seed(exercise: int) -> int:
-    """The random seed whose inputs show in most cases the wrong answers that the learner gave.
+    """Return the seed whose inputs show most of the wrong answers that the learner once gave.
 
-    SEEDS random ones are tried; an answer may have been given in whichever exercise.
+    It is the best of some random seeds. The wrong answers may have been given in any exercise.
     """
     copy = find_copy()
     names = progress_in(copy).get("misconceptions", {}).values() if copy else ()
@@ -106,7 +108,8 @@ def revisiting_seed(exercise: int) -> int:
         for task in of_exercise(exercise):
             for place, known in enumerate(known_wrong(task.number), 1):
                 if known.name in names:
-                    evidence = judge.known(task)[place]  # The first one does nothing.
+                    # The first of the known answers does nothing.
+                    evidence = judge.known(task)[place]
                     counts[seed] += len(wrong_cases(task, evidence, judge.right(task)))
     return max(counts, key=counts.__getitem__)
 
@@ -125,9 +128,9 @@ def prove(result: Result, letter: str) -> None:
 
 
 def where_am_i(exercises: Exercises) -> int:
-    """Print a line for each exercise, and what is known of guesses.
+    """Print a line for each exercise, and how many guesses were right.
 
-    Raises GradingError where there is no copy of the course.
+    Raises GradingError if there is no copy of the course.
     """
     copy = find_copy()
     if copy is None:
@@ -143,7 +146,7 @@ def where_am_i(exercises: Exercises) -> int:
 
 
 def own_notebook(exercise: int) -> Path:
-    """The learner's notebook of an exercise: here, in work/, or in exercises/.
+    """Return the learner's notebook of an exercise: here, in work/, or in exercises/.
 
     Raises GradingError if it is in none of these.
     """
@@ -155,7 +158,7 @@ def own_notebook(exercise: int) -> Path:
 
 
 def show(task: TaskResult) -> None:
-    """Print the result of a task, with the properties that are right if only some are."""
+    """Keep and print the result of a task, with its right properties if only some are right."""
     solved = task.points == task.possible
     keep("tasks", task.id, solved)
     if task.misconception:

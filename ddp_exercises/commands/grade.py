@@ -1,4 +1,4 @@
-"""`ddp-course grade PATH…`: grade exercises, as table, CSV, JSON, HTML, and for a gradebook."""
+"""`ddp-course grade PATH…` grades exercises: a table, CSV, JSON, HTML, or a gradebook's file."""
 
 import argparse
 import secrets
@@ -20,7 +20,8 @@ from ..grading.prove import question_about
 from ..grading.results import Result, clean, merged, read_results
 from ..grading.submissions import Submission, find_submissions, without_exercises_not_begun
 
-FILES = {  # The options that name a file, with their help.
+# These options name a file.
+FILES = {
     "csv": "write one line per task",
     "json": "write everything, and keep what is in it",
     "canvas": "write the CSV that Canvas imports",
@@ -31,6 +32,7 @@ FILES = {  # The options that name a file, with their help.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="notebooks, zips, or folders of submissions"
     )
@@ -69,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all pass, 1 if some do not, 2 if some could not be graded.
+    """Grade submissions; return 0 if all pass, 1 if some do not, 2 if some could not be graded.
 
     Raises GradingError for a --resume without --json.
     """
@@ -88,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
     for name in skipped:
         print(f"no notebook, so skipped: {clean(name)}", file=sys.stderr)
     earlier = read_results(args.json) if args.json else []
-    # What cannot be written must not cost an hour of grading.
+    # A file that cannot be written must fail now, and not after an hour of grading.
     report.write_files(earlier, args)
     for file in (args.canvas, args.moodle):
         if file:
@@ -102,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def who_is_who(submissions: list[Submission], roster: Roster) -> str:
-    """How many learners there are, how many are late, and how many have handed in nothing."""
+    """Return in words how many learners there are, are late, and have handed in nothing."""
     learners = set(roster) | {work.learner for work in submissions}
     handed_in = {work.learner for work in submissions if work.file}
     late = {work.learner for work in submissions if work.late}
@@ -111,14 +113,14 @@ def who_is_who(submissions: list[Submission], roster: Roster) -> str:
 
 
 def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list[Submission]:
-    """Submissions that are new, or have changed, or could not be graded.
+    """Return the submissions that are new, have changed, or could not be graded.
 
-    With them, all others of the same learner and exercise.
+    All others of the same learner and exercise come with them.
     """
     digests = {(work.learner, work.file): work.digest for work in submissions}
     done: set[tuple] = set()
     for result in earlier:
-        # Who handed in nothing has a submission without a file.
+        # A learner who handed in nothing has a submission without a file.
         files = result.files or {"": ""}
         graded = {(result.learner, name): digest for name, digest in files.items()}
         same = all(digests.get(file, digest) == digest for file, digest in graded.items())
@@ -134,14 +136,14 @@ def grade_and_write(
     roster: Roster,
     args: argparse.Namespace,
 ) -> list[Result]:
-    """Grade submissions, writing the reports after each.
+    """Grade submissions, and write the reports after each.
 
-    Return the best of each learner, with those that were graded earlier. Raises GradingError after
-    Ctrl-C.
+    Return the best result of each learner's exercises, with those of earlier gradings. Raises
+    GradingError after Ctrl-C.
     """
     comments = read_comments(args.comments) if args.comments else []
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
-    judge = Judge(seed)  # for questions alone
+    judge = Judge(seed)  # This judge is for questions only.
     done: list[Result] = []
     print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
     with suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Grading folders of exercises: what only a teacher uses.
+"""Grades folders of exercises, which only a teacher does.
 
 A learner's `check` is in `ddp_exercises`. `people` says whose a notebook is, and
 `submissions` finds and reads all of them, and puts a learner's cells, unchanged, among the cells of

@@ -1,8 +1,8 @@
-"""The exercises as they were given out, and where in a learner's notebook the answers are.
+"""Finds the answers in a learner's notebook, by the exercises as they were given out.
 
-A person would find an answer by what it defines, wherever it stands. So does this: the last cell
-that was changed and defines what the task asks for, among those that carry the task's sign, or else
-among all cells.
+A person would find an answer by what it defines, wherever it stands, and so does this module: it
+takes the last cell that was changed and defines what the task asks for, among those that carry the
+task's sign, or else among all cells.
 """
 
 import re
@@ -18,13 +18,13 @@ from ddp_exercises.tasks import cell_of, find
 
 from .cells import Cell
 
-LEAST_SIGNS = 2  # So many names or checks of an exercise tell that a notebook answers it.
+LEAST_SIGNS = 2  # So many names or checks of an exercise show that a notebook answers it.
 
 
 class Pristine(NamedTuple):
     """One exercise as it was given out.
 
-    `given` is {id: source} of the cells that are no task's; `answers` and `checks` are {task:
+    `given` is {id: source} of the cells that belong to no task; `answers` and `checks` are {task:
     source of its cell}, and `points` {task: points}.
     """
 
@@ -34,14 +34,15 @@ class Pristine(NamedTuple):
     points: dict[str, float]
 
 
-Exercises = dict[int, Pristine]  # {number: the exercise}
+Exercises = dict[int, Pristine]  # the exercises by their numbers
 
 
 class Answer(NamedTuple):
     """The answer to a task.
 
-    It has the `places` of its versions among the cells, of which the last counts, the source of
-    that one, the place of the check, and how the answer was found, if not by an id.
+    `places` are those of its versions among the cells, of which the last counts, and `source` is
+    that of the last. `check` is the place of the check, and `notes` say how the answer was found,
+    if not by an id.
     """
 
     places: list[int]
@@ -51,10 +52,10 @@ class Answer(NamedTuple):
 
 
 def load_exercises() -> Exercises:
-    """All exercises as they were given out: {exercise: Pristine}.
+    """Return all exercises as they were given out, by their numbers.
 
-    They are read from the solutions, which nobody solves in: a cell that was given out in another
-    form has that form in its metadata.
+    They are read from the notebooks of solutions, where a cell that was given out in another form
+    has that form in its metadata.
     """
     exercises = {}
     for path in sorted(course_folder("solutions").glob("[0-9][0-9]_*.ipynb")):
@@ -75,13 +76,14 @@ def load_exercises() -> Exercises:
 
 
 def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | None:
-    """Which exercise a notebook answers whose cells carry no sign.
+    """Return which exercise a notebook answers whose cells carry no sign.
 
-    It is the one whose checks it calls, and whose functions it defines; None for a lesson, and
-    where too little tells.
+    It is the one whose checks it calls, and whose functions it defines. It is None for a lesson,
+    and if too few signs are found.
     """
+    # Only lessons have such cells.
     if any(cell.role == "task" for cell in cells):
-        return None  # Lessons have such cells.
+        return None
     text = "\n".join(cell.source for cell in cells if not cell.text_type)
     called = [task for cell in cells for task in cell.checks]
     counts: Counter[int] = Counter()
@@ -94,9 +96,10 @@ def exercise_by_content(cells: Sequence[Cell], exercises: Exercises) -> int | No
 
 
 def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]:
-    """{task: its answer} of all tasks that somebody has begun to answer.
+    """Return the answers to all tasks that somebody has begun to answer, by task.
 
-    A check is where the learner has it, if that is below the answer, or else right behind it.
+    A check is where the learner has it, if that is below the answer, or else right behind the
+    answer.
     """
     answers = {}
     for task in pristine.answers:
@@ -121,10 +124,10 @@ def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]
 
 
 def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]:
-    """The places of the cells that answer a task.
+    """Return the places of the cells that answer a task.
 
-    They are those with its sign that define one of its names, and any others that define what these
-    lack. If there are none, they are those with its sign that were changed.
+    They are the cells with its sign that define one of its names, and others that define the names
+    which these lack. If there are none, they are the cells with its sign that were changed.
     """
     own_parts = {}
     signed = []
@@ -148,20 +151,14 @@ def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]
 
 
 def without_placeholder(cell: Cell, task: str, pristine: Pristine) -> str:
-    """What a learner has written into a cell.
-
-    It is all but what the task's cell, or one that is no task's, was given out with.
-    """
+    """Return what a learner has written into a cell: all but the text that was given out."""
     if cell.source.strip() in map(str.strip, pristine.given.values()):
         return ""
     return cell.source.replace(pristine.answers[task].strip(), "").strip()
 
 
 def defines(source: str, names: Sequence[str]) -> bool:
-    """Whether a line of the source begins to define one of the names.
-
-    Magics and errors of syntax beside it do no harm.
-    """
+    """Return whether a line of the source begins to define a name, whatever else is in there."""
     either = "|".join(names)
     function = rf"(?:(?:async +)?def|class) +(?:{either})\b"
     names_of_values = rf"(?:\w+ *[,=] *)*(?:{either})\b(?: *, *\w+)* *(?::[^=\n]+)?=(?!=)"
@@ -169,7 +166,7 @@ def defines(source: str, names: Sequence[str]) -> bool:
 
 
 def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
-    """What is wrong, before anything runs, with a task that has no answer."""
+    """Return what is wrong, before anything runs, with a task that has no answer."""
     given = pristine.answers[task].strip()
     for cell in cells:
         is_own = cell.role == "answer" and cell.task == task
@@ -182,24 +179,25 @@ def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
 def assemble(
     pristine: Pristine, cells: Sequence[Cell], answers: Mapping[str, Answer]
 ) -> dict[str, str]:
-    """The cells to be run, {id: source}.
+    """Return the cells to be run, {id: source}: the learner's, unchanged, among the pristine ones.
 
-    They are the learner's in their order, unchanged, among the pristine ones. A learner's cell has
-    its place as id, such as "own-7". Untouched cells of tasks that were answered elsewhere are left
-    out.
+    The learner's cells keep their order. Each has its place as its id, such as "own-7". Untouched
+    cells of tasks that were answered elsewhere are left out.
     """
     given, placeholders, checks, _ = pristine
     names = {source.strip(): name for name, source in given.items()}
     left_out = {source.strip() for source in checks.values()}
     left_out |= {placeholders[task].strip() for task in answers}
     answered = {place for answer in answers.values() for place in answer.places}
-    # First the imports, and what the learner has deleted; the rest comes where the learner has it.
+    # The imports come first, and cells that the learner has deleted; the rest comes where the
+    # learner has it.
     theirs = {names.get(cell.source.strip(), cell.id) for cell in cells} - {"imports"}
     assembled = {name: source for name, source in given.items() if name not in theirs}
     for place, cell in enumerate(cells):
         text = cell.source.strip()
         name = names.get(text, cell.id)
-        if name == "imports":  # A `%reset` above may have taken away what was imported.
+        # A `%reset` above may have taken away what was imported.
+        if name == "imports":
             assembled[f"imports-{place}"] = given[name]
         elif name in given:
             assembled.setdefault(name, given[name])
@@ -213,5 +211,5 @@ def assemble(
 
 
 def check_of(task: str) -> str:
-    """The id of the check cell of a task, such as "check-4-2"."""
+    """Return the id of the check cell of a task, such as "check-4-2"."""
     return cell_of(task).replace("answer", "check")

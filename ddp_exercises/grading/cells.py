@@ -1,8 +1,7 @@
-"""The cells of a notebook that somebody handed in.
+"""Reads the cells of a notebook that somebody handed in.
 
-They are read one by one, so that an odd cell costs nothing but itself.
-
-Nothing here trusts the file: any value may be missing, null, or of another type.
+They are read one by one, so that an odd cell costs only itself. Nothing here trusts the file: any
+value may be missing, null, or of another type.
 """
 
 import json
@@ -17,7 +16,7 @@ from ddp_exercises.errors import GradingError
 IDENTITY = re.compile(r"(answer|check|task)[-_](\d{1,4})[-_.](\d{1,4})")
 CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
 MARKER = re.compile(r"^#[ %]*(\S+)", re.MULTILINE)  # "# %% answer-4-2" in an exported cell
-# Cells begin so in scripts of jupytext, nbconvert and marimo.
+# Cells begin like this in scripts of jupytext, nbconvert and marimo.
 SCRIPT = re.compile(r"^(?=# ?%%|# In ?\[|@app\.)", re.MULTILINE)
 TEXT = ("markdown", "raw")  # Cells of these types do not run.
 
@@ -25,8 +24,8 @@ TEXT = ("markdown", "raw")  # Cells of these types do not run.
 class Cell(NamedTuple):
     """A cell that was handed in: its id and its source, "" where there is none.
 
-    If a `sign` tells that it is the answer to a task, or its check, that is its `role`. A cell that
-    is no code has its type as `text_type`.
+    If a `sign` shows that it is the answer to a task, or its check, that is its `role`. A cell
+    without code has its type as `text_type`.
     """
 
     id: str
@@ -38,17 +37,17 @@ class Cell(NamedTuple):
 
     @property
     def checks(self) -> list[str]:
-        """The tasks whose checks it calls."""
+        """The tasks whose checks this cell calls."""
         return [] if self.text_type else CHECKED.findall(self.source)
 
     @property
     def exercise(self) -> str:
-        """The exercise whose task it answers."""
+        """The exercise whose task this cell answers."""
         return self.task.split(".")[0]
 
 
 def read_cells(content: bytes) -> list[Cell]:
-    """All cells of a notebook of any version.
+    """Return all cells of a notebook of any version.
 
     Raises GradingError if it has none, JSONDecodeError or UnicodeDecodeError if it cannot be read.
     """
@@ -56,7 +55,8 @@ def read_cells(content: bytes) -> list[Cell]:
     text = content.decode(json.detect_encoding(content), "surrogatepass")
     notebook = as_dict(json.loads(text, parse_int=float))
     found = notebook.get("cells")
-    if not isinstance(found, list):  # Before version 4 cells lay in worksheets.
+    # Before version 4 of the format cells lay in worksheets.
+    if not isinstance(found, list):
         found = []
         for sheet in as_list(notebook.get("worksheets")):
             found += as_list(as_dict(sheet).get("cells"))
@@ -66,13 +66,14 @@ def read_cells(content: bytes) -> list[Cell]:
 
 
 def read_script(content: bytes) -> list[Cell]:
-    """The cells of a notebook that was exported as a script; none if it is another one."""
+    """Return the cells of a notebook that was exported as a script; none if it is another one."""
     cells = []
     for part in SCRIPT.split(content.decode())[1:]:
         source = part
         if part.startswith("@app."):
             _, _, source = part.partition("\n")
-        if part.startswith("@app.cell"):  # To marimo a cell is a function, which returns its names.
+        # To marimo a cell is a function, which returns its names.
+        if part.startswith("@app.cell"):
             _, _, body = source.partition("):\n")
             source, _, _ = dedent(body).partition("\nreturn")
         cells.append(as_cell({"source": source}))
@@ -80,7 +81,7 @@ def read_script(content: bytes) -> list[Cell]:
 
 
 def as_cell(cell: dict) -> Cell:
-    """A cell, whatever is in it. What has no type is taken for code, as which it costs nothing."""
+    """Return a cell, whatever is in it; one without a type counts as code, which does no harm."""
     source = as_text(cell.get("source", cell.get("input")))
     text_type = cell.get("cell_type")
     known = Cell(as_text(cell.get("id")), source, text_type=text_type if text_type in TEXT else "")
@@ -93,7 +94,7 @@ def as_cell(cell: dict) -> Cell:
 
 
 def signs_of(cell: dict, source: str) -> Iterator[tuple[str, Any]]:
-    """(What may tell which task a cell belongs to, what it says), the surest first."""
+    """Yield the signs by which a cell may belong to a task, each with its text, surest first."""
     metadata = as_dict(cell.get("metadata"))
     about = as_dict(metadata.get("ddp_course"))
     yield "id", cell.get("id")
@@ -107,17 +108,17 @@ def signs_of(cell: dict, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def as_text(value: Any) -> str:
-    """A text, or a list of lines, as code; half of an emoji becomes what a browser makes of it."""
+    """Return a text, or a list of lines, as code; half of an emoji becomes a replacement sign."""
     lines = value if isinstance(value, list) else [value]
     text = "".join(line for line in lines if isinstance(line, str))
     return text.replace("\r\n", "\n").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def as_dict(value: Any) -> dict:
-    """The value, if it is a dict; else an empty one."""
+    """Return the value if it is a dict, and else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list:
-    """The value, if it is a list; else an empty one."""
+    """Return the value if it is a list, and else an empty one."""
     return value if isinstance(value, list) else []

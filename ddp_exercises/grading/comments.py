@@ -1,4 +1,4 @@
-"""What a teacher adds to results by hand: points, comments, penalties and excuses, from a CSV file.
+"""Adds a teacher's points, comments, penalties and excuses to results, from a CSV file.
 
 The file is applied last in every run, and never changes what was graded. Its columns are learner,
 exercise, task, points, comment; a line without a task is about the whole exercise.
@@ -15,12 +15,12 @@ from ddp_exercises.errors import GradingError
 from .results import ByHand, Result, clean
 from .tables import read_table
 
-EXCUSED = "excused"  # This stands instead of points.
-POINTS = re.compile(r"([-+]?\d+(\.\d+)?)?")  # A line that only comments has none.
+EXCUSED = "excused"  # This word stands in place of points.
+POINTS = re.compile(r"([-+]?\d+(\.\d+)?)?")  # A line that only comments has no points.
 
 
 class Comment(NamedTuple):
-    """A line of the file."""
+    """A line of the file of comments."""
 
     learner: str
     exercise: str
@@ -30,9 +30,10 @@ class Comment(NamedTuple):
 
 
 def read_comments(path: str | Path) -> list[Comment]:
-    """The lines of a file of comments; GradingError says in which line something is wrong."""
+    """Return the lines of a file of comments; raises GradingError, which names a wrong line."""
     comments = []
-    for number, row in enumerate(read_table(path, Comment._fields), 2):  # Line 1 has the titles.
+    # Line 1 has the titles.
+    for number, row in enumerate(read_table(path, Comment._fields), 2):
         comment = Comment._make(row.get(title, "") for title in Comment._fields)
         excuses = comment.points == EXCUSED and not comment.task
         if not excuses and not POINTS.fullmatch(comment.points):
@@ -47,9 +48,9 @@ def read_comments(path: str | Path) -> list[Comment]:
 
 
 def with_comments(results: Sequence[Result], comments: Sequence[Comment]) -> list[Result]:
-    """Copies of the results with what was added by hand.
+    """Return copies of the results with what was added by hand.
 
-    Raises GradingError for a comment on a result that is not there.
+    Raises GradingError for a comment on a result that does not exist.
     """
     copies = deepcopy(list(results))
     by_exercise = {(result.learner, str(result.exercise)): result for result in copies}

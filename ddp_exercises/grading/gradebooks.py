@@ -1,4 +1,4 @@
-"""Points in the forms that gradebooks read: Canvas and Moodle. docs/GRADING.md has their sources.
+"""Writes points in the forms that Canvas and Moodle read. docs/GRADING.md has the sources.
 
 Canvas finds an assignment by its title, and a learner by ID, else SIS User ID, else SIS Login ID,
 else the name. Moodle's assignment finds a learner by the Identifier of its grading worksheet.
@@ -19,7 +19,7 @@ MOODLE = ("Identifier", "Full name", "Email address")
 
 
 def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[str, str]:
-    """{path: content} of what services import: for Moodle a file per exercise."""
+    """Return the files that services import, {path: content}: for Moodle one per exercise."""
     files = {}
     if args.canvas:
         files[args.canvas] = as_canvas(results, roster)
@@ -32,15 +32,15 @@ def grade_files(args: Any, results: Sequence[Result], roster: Roster) -> dict[st
 
 
 def possible_points(results: Sequence[Result]) -> dict[int, float]:
-    """{exercise: points possible}, in order."""
+    """Return the points that each exercise has, in the order of exercises."""
     return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
 
 def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], name: str) -> Roster:
-    """A roster of all, with the `titles` by which a service knows them.
+    """Return a roster of all learners, with the `titles` by which a service knows them.
 
-    The roster's learners come first, then all others. `name` is the title of what they are called,
-    which is what they are called here if no other name is known.
+    The roster's learners come first, then all others. `name` is the title of a learner's name,
+    which is the one used here if no other is known.
     """
     handed_in = {result.learner: result.about for result in results}
     rows = {}
@@ -51,7 +51,7 @@ def rows_of(results: Sequence[Result], roster: Roster, titles: Sequence[str], na
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:
-    """A CSV file for Canvas.
+    """Return a CSV file for Canvas.
 
     Without a roster, and without Canvas' own names of files, a learner's folder is taken for the
     SIS login.
@@ -72,7 +72,7 @@ def as_canvas(results: Sequence[Result], roster: Roster) -> str:
 
 
 def canvas_title(exercise: int, roster: Roster) -> str:
-    """What Canvas calls an exercise, by its export: "Exercise 4 (77)", or else "Exercise 4"."""
+    """Return Canvas' name of an exercise, by its export: "Exercise 4 (77)", or "Exercise 4"."""
     for about in roster.values():
         for title in about:
             if re.match(rf"Exercise {exercise}\b", title):
@@ -81,7 +81,7 @@ def canvas_title(exercise: int, roster: Roster) -> str:
 
 
 def as_moodle(results: Sequence[Result], roster: Roster, exercise: int) -> str:
-    """A grading worksheet for Moodle's assignment: a grade and its feedback."""
+    """Return a grading worksheet for Moodle's assignment, with grades and feedback."""
     rows = rows_of(results, roster, MOODLE, name="Full name")
     for result in results:
         if result.exercise == exercise:

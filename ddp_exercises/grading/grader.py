@@ -1,7 +1,4 @@
-"""Grade submissions.
-
-Run each notebook's cells, try what its checks are given, put the points together.
-"""
+"""Grades submissions: runs each notebook's cells, tries its answers, and adds up the points."""
 
 import re
 import tempfile
@@ -33,7 +30,7 @@ from .watched import make_watched
 
 LONGEST = 10.0  # On a busy machine the clock may show so many times a submission's time.
 NOT_RUN = "its check did not run"
-MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
+MOST_SHOWN = 20_000  # A report shows at most so many characters of an answer.
 
 
 def grade(
@@ -68,10 +65,7 @@ def grade(
 
 
 class Judge:
-    """What the grader compares evidence with.
-
-    For each task it has the inputs, the solution's evidence, and known answers.
-    """
+    """Compares evidence with that of solutions and known answers, on inputs drawn from `seed`."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -84,13 +78,13 @@ class Judge:
     ) -> Iterator[tuple[str, Verdict]]:
         """Try the answers that a notebook has handed over; yield (task, verdict) as it is known.
 
-        All launches together take what is left of the submission's `seconds`, or some times what
-        the solutions took here, if that is longer.
+        All launches together take what is left of the submission's `seconds`, or a multiple of the
+        time that the solutions took here, if that is longer.
 
         Answers that run on equally many ranks, and in one way, share a launch, which takes at most
-        half of what is left: where ranks send, it is one that decides for every order of their
-        messages. What fails in company, or is not reached there, is tried again alone, in an equal
-        part of the rest: an answer before it may have spoilt it.
+        half of the time that is left. If ranks send, this launch decides for every order of their
+        messages. An answer that fails in company, or is not reached there, is tried again alone, in
+        an equal part of the rest, as an answer before it may have spoilt it.
         """
         limits = partial(enter, folder)
         companies: dict[tuple, list[Attempt]] = {}
@@ -130,19 +124,20 @@ class Judge:
     def try_alone(
         self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float
     ) -> Verdict:
-        """The verdict on an attempt in a launch of its own, and in every order of its messages.
+        """Return the verdict on an attempt alone in a launch, and in every order of its messages.
 
-        It is what was `said` before if there is no time for it.
+        If there is no time for the launch, return `said`, the verdict before.
         """
+        # Each of the two launches has one half of the time.
         if find(attempt.number).every_order:
-            seconds /= 2  # Each of the two launches has one half.
+            seconds /= 2
         evidences = gather([attempt], limits, seconds=seconds)
         if not evidences:
             return said
         return confirm(self.compared(attempt, evidences[0]), attempt, limits, seconds)
 
     def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:
-        """The verdict on an attempt with this evidence."""
+        """Return the verdict on an attempt with this evidence."""
         task = find(attempt.number)
         with self.lock:
             return verdict(task, evidence, self.right(task), partial(self.known, task))
@@ -157,7 +152,7 @@ def grade_one(
 ) -> Result:
     """Grade one submission, whatever it is; an error of the grader itself is reported as such.
 
-    `progress(result)` is called for each task as soon as it is judged. Raises nothing.
+    `progress(result)` is called for each task as soon as it is judged. This raises no errors.
     """
     files = {submission.file: submission.digest} if submission.file else {}
     result = Result(submission.learner, None, files=files, seed=judge.seed, about=submission.about)
@@ -171,7 +166,8 @@ def grade_one(
         result.tasks = points_of(pristine, submission, judge, seconds, progress)
     except GradingError as error:
         result.message = clean(f'"{submission.name}" {error}' if submission.name else error)
-    except Exception as error:  # One odd submission must not spoil the others' results.
+    except Exception as error:
+        # One odd submission must not spoil the others' results.
         result.graded = False
         result.message = clean(
             f"not graded, by a fault of the grader ({type(error).__name__}:"
@@ -186,9 +182,9 @@ def grade_one(
 def points_of(
     pristine: Pristine, submission: Submission, judge: Judge, seconds: float, progress: Callable
 ) -> list[TaskResult]:
-    """What each task earned, once a submission's cells have run.
+    """Return what each task earned, once a submission's cells have run and its answers were tried.
 
-    Its answers were tried, each in fresh processes.
+    Each answer is tried in fresh processes.
     """
     given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
@@ -214,7 +210,8 @@ def points_of(
                 unanswered = trouble(number, pristine, cells)
                 error = error_of(number, found[number], errors) if number in found else unanswered
                 judged[number] = nothing(find(number), error)
-            while number not in judged:  # Verdicts come as they are known, not in order.
+            # Verdicts come as they are known, not in the order of tasks.
+            while number not in judged:
                 other, judged[other] = next(verdicts)
             result = result_of(number, worth, judged[number])
             if number in found:
@@ -231,7 +228,7 @@ def points_of(
 
 
 def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], source: str) -> None:
-    """If a wrong answer uses an earlier answer that is wrong too, add that task to its message."""
+    """Add to a wrong answer's message the earlier task that it uses, if that is wrong, too."""
     words = set(re.findall(r"\w+", source))
     for other in before:
         if other.points < other.possible and words & set(find(other.id).names):
@@ -246,7 +243,7 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
 def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, str], float]:
     """Run cells, {id: source}, in a launch of their own.
 
-    Return {id: its error, or ""}, and how many of the `seconds` are left.
+    Return their errors, {id: the error, or ""}, and how many of the `seconds` are left.
     """
     (outcome,) = launch(
         run_cells,
@@ -261,10 +258,9 @@ def run(cells: dict[str, str], folder: str, seconds: float) -> tuple[dict[str, s
 
 
 def error_of(task: str, answer: Answer, errors: dict[str, str]) -> str:
-    """Why an answer was not handed over.
+    """Return why an answer was not handed over: the last error of its cells, or its check's.
 
-    It is the error of the last of its cells that has one, or of its check; `errors` are {id of a
-    cell: its error}.
+    `errors` are {id of a cell: its error}.
     """
     for place in reversed(answer.places):
         if error := errors.get(f"own-{place}"):

@@ -1,4 +1,4 @@
-"""The limits of a process that runs a submission: they stop accidents and lazy cheats.
+"""Limits a process that runs a submission, against accidents and lazy cheats.
 
 The limits do not stop somebody who wants to break out: docs/GRADING.md says what a container is
 for.
@@ -27,7 +27,7 @@ from .landlock import fence
 
 MEMORY_BYTES = 3 << 30
 STARTS = 64  # A submission may start so many processes.
-THREADS_BYTES = 4 << 30  # Threads reserve this much address space, and use little of it.
+THREADS_BYTES = 4 << 30  # Threads reserve so much address space, and use little of it.
 LIMITS = {
     resource.RLIMIT_DATA: MEMORY_BYTES,
     resource.RLIMIT_FSIZE: 64 << 20,
@@ -35,7 +35,8 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # Any of these writes.
+# A file that is opened with any of these flags may be written.
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 SHARED_MEMORY = "/dev/shm"  # The C library makes semaphores and shared tensors of workers here.
 SHARED_BYTES = 128 << 20
@@ -43,9 +44,9 @@ SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
 
 
 def enter(folder: str, *other_folders: str) -> None:
-    """Keep this process and its children to limits from here on.
+    """Keep this process and its children to limits from now on.
 
-    They print nothing, work in `folder`, write below these folders alone, and read no solution.
+    They print nothing, work in `folder`, write only below the given folders, and read no solution.
     """
     limit()
     os.environ["TMPDIR"] = folder
@@ -63,19 +64,20 @@ def enter(folder: str, *other_folders: str) -> None:
 
 
 def refuse_input(*_: Any, **__: Any) -> str:
-    """Raise EOFError in words of our own: there is nobody who could type."""
+    """Raise EOFError with a message for the learner, as there is nobody who could type."""
     raise EOFError("your code asks for input(), and nobody types here: write the value itself")
 
 
 def silence() -> None:
     """Let nothing that this process or its children write reach a terminal.
 
-    It is so by whatever number of an open file: the pipes of a rank's prints have several.
+    This holds for all numbers of an open file, as the pipes of a rank's prints have several.
     """
     null = os.open(os.devnull, os.O_RDWR)
     outputs = [os.fstat(1), os.fstat(2)]
     for number in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # One number was that of the folder while it was listed.
+        # One number was that of the folder while it was listed.
+        with suppress(OSError):
             if any(os.path.samestat(os.fstat(number), output) for output in outputs):
                 os.dup2(null, number)
     sys.stdout = sys.stderr = open(os.devnull, "w", errors="replace")  # noqa: SIM115 (until the process ends)
@@ -84,10 +86,8 @@ def silence() -> None:
 def own_view(secrets: Sequence[str]) -> list[str]:
     """Show this process and its children empty folders in place of `secrets`.
 
-    They get a small one of their own for named shared memory. The folder where they may write is
-    returned.
-
-    It is none where the kernel forbids all that: then only the audit hook hides secrets.
+    They get a small folder of their own for named shared memory. Return the folders in which they
+    may write: none if the kernel forbids all that, and then only the audit hook hides secrets.
     """
     options = f"size={SHARED_BYTES}".encode()
     try:
@@ -102,7 +102,7 @@ def own_view(secrets: Sequence[str]) -> list[str]:
 
 
 def limit() -> None:
-    """Limits on memory, shared memory among it, on the size of a file, and on open files."""
+    """Limit memory, also shared memory, the size of a file, and the number of open files."""
     address_space = psutil.Process().memory_info().vms + MEMORY_BYTES + THREADS_BYTES
     for kind, wanted in {**LIMITS, resource.RLIMIT_AS: address_space}.items():
         _, hard = resource.getrlimit(kind)
@@ -113,9 +113,9 @@ def limit() -> None:
 def refuse(
     folders: Sequence[str], secrets: Sequence[str], started: mmap.mmap, event: str, arguments: tuple
 ) -> None:
-    """The audit hook: PermissionError says in words what a submission must not do.
+    """Raise PermissionError for what a submission must not do, as an audit hook.
 
-    It works also where there is no Landlock, but for removed and renamed files. `started`, a byte
+    The hook also works without Landlock, except for removed and renamed files. `started`, a byte
     that all processes share, counts those that were forked.
     """
     if event == "open" and isinstance(arguments[0], str | bytes):
@@ -128,7 +128,8 @@ def refuse(
                 f'your code writes to "{path}": an answer writes into its own folder'
             )
     elif event == "os.fork":
-        started[0] = min(started[0] + 1, STARTS + 1)  # A byte would overflow at 256.
+        # A byte would overflow at 256.
+        started[0] = min(started[0] + 1, STARTS + 1)
         if started[0] > STARTS:
             raise PermissionError(
                 f"your code starts too many processes: at most {STARTS} are allowed here"
@@ -144,7 +145,7 @@ def refuse(
 
 
 def is_own(process: int) -> bool:
-    """Whether a process, or a group by its first process, is this one or was started by it."""
+    """Return whether a process, or a group by its first process, is this one or its descendant."""
     if process == 0:
         return os.getpgrp() == os.getpid()
     this = psutil.Process()
@@ -152,6 +153,6 @@ def is_own(process: int) -> bool:
 
 
 def below(path: str, folders: Sequence[str]) -> bool:
-    """Whether a path is one of `folders` or in one."""
+    """Return whether a path is one of `folders` or in one."""
     real = Path(path).resolve()
     return any(real.is_relative_to(folder) for folder in folders)

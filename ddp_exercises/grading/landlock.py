@@ -1,9 +1,8 @@
 """Landlock: Linux keeps a thread, and all that it starts, inside a fence.
 
-From there nothing writes elsewhere, and nothing signals others.
-
-Nobody can leave such a fence, and code in C is inside it as well. Source: landlock(7) and the
-kernel's userspace-api/landlock. ABI 2 added REFER, 3 TRUNCATE, 6 (Linux 6.12) signals.
+From inside the fence nothing writes elsewhere or signals other processes. Nobody can leave it, and
+code in C is inside it as well. Source: landlock(7) and the kernel's userspace-api/landlock. ABI 2
+added REFER, 3 TRUNCATE, 6 (Linux 6.12) signals.
 """
 
 import ctypes
@@ -24,8 +23,8 @@ ASK_VERSION = 1
 PATH_BENEATH = 1
 SCOPE_SIGNAL = 2
 PR_SET_NO_NEW_PRIVS = 38
-# Rights in the order of their bits have the kernel's names, without LANDLOCK_ACCESS_FS_. Who may
-# REFER moves or links a file into another folder.
+# The rights, in the order of their bits, have the kernel's names without LANDLOCK_ACCESS_FS_. With
+# REFER a file may be moved or linked into another folder.
 Right = IntFlag(
     "Right",
     "EXECUTE WRITE_FILE READ_FILE READ_DIR REMOVE_DIR REMOVE_FILE MAKE_CHAR MAKE_DIR MAKE_REG"
@@ -34,24 +33,24 @@ Right = IntFlag(
 
 
 def version() -> int:
-    """The version of Landlock that this machine has; 0 if it has none."""
+    """Return the version of Landlock that this machine has; 0 if it has none."""
     if sys.platform != "linux":
         return 0
     return max(0, libc().syscall(CREATE_RULESET, 0, 0, ASK_VERSION))
 
 
 def fence(paths: Sequence[str]) -> None:
-    """Let this thread, and all that it starts, write to what is at or below `paths` only.
+    """Let this thread, and all that it starts, write only at or below `paths`.
 
-    They can signal only processes that are inside the fence.
-
-    Nothing happens where Landlock is missing. Raises OSError if the kernel refuses.
+    They can signal only processes that are inside the fence. Nothing happens where Landlock is
+    missing. Raises OSError if the kernel refuses.
     """
     abi = version()
     if not abi:
         return
-    rights = set(Right) - {Right.EXECUTE, Right.READ_FILE, Right.READ_DIR}  # These are free.
-    # An older kernel refuses a call with a right or a scope that it does not know, but for zeros.
+    # To execute and to read stays free.
+    rights = set(Right) - {Right.EXECUTE, Right.READ_FILE, Right.READ_DIR}
+    # An older kernel refuses a call with a right or a scope that it does not know.
     if abi < 2:
         rights.remove(Right.REFER)
     if abi < 3:

@@ -1,4 +1,4 @@
-"""Imports from where an older version of the course had a name.
+"""Leaves out imports from places where an older version of the course had a name.
 
 A submission may have been begun with that version. The grader runs the course's own imports first,
 so that the name is there already: the old import is left out, and what stands beside it still runs.
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class WithoutOldImports(ast.NodeTransformer):
-    """Leaves out of a learner's cell what is no longer where it was; `as` names it all the same."""
+    """Leaves imports of names that have moved out of a learner's cell; `as` still names them."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> list[ast.stmt]:
         """Return an import of the course's names without those that are elsewhere now."""

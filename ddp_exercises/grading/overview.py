@@ -1,4 +1,4 @@
-"""Where a learner is: points and the next task of each exercise, and guesses, from their copy."""
+"""Says where a learner is, from their copy: points, next tasks, guesses, and figures."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,10 @@ from ddp_exercises.tasks import find, known_wrong
 from .answers import Exercises
 from .results import Result, TaskResult
 
-OWN = "yours-in-the-comparison"  # In these cells a learner's own training is compared.
-FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cells that draw them}.
+# In these cells a learner's own training is compared.
+OWN = "yours-in-the-comparison"
+# These figures of one's own are worth keeping: each lesson has the cells that draw them.
+FIGURES = {
     "00_start_here": ["comparison-figure"],
     "03_parameter_server": [OWN],
     "04_ring_all_reduce": ["time-by-ranks", OWN],
@@ -25,7 +27,7 @@ FIGURES = {  # The figures of one's own that are worth keeping: {lesson: the cel
 
 
 def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
-    """A result of each exercise, by the last check of each task."""
+    """Return a result of each exercise, by the last check of each task."""
     solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
     results = []
     for number, pristine in exercises.items():
@@ -37,7 +39,7 @@ def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
 
 
 def sentence(copy: Path) -> str:
-    """How many guesses and questions were right, and when something was checked or guessed last."""
+    """Return how many guesses and questions were right, and when the learner was here last."""
     progress = progress_in(copy)
     if not progress:
         return "nothing was checked or guessed yet"
@@ -51,10 +53,10 @@ def sentence(copy: Path) -> str:
 
 
 def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
-    """A line for each known wrong answer that the learner gave once, and may give again.
+    """Return a line for each known wrong answer that the learner gave once, and may give again.
 
-    An open task of a later exercise knows it as well. Each question of an opening whose answer was
-    wrong has a line, too.
+    The learner may give it again if an open task of a later exercise knows it, too. Each opening
+    question that was answered wrong has a line as well.
     """
     known = questions.read_questions()
     lines = []
@@ -72,9 +74,10 @@ def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
 
 
 def figures(copy: Path) -> Iterator[tuple[str, str]]:
-    """(Lesson, PNG in base64) of each figure that the learner's own run has drawn."""
+    """Yield (lesson, PNG in base64) for each figure that the learner's own run has drawn."""
     for lesson, identifiers in FIGURES.items():
-        with suppress(OSError, ValueError, KeyError):  # Anything may have become of a copy.
+        # A learner may have changed or deleted anything in a copy.
+        with suppress(OSError, ValueError, KeyError):
             notebook = nbformat.read(copy / "notebooks" / f"{lesson}.ipynb", as_version=4)
             cells = {cell["id"]: cell for cell in notebook.cells}
             outputs = [each for name in identifiers for each in cells[name]["outputs"]]

@@ -1,7 +1,7 @@
-"""Who is who, before anything runs: whose notebook is it that lies in a folder, or in a zip?
+"""Finds out whose a notebook in a folder or in a zip is, before anything runs.
 
-The learner is the roster's entry whose name, id or mail is in the path. Without a roster it is what
-the names of Canvas', Moodle's and Gradescope's downloads say, or else the folder that holds the
+The learner is the roster's entry whose name, id or mail is in the path. Without a roster the names
+of Canvas', Moodle's and Gradescope's downloads say whose it is, or else the folder that holds the
 notebook.
 """
 
@@ -21,25 +21,26 @@ from .tables import read_table
 CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
 MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")  # A notebook's name may begin with its exercise.
-PLACES = re.compile(  # A folder that is called so is no person.
+# A folder with such a name is no person.
+PLACES = re.compile(
     r"(exercises|notebooks|solutions|work|submitted|src|ddp_course)"
     r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
     re.IGNORECASE,
 )
-# What a learner is known by; the first of these titles that a roster has is what they are called.
+# By these titles a roster knows a learner; the first one that it has is the learner's name.
 KNOWN_BY = (
     "learner", "Student", "Full name", "Name", "ID", "SIS User ID", "SIS Login ID", "Email address",
     "Email", "ID number", "Identifier", "SID", "identifier", "github_username",
 )  # fmt: skip
-Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
+Roster = dict[str, dict[str, str]]  # the cells of each learner's line, by their titles
 
 
 @dataclass
 class Owner:
     """Whose a notebook is.
 
-    In `about` is what a gradebook knows the learner by, {title: cell}, and `folder` is what is the
-    learner's alone. A `note` says what may surprise in that.
+    By `about`, {title: cell}, a gradebook knows the learner; `folder` is the part of the path that
+    is the learner's alone. A `note` says what may be surprising about that.
     """
 
     learner: str
@@ -77,9 +78,9 @@ def read_roster(path: str | Path) -> Roster:
 def owners_of(
     parts: Sequence[str], known_owners: Mapping[str, list[Owner]], sections: Set[str] = frozenset()
 ) -> list[Owner]:
-    """Whose the notebook is that lies at `parts`, a path that begins with the named folder.
+    """Return the owners of the notebook at `parts`, a path that begins with the named folder.
 
-    `known_owners` are {folder: its owners} where a file has said so; a notebook of a group has
+    `known_owners` has the owners of folders about which a file says so; a notebook of a group has
     several owners. Else a folder says it, which is none of `sections`.
     """
     for place, part in enumerate(parts[1:], 1):
@@ -97,7 +98,7 @@ def owners_of(
 
 
 def sections_in(paths: Iterable[Sequence[str]]) -> set[str]:
-    """The folders, archives among them, in which several learners have a folder each.
+    """Return the folders, archives among them, in which several learners have a folder each.
 
     `paths` are those of notebooks. Where most folders of one depth hold several folders with
     notebooks, all of that depth are sections; a learner may have made several, too.
@@ -115,10 +116,9 @@ def sections_in(paths: Iterable[Sequence[str]]) -> set[str]:
 
 
 def owner_by_folder(parts: Sequence[str], sections: Set[str] = frozenset()) -> Owner:
-    """The folder that the teacher has named: the first that is no section, whatever lies in it.
+    """Return the owner: the first folder that is no section says it, whatever lies in it.
 
-    A notebook that lies in the named folder itself has its learner's name, unless that is the
-    exercise's.
+    A notebook in the named folder itself has its learner's name, unless its name is the exercise's.
     """
     folders = without_places(parts)
     if not folders or (len(parts) == 2 and not NUMBERED.match(parts[-1])):
@@ -148,20 +148,22 @@ def is_place(folder: str) -> bool:
 
 
 def without_ending(name: str) -> str:
-    """The name of a folder, an archive or a notebook."""
+    """Return the name of a folder, an archive or a notebook without its ending."""
     return re.sub(r"\.(zip|ipynb)$", "", name, flags=re.IGNORECASE)
 
 
 def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
-    """The roster's learner of whom most is in the path: name, ids, mail.
+    """Return the roster's learner whose name, ids and mail are most in the path.
 
-    "" if nothing is of any, or equally much of several.
+    Return "" if no learner's are, or those of several learners equally often.
     """
     words = [owner.learner, *owner.about.values()]
-    if not owner.about:  # A service says which words of a path are the learner's; no folder does.
+    # A service says which words of a path are the learner's; a folder does not.
+    if not owner.about:
         for part in map(without_ending, parts):
             words += part.split("_")
-            while part:  # "ring-jane-doe" may be of "jane-doe", or of "doe".
+            # "ring-jane-doe" may be of "jane-doe", or of "doe".
+            while part:
                 words.append(part)
                 _, _, part = part.partition("-")
     plain_words = set(map(plainly, words))
@@ -174,7 +176,7 @@ def in_roster(owner: Owner, parts: Sequence[str], roster: Roster) -> str:
 
 
 def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
-    """What a learner is called in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
+    """Return a learner's names in a roster; "Doe, Jane" and "Jane Doe" count in both orders."""
     names = {learner} | {about[title] for title in KNOWN_BY if title in about}
     for name in list(names):
         last, comma, first = name.partition(",")
@@ -183,5 +185,5 @@ def names_of(learner: str, about: Mapping[str, str]) -> set[str]:
 
 
 def plainly(name: str) -> str:
-    """A name without case, spaces and punctuation, as services write it into names of files."""
+    """Return a name without case, spaces and punctuation, as services write it in file names."""
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name).casefold())

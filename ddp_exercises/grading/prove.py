@@ -1,8 +1,7 @@
-"""A question about a learner's own code, which only who understands it can answer.
+"""Asks a question about a learner's own code that only a person who understands it can answer.
 
-One line is changed; what will the check say?
-
-All that may be chosen from is what the check said of such changes when they ran.
+One line is changed; what will the check say? All choices are what the check really said of such
+changes when they ran.
 """
 
 import random
@@ -20,10 +19,11 @@ from .grader import Judge
 from .guard import enter
 from .results import Result, TaskResult, clean, first_line
 
-MOST = 6  # So many changes are tried.
+MOST = 6  # At most so many changes are tried.
 LETTERS = "abcd"
 RIGHT = "correct"
-# What an author should foresee: a neighbour on the other side, an off-by-one, a missing division.
+# An author should be able to foresee what these do: a neighbour on the other side, an off-by-one,
+# a missing division.
 CHANGES = {
     r" \+ ": " - ",
     r" - ": " + ",
@@ -47,10 +47,9 @@ class Question(NamedTuple):
 
 
 def question_about(result: Result, judge: Judge, seconds: float) -> Question | None:
-    """A question about one of the right answers of a submission.
+    """Return a question about one of a submission's right answers; None if nothing can be asked.
 
-    It is the same for the same learner, answers and seed. Return None if nothing can be asked about
-    any.
+    It is the same for the same learner, answers and seed.
     """
     right_tasks = [task for task in result.tasks if task.answer and not task.message]
     answers = [task.answer for task in right_tasks]
@@ -72,9 +71,9 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
 def what_is_said(
     result: TaskResult, judge: Judge, chance: random.Random, seconds: float
 ) -> dict[str, str]:
-    """{what the check says: the change of a right answer of which it says so}.
+    """Return what the check says of some changes of a right answer, each with its change.
 
-    Some changes are tried under a submission's limits; nothing is known of an answer that needs
+    The changes are tried under a submission's limits. Nothing is returned for an answer that needs
     other cells of the learner's.
     """
     changes = list(mutations(result.answer))
@@ -92,7 +91,7 @@ def what_is_said(
 
 
 def mutations(source: str) -> Iterator[tuple[str, str]]:
-    """(An answer with one line changed, what has become of that line) for each of CHANGES."""
+    """Yield an answer with one line changed, and what has become of the line, for all CHANGES."""
     lines = source.split("\n")
     for place, line in enumerate(lines):
         for old, new in CHANGES.items():

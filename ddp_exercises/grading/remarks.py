@@ -1,7 +1,4 @@
-"""Remarks for a person, at no cost in points.
-
-Answers that use what no answer needs, and answers that are alike.
-"""
+"""Makes remarks for a person, at no cost in points: odd words in answers, and answers alike."""
 
 import io
 import keyword
@@ -15,10 +12,10 @@ from ddp_exercises.tasks import solution
 
 from .results import Result
 
-LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
-ALIKE = 0.95  # Two shapes are alike from this ratio of SequenceMatcher on.
-MOST_REMARKS = 6
-# Words that lead out of an answer, and at last those that can fake equality.
+LEAST_TOKENS = 60  # Shorter answers are alike because there is only one way to write them.
+ALIKE = 0.95  # Two shapes count as alike from this ratio of SequenceMatcher on.
+MOST_REMARKS = 6  # An answer gets at most so many remarks.
+# These words lead out of an answer; the last ones can fake equality.
 ODD_WORDS = (
     "__builtins__ __closure__ __code__ __defaults__ __dict__ __globals__ __import__ __subclasses__"
     " _getframe builtins ctypes eval exec f_back get_objects importlib inspect linecache os"
@@ -28,10 +25,10 @@ ODD_WORDS = (
 
 
 def remarks(source: str, given: str = "") -> list[str]:
-    """The lines of an answer that have an odd word, and the word.
+    """Return the lines of an answer that have an odd word, each with the word.
 
-    `given` is the exercise's own cell of imports: none of its words is odd, and nobody needs more
-    of the course than its lines.
+    `given` is the exercise's own cell of imports. None of its words is odd, and nobody needs more
+    of the course than its lines import.
     """
     odd_words = set(ODD_WORDS.split()) - {token.string for token in tokens(given)}
     lines = []
@@ -40,18 +37,19 @@ def remarks(source: str, given: str = "") -> list[str]:
         line = token.line.strip()
         if word in odd_words or (word == "ddp_course" and line not in given):
             lines.append(f"line {token.start[0]} has {word}: {line[:80]}")
-    return list(dict.fromkeys(lines))[:MOST_REMARKS]  # A word may be twice in a line.
+    # A word may be twice in a line, which is then named once.
+    return list(dict.fromkeys(lines))[:MOST_REMARKS]
 
 
 def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
-    """The tokens of a piece of Python, up to a syntax error, which the kernel reports."""
+    """Yield the tokens of a piece of Python, up to a syntax error, which the kernel reports."""
     with suppress(tokenize.TokenError, SyntaxError):
         yield from tokenize.generate_tokens(io.StringIO(source).readline)
 
 
 @cache
 def shape(source: str, renaming: bool = True) -> tuple[str, ...]:
-    """An answer's words without comments and without texts between three double quotes.
+    """Return an answer's words without comments and without texts between three double quotes.
 
     With `renaming` a name is the number of its first use, unless it stands after a point.
     """
@@ -70,7 +68,7 @@ def shape(source: str, renaming: bool = True) -> tuple[str, ...]:
 
 
 def published(task: str, source: str) -> str:
-    """Whether an answer is the published solution: "verbatim", "renamed", or "" if neither."""
+    """Return whether an answer is the published solution: "verbatim", "renamed", or "" if not."""
     for name, renaming in {"verbatim": False, "renamed": True}.items():
         if shape(source, renaming) == shape(solution(task), renaming):
             return name
@@ -78,18 +76,18 @@ def published(task: str, source: str) -> str:
 
 
 def alike(words: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two shapes are nearly the same."""
+    """Return whether two shapes are nearly the same."""
     matcher = SequenceMatcher(None, words, other, autojunk=False)
     # The quick ratio is never less than the true one, which takes long.
     return matcher.quick_ratio() >= ALIKE and matcher.ratio() >= ALIKE
 
 
 def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """(Task, learners whose answers are alike) of each group.
+    """Return each group of learners whose answers to a task are alike, with the task.
 
     Answers that earned nothing, short ones, and those like the lesson's are not compared.
     """
-    # {(task, shape of the group's first answer): learners}
+    # A group's key is its task, with the shape of its first answer.
     groups: dict[tuple, list[str]] = {}
     for result in results:
         for task in result.tasks:
@@ -102,7 +100,7 @@ def likeness(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 
 def group_of(task: str, words: Sequence[str], groups: Iterable[tuple]) -> tuple:
-    """(task, shape): the one of `groups` that an answer belongs to, or else its own."""
+    """Return the key of the group to which an answer belongs, or else a new one."""
     for other_task, other_words in groups:
         if other_task == task and alike(words, other_words):
             return task, other_words

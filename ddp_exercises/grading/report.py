@@ -1,7 +1,4 @@
-"""What was graded, for people and for programs.
-
-It is a table (`report.txt`), CSV, JSON, and pages (`report.html`).
-"""
+"""Writes what was graded: a table (`report.txt`), CSV, JSON, and pages (`report.html`)."""
 
 import json
 import re
@@ -32,10 +29,7 @@ def write_files(
     missing: Sequence[str] = (),
     grades: Mapping[str, str] = {},
 ) -> None:
-    """Write the reports that were asked for, and `grades`, {path: content}.
-
-    Each is replaced as a whole.
-    """
+    """Write the reports that were asked for, and `grades`, {path: content}, each as a whole."""
     records = [result.as_dict() for result in results]
     files = dict(grades)
     if args.csv:
@@ -50,16 +44,16 @@ def write_files(
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
-    """One line per submission, and one per task where there is something to say.
+    """Return a table with a line per submission, and one per task with something to say.
 
-    Points are missing there, or a teacher has commented, unless all tasks have the same message.
-    Who is alike, and who is missing, comes last.
+    That is a task where points are missing, or which a teacher has commented, unless all tasks have
+    the same message. Learners with answers alike, and those who are missing, come last.
     """
     return rendered("report.txt", results=results, alike=likeness(results), missing=missing)
 
 
 def rendered(template: str, **names: Any) -> str:
-    """The text of a template beside this module; in HTML all that comes from others is escaped."""
+    """Return the text of a template beside this module; HTML escapes what comes from others."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=template.endswith(".html"),
@@ -71,7 +65,7 @@ def rendered(template: str, **names: Any) -> str:
 
 
 def feedback(result: Result) -> str:
-    """What a learner is told of an exercise, a line a task."""
+    """Return what a learner is told of an exercise, with a line for each task."""
     lines = [result.comment] if result.comment else []
     for task in result.tasks:
         words = "; ".join(filter(None, [task.comment, first_line(task.message)]))
@@ -81,7 +75,7 @@ def feedback(result: Result) -> str:
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """CSV with a line per task, and one for what is said of a whole exercise.
+    """Return CSV with a line per task, and one for a comment on a whole exercise.
 
     Points are empty if a task could not be graded. A notebook of no exercise has a line, too.
     """
@@ -106,16 +100,17 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, str]:
-    """{file name: page} of all pages.
+    """Return all pages, {file name: page}.
 
-    These are index.html for the teacher, and in hand_back/ one self-contained page per learner;
-    text from submissions is escaped.
+    These are index.html for the teacher, and in hand_back/ one self-contained page per learner.
+    Text from submissions is escaped.
     """
     texts = {}
     files = {}
     for learner, own in grouped(results, lambda result: result.learner).items():
         file = f"hand_back/{file_name(learner)}.html"
-        while file in texts:  # Names may differ in nothing that a file's name shows.
+        # Two learners' names may differ in nothing that a file's name shows.
+        while file in texts:
             file = file.replace(".html", "_.html")
         files[learner] = file
         texts[file] = rendered("report.html", title=learner, records=own)
@@ -134,13 +129,13 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
 
 
 def rubrics() -> dict[str, str]:
-    """{task: what a person should look for in a text that a learner has written}."""
+    """Return for each task what a person should look for in a text that a learner has written."""
     text = Path(__file__).with_name("rubrics.md").read_text(encoding="utf-8")
     return dict(re.findall(r"^## (\d+\.\d+)\n([^#]+)", text, re.MULTILINE))
 
 
 def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]:
-    """{(task, known wrong answer): learners who gave it}, in the order of tasks."""
+    """Return the learners who gave each known wrong answer, in the order of tasks."""
     given = defaultdict(set)
     for result in sorted(results, key=lambda result: result.exercise or 0):
         for task in result.tasks:
@@ -150,9 +145,9 @@ def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]
 
 
 def file_name(learner: str) -> str:
-    """A learner's name as a file may be called, also where A is a.
+    """Return a learner's name as a file's name, in small letters, digits, "_" and "-".
 
-    It has small letters, digits, "_" and "-".
+    So it is safe on systems for which A and a are the same.
     """
     name = unicodedata.normalize("NFC", learner).lower()
     return re.sub(r"[^\w-]+", "_", name)[:80] or "learner"

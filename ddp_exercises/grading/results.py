@@ -1,4 +1,4 @@
-"""What a submission earned: by task, by exercise, and of several to one exercise the best."""
+"""The results of submissions: by task, by exercise, and the best of several to one exercise."""
 
 import json
 import re
@@ -24,8 +24,8 @@ CONTROL = re.compile(
 class ByHand:
     """What a teacher adds to a task or an exercise.
 
-    It is a comment and `extra` points, perhaps less than 0; and for an exercise an excuse, which is
-    no grade, and no zero either.
+    That is a comment and `extra` points, which may be less than 0. An exercise may be `excused`,
+    which is no grade, and no zero either.
     """
 
     comment: str = ""
@@ -35,9 +35,9 @@ class ByHand:
 
 @dataclass
 class TaskResult(ByHand):
-    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
+    """The points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
-    `parts` are the properties that its points are for: dicts of name, points, possible and message.
+    `parts` are the properties that earn its points: dicts of name, points, possible and message.
     `suspicious` are remarks for a person to judge by, and `notes` say how the answer was found.
     `answer` is the learner's source, `published` how it equals the course's own ("verbatim",
     "renamed", or not), and `misconception` the name of the known wrong answer that it has given.
@@ -57,18 +57,17 @@ class TaskResult(ByHand):
 
     @property
     def earned(self) -> float:
-        """The points that count."""
+        """The points that count, with those that a teacher gave or took."""
         return round(self.points + self.extra, 9)
 
 
 @dataclass
 class Result(ByHand):
-    """One submission, graded. `exercise` is None if it is unknown; a `note` costs no points.
+    """One submission, graded; `exercise` is None if it is unknown, and a `note` costs no points.
 
-    `files` are {name: hash} of the notebooks that were handed in for it; `about` is what a
-    gradebook knows the learner by. It counts as `graded` unless the grader could not do its work.
-    The `question` about the learner's own code, if one was asked for, has its text and what is
-    right.
+    `files` are {name: hash} of the notebooks that were handed in for it; by `about` a gradebook
+    knows the learner. It counts as `graded` unless the grader could not do its work. The `question`
+    about the learner's own code, if one was asked for, has its text and the right answer.
     """
 
     learner: str
@@ -84,12 +83,12 @@ class Result(ByHand):
 
     @property
     def points(self) -> float:
-        """Points earned in all, with those that a teacher gave or took; never less than 0."""
+        """The points earned in all, with those that a teacher gave or took; never less than 0."""
         return max(0.0, round(sum(task.earned for task in self.tasks) + self.extra, 9))
 
     @property
     def possible(self) -> float:
-        """Points there are."""
+        """The points that can be earned."""
         return sum(task.possible for task in self.tasks)
 
     @property
@@ -112,7 +111,7 @@ class Result(ByHand):
 
     @property
     def mark(self) -> str:
-        """The points as a gradebook has them: an empty cell if there is no grade."""
+        """The points as a gradebook has them: an empty cell stands for no grade."""
         return f"{self.points:g}" if self.has_grade else ""
 
     @property
@@ -123,13 +122,13 @@ class Result(ByHand):
         return "excused" if self.excused else "not graded"
 
     def as_dict(self) -> dict[str, Any]:
-        """The form of the JSON report."""
+        """Return the result in the form of the JSON report."""
         points = self.points if self.has_grade else None
         return asdict(self) | {"points": points, "possible": self.possible}
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """The results in a JSON report, without a teacher's comments; none if it is not there yet.
+    """Return the results in a JSON report, without a teacher's comments; none if there is no file.
 
     Raises GradingError for a file that is no report.
     """
@@ -150,7 +149,7 @@ def read_results(path: str | Path) -> list[Result]:
 
 
 def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
-    """{key: the results that have it}."""
+    """Return the results in groups, by their keys."""
     groups = defaultdict(list)
     for result in results:
         groups[key(result)].append(result)
@@ -158,15 +157,13 @@ def grouped(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
-    """The results, with only the best of each learner's submissions to an exercise.
-
-    A note has their number.
-    """
-    # What answers no exercise is compared with nothing.
+    """Return the best of each learner's submissions to an exercise, with a note of their number."""
+    # A submission that answers no exercise is compared with no other.
     groups = grouped(results, lambda each: (each.learner, each.exercise or tuple(each.files)))
     best_results = []
     for group in groups.values():
-        best = max(group, key=lambda result: result.points)  # Of equal ones `max` takes the first.
+        # Of equal results `max` takes the first.
+        best = max(group, key=lambda result: result.points)
         files = {name: digest for result in group for name, digest in result.files.items()}
         if len(files) > 1:
             late = "; handed in late" if "late" in best.note else ""
@@ -177,11 +174,12 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    """Earlier results and the new ones, in the order of learners.
+    """Return earlier results and new ones, in the order of learners.
 
-    Those of a learner's exercise or file of which there is a `new` one are left out.
+    An earlier result is left out if there is a new one of the same learner's exercise or file.
     """
-    graded_anew = {(result.learner, None) for result in new}  # They had handed in nothing.
+    # These learners may have handed in nothing before.
+    graded_anew = {(result.learner, None) for result in new}
     graded_anew.update(*map(subjects, new))
     results = [result for result in earlier if not subjects(result) & graded_anew]
     results += new
@@ -189,17 +187,16 @@ def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:
 
 
 def subjects(result: Result) -> set[tuple]:
-    """What a result is about.
+    """Return what a result is about: (learner, exercise), and (learner, file) for each file.
 
-    That is (learner, exercise) and (learner, file) of each file, as far as there are any; (learner,
-    None) if there are none.
+    Without an exercise and files it is (learner, None).
     """
     pairs = {(result.learner, each) for each in (result.exercise, *result.files) if each}
     return pairs or {(result.learner, None)}
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
-    """The `TaskResult` of a task, by its verdict."""
+    """Return the `TaskResult` of a task, by its verdict."""
     weights = find(task).parts
     parts: list[dict[str, Any]] = []
     for name, message in verdict.parts.items():
@@ -214,11 +211,11 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
 
 
 def first_line(message: str) -> str:
-    """The first line of a message, at most 200 characters of it."""
+    """Return the first line of a message, at most 200 characters of it."""
     return message.strip().split("\n")[0][:200]
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:
-    """Text of at most `most` characters, without those of CONTROL, and without colours."""
+    """Return text of at most `most` characters, without colours and control characters."""
     plain = CONTROL.sub("?", COLOUR.sub("", str(text)))
     return plain if len(plain) <= most else f"{plain[: most - 2]} …"

@@ -1,7 +1,7 @@
-"""Run a submission's cells in a kernel of its own, below a rank that watches it.
+"""Runs a submission's cells in a kernel of its own, below a rank that watches the kernel.
 
-The kernel is ipykernel's in-process kernel in a fork of the rank, which has loaded torch: loading
-torch anew would take longer than all else.
+The kernel is ipykernel's in-process kernel in a fork of the rank, which has loaded torch: to load
+torch again would take longer than all else.
 """
 
 import multiprocessing
@@ -27,15 +27,15 @@ from .guard import enter, silence
 from .old_imports import WithoutOldImports
 
 FORK: Any = multiprocessing.get_context("fork")
-CELL_SECONDS = 20.0  # A learner's cell is interrupted after this time.
+CELL_SECONDS = 20.0  # A learner's cell is interrupted after so many seconds.
 INTERRUPT_SECONDS = 3.0  # A cell that was interrupted may take so long to end.
-LOOK_SECONDS = 0.5  # The kernel's use of time is looked up so often.
+LOOK_SECONDS = 0.5  # The kernel's use of time is looked up this often.
 RESERVE = 0.25  # This part of a submission's time is for the course's own cells.
 MOST_LETTERS = 2000  # An error may have so many letters.
 MOST_BYTES = 1 << 16  # The kernel's answer may have so many bytes.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 NEVER_RUN = "the submission's time was over before this cell could run"
-LEARNERS = "own-"  # The ids of a learner's cells begin so, and no others do.
+LEARNERS = "own-"  # The ids of a learner's cells begin with this, and no others do.
 
 
 def run_cells(
@@ -43,17 +43,17 @@ def run_cells(
 ) -> tuple[dict[str, str], float]:
     """Run cells, {id: source}, on the only rank of a launch, for at most `seconds` in all.
 
-    Return {id: its error, or ""}, and the seconds that are left.
-
-    A learner's cell may take CELL_SECONDS, and never more than half of what is left. If one ends
-    the kernel, the rest runs again without it. Checks write answers to `folder`/answers; cells work
-    in `folder`/work.
+    Return their errors, {id: the error, or ""}, and the seconds that are left. A learner's cell may
+    take CELL_SECONDS, and never more than half of the time that is left. If a cell ends the kernel,
+    the others run again without it. Checks write answers to `folder`/answers; cells work in
+    `folder`/work.
     """
     # In a learner's own kernel cells find neither a process group nor a rank's variables.
     dist.destroy_process_group()
     for variable in ALONE:
         os.environ.pop(variable, None)
-    linux.adopt_orphans()  # Processes that a submission starts stay below this one.
+    # Processes that a submission starts stay below this one.
+    linux.adopt_orphans()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ[HAND_OVER] = f"{folder}/answers"
     # Libraries write into their users' homes.
@@ -76,10 +76,9 @@ def run_cells(
 def run_in(
     kernel: "Kernel", cells: Mapping[str, str], seconds: float, errors: dict[str, str]
 ) -> str | None:
-    """Run cells in a kernel until `seconds` are used, and write their errors down.
+    """Run cells in a kernel until `seconds` are used, and note their errors in `errors`.
 
-    A part of the seconds are the learner's. Return the id of the cell that ended it, None if none
-    has.
+    Return the id of the cell that ended the kernel; None if none has.
     """
     for name, source in cells.items():
         left = seconds - kernel.used
@@ -98,8 +97,8 @@ def run_in(
 class Kernel:
     """A process in which cells run, one after the other.
 
-    A submission has `used` so many seconds so far: of processor time, and of the clock while it
-    waits for something. So a busy machine takes nothing from it.
+    `used` are the seconds that the submission has used so far: of processor time, and of the clock
+    while it waits for something. So a busy machine takes nothing from it.
     """
 
     def __init__(self, folder: str, used: float = 0.0) -> None:
@@ -111,7 +110,7 @@ class Kernel:
         self.computed = 0.0
 
     def run(self, source: str, seconds: float) -> str | None:
-        """Run a cell; return its error, "" if there is none, or None if the kernel has ended."""
+        """Run a cell; return its error, or "" without one, or None if the kernel has ended."""
         end = self.used + seconds
         try:
             self.connection.send_bytes(source.encode())
@@ -124,7 +123,7 @@ class Kernel:
             return None
 
     def answers_before(self, end: float) -> bool:
-        """Whether there is an answer, or the kernel has ended, before it has used `end` seconds."""
+        """Return whether the kernel answers, or ends, before it has used `end` seconds."""
         while self.used < end:
             if self.connection.poll(LOOK_SECONDS):
                 return True
@@ -132,9 +131,9 @@ class Kernel:
         return False
 
     def add_what_was_used(self) -> None:
-        """Add what was used in LOOK_SECONDS by the kernel and what it has started.
+        """Add what the kernel and its descendants have used in LOOK_SECONDS.
 
-        That is what they have computed, or the clock's time if none of them computes.
+        That is the time that they have computed, or the clock's time if none of them computes.
         """
         computed = 0.0
         computes = False
@@ -151,7 +150,7 @@ class Kernel:
 def be_kernel(folder: str, connection: Connection) -> None:
     """Be the kernel, under a submission's limits before anything of the learner's runs.
 
-    It is without the grader's open files: a cell may write to each and close it.
+    The grader's open files are closed, as a cell could write to each.
     """
     # Progress bars would take a process that has loaded this for a notebook.
     from ipykernel.inprocess.ipkernel import InProcessKernel
@@ -160,17 +159,20 @@ def be_kernel(folder: str, connection: Connection) -> None:
     os.closerange(3, own_end)
     os.closerange(own_end + 1, os.sysconf("SC_OPEN_MAX"))
     os.setpgid(0, 0)
-    with suppress(OSError):  # While there is one thread only; `enter` mounts something in it.
+    # This must come while there is only one thread; `enter` mounts folders in the namespace.
+    with suppress(OSError):
         linux.unshare_as_anyone(linux.CLONE_NEWNS)
     linux.die_with_parent()
     signal.signal(signal.SIGALRM, too_slow)
     torch.set_num_threads(1)
-    silence()  # The kernel has warnings of its own.
+    # The kernel would print warnings of its own.
+    silence()
     shell = InProcessKernel().shell
     shell.ast_transformers.append(WithoutOldImports())
-    left_out: list[str] = []  # the shell commands of a cell, as in "!pip install"
+    left_out: list[str] = []  # a cell's shell commands, such as "!pip install", which do not run
     shell.system = shell.getoutput = left_out.append
-    shell._showtraceback = lambda *_: None  # It fails where an error has half an emoji.
+    # IPython's own function fails for an error that has half an emoji.
+    shell._showtraceback = lambda *_: None
     enter(f"{folder}/work", f"{folder}/answers", f"{folder}/ipython")
     kernel = os.getpid()
     while True:
@@ -179,13 +181,14 @@ def be_kernel(folder: str, connection: Connection) -> None:
         error = error_of(shell.run_cell(source, store_history=True), source)
         if error and left_out:
             error += f" (the grader runs no other programs: !{left_out[0]} did nothing)"
+        # This may be a process that the cell has forked.
         if os.getpid() != kernel:
-            os._exit(0)  # This is a process that the cell has forked.
+            os._exit(0)
         connection.send_bytes(error.encode(errors="replace"))
 
 
 def error_of(result: Any, source: str) -> str:
-    """The error that a cell has raised, in words; "" if there is none."""
+    """Return the error that a cell has raised, in words; "" if there is none."""
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return ""
@@ -198,17 +201,18 @@ def error_of(result: Any, source: str) -> str:
 
 
 def running_line(error: BaseException, source: str) -> str:
-    """The line of a cell that was running when it was stopped."""
+    """Return the line of a cell that was running when the cell was stopped."""
     lines = source.splitlines()
     place = "it"
-    for frame, number in traceback.walk_tb(error.__traceback__):  # The innermost line comes last.
+    # The innermost line comes last.
+    for frame, number in traceback.walk_tb(error.__traceback__):
         if "ipykernel_" in frame.f_code.co_filename and number <= len(lines):
             place = f"line {number} ({lines[number - 1].strip()})"
     return place
 
 
 def end_children() -> None:
-    """Kill all that this process has started, whatever group or session it is in."""
+    """Kill all descendants of this process, whatever group or session they are in."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.Error):

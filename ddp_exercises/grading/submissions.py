@@ -1,7 +1,4 @@
-"""What learners handed in.
-
-Notebooks are found in folders and archives, and all of them are read before the first one runs.
-"""
+"""Finds what learners handed in, and reads all of it before the first notebook runs."""
 
 import hashlib
 import json
@@ -32,15 +29,15 @@ NO_ANSWERS = "holds no answer: no cell has the id or tag of one, or defines what
 METADATA = "submission_metadata.yml"  # This file of Gradescope's export has the learners' names.
 
 
-Place = Path | zipfile.Path  # Where a file is: on the disk, or in an archive.
+Place = Path | zipfile.Path  # where a file is: on the disk, or in an archive
 
 
 @dataclass
 class Submission(Owner):
-    """One notebook of one learner, read: its `cells`, or the `fault` for which there are none.
+    """A notebook of a learner that was read: its `cells`, or the `fault` why there are none.
 
-    `parts` are its path, from the named folder on, whose last is "" for a learner's folder without
-    a notebook. `digest` is a hash of its content, and `place` where it is.
+    `parts` are its path, from the named folder on; the last is "" for a learner's folder without a
+    notebook. `digest` is a hash of its content, and `place` says where it is.
     """
 
     parts: tuple[str, ...] = ()
@@ -62,7 +59,7 @@ class Submission(Owner):
 
     @property
     def is_script(self) -> bool:
-        """Whether it is a script that was a notebook."""
+        """Whether it is a script to which a notebook was exported."""
         return self.name.endswith(".py")
 
     @property
@@ -72,10 +69,10 @@ class Submission(Owner):
 
 
 class Item(NamedTuple):
-    """A file that was found, or (without a name) a folder that has no notebook.
+    """A file that was found, or, with the name "", a folder that has no notebook.
 
-    It has its path from the named folder on, and where it is. In such a folder a notebook's
-    `script` may count.
+    `parts` are its path from the named folder on, and `place` says where it is. In a folder without
+    a notebook, a `script` to which one was exported may count.
     """
 
     parts: tuple[str, ...]
@@ -84,7 +81,7 @@ class Item(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it stands for a submission: a notebook, or what should be or hold one."""
+        """Whether it stands for a submission: it is a notebook, or should be or hold one."""
         name = self.parts[-1].lower()
         return name.endswith((".ipynb", ".zip")) or not name or self.script
 
@@ -92,18 +89,18 @@ class Item(NamedTuple):
 def find_submissions(
     paths: Sequence[str | Path], roster: Roster | None = None
 ) -> tuple[list[Submission], list[str]]:
-    """All submissions in `paths`, read, and the names of other files.
+    """Return all submissions in `paths`, read, and the names of other files.
 
-    The paths are notebooks, archives, and folders of either.
-
-    GradingError if two folders claim to be one learner's, or a learner is not in the roster.
+    The paths are notebooks, archives, and folders of either. Raises GradingError if two folders
+    claim to be one learner's, or if a learner is not in the roster.
     """
     items: list[Item] = []
     for path in map(Path, paths):
         if not os.path.lexists(path):
             raise GradingError(f'"{path}" does not exist')
         real = path.resolve() if path.is_dir() else path.absolute()
-        # One of several paths, or a notebook, is a learner's; so the folder that holds it is named.
+        # One of several paths, or a notebook, is a learner's, so the folder that holds it is named,
+        # too.
         is_class = len(paths) == 1 and real.suffix.lower() != ".ipynb"
         items += walk(real, real.parts[-1:] if is_class else real.parts[-2:])
     items.sort(key=attrgetter("parts"))
@@ -122,8 +119,8 @@ def find_submissions(
             work.learner = in_roster(work, work.parts, roster)
             work.note = ""
     check_owners(handed_in)
-    # A learner's folder without a notebook, or with a script, counts if it lies beside folders with
-    # one: a copy of the course has more of both.
+    # A learner's folder without a notebook, or with a script, counts only if it lies beside folders
+    # with a notebook, as a copy of the course has more such folders.
     learners = {work.learner for work in handed_in}
     holders = {work.holder for work in handed_in}
     for work in works:
@@ -132,15 +129,15 @@ def find_submissions(
             handed_in.append(work)
     if not handed_in:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    # Names of files are told if they lie in the named folder itself.
+    # Only other files in the named folder itself are named.
     others = {item.parts[-1] for item in items if not item.counts and len(item.parts) == 2}
     return handed_in, sorted(others - {".git", METADATA})
 
 
 def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
-    """The files in a folder or archive, and in those in it.
+    """Return the files in a folder or archive, and in those inside it; a file is its only item.
 
-    An item whose name is "" stands for a folder without notebooks. A file is its own only item.
+    An item whose name is "" stands for a folder without notebooks.
     """
     folder = as_folder(path)
     if folder is None:
@@ -157,23 +154,24 @@ def walk(path: Place, parts: tuple[str, ...]) -> list[Item]:
 
 
 def is_script(path: Place) -> bool:
-    """Whether a file is a notebook that was exported as a script."""
+    """Return whether a file is a notebook that was exported as a script."""
     with suppress(GradingError, OSError, UnicodeDecodeError):
         return path.name.endswith(".py") and bool(read_script(read_file(path)))
     return False
 
 
 def as_folder(path: Place) -> Place | None:
-    """A folder, or an archive as one, of which nothing is written to the disk.
+    """Return a folder, or an archive as one, without writing anything to the disk.
 
-    None for files, archives that cannot be read, links to folders, and what git keeps.
+    Return None for files, archives that cannot be read, links to folders, and git's own folder.
     """
     if path.is_dir() and not is_link(path) and path.name != ".git":
         return path
     if path.name.lower().endswith(".zip"):
         with suppress(GradingError, zipfile.BadZipFile, RuntimeError):
             archive = zipfile.ZipFile(BytesIO(read_file(path)))
-            for entry in archive.filelist:  # Windows writes "homework\\02.ipynb".
+            # Windows writes "homework\\02.ipynb".
+            for entry in archive.filelist:
                 entry.filename = entry.filename.replace("\\", "/")
                 archive.NameToInfo[entry.filename] = entry
             return zipfile.Path(archive)
@@ -181,7 +179,7 @@ def as_folder(path: Place) -> Place | None:
 
 
 def owners_told(items: Sequence[Item]) -> dict[str, list[Owner]]:
-    """{folder: its owners} where that is told: by a repository's `.git`, by Gradescope's export."""
+    """Return the owners of folders that are named by a `.git`, or by Gradescope's export."""
     owners = {}
     for item in items:
         *folders, name = item.parts
@@ -199,13 +197,14 @@ def owners_told(items: Sequence[Item]) -> dict[str, list[Owner]]:
 
 
 def is_link(path: Place) -> bool:
-    """Whether a path is a link, which may lead anywhere."""
+    """Return whether a path is a link, which may lead anywhere."""
     return isinstance(path, Path) and path.is_symlink()
 
 
 def read_file(path: Place) -> bytes:
-    """What is in a file, if it is one and not too large. Raises GradingError otherwise."""
-    if not path.is_file():  # A fifo would never come to its end.
+    """Return what is in a file; raises GradingError if it is no file, or too large."""
+    # A fifo would never come to its end.
+    if not path.is_file():
         raise GradingError("is not a file, or a link to nothing")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -217,7 +216,7 @@ def read_file(path: Place) -> bytes:
 def copy_neighbours(place: Any, folder: Path) -> None:
     """Copy the files that lie beside a notebook into a folder.
 
-    They may be data and modules of the learner's. A link could lead anywhere, and is left out.
+    They may be the learner's data and modules. A link could lead anywhere, and is left out.
     """
     for file in place.parent.iterdir():
         if not is_link(file) and not file.name.endswith((".ipynb", ".zip")):
@@ -226,7 +225,7 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
-    """Read a notebook; what is wrong with it becomes the submission's fault. Raises nothing."""
+    """Return a notebook as a submission, whose `fault` says what is wrong with it, if anything."""
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:
         if not work.name:
@@ -243,16 +242,17 @@ def read_submission(item: Item, owner: Owner) -> Submission:
         work.fault = str(error)
     except json.JSONDecodeError:
         work.fault = "is not valid JSON"
-    except Exception as error:  # It is encrypted, no UTF-8, or odd in a way of its own.
+    except Exception as error:
+        # It may be encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"
     return work
 
 
 def is_given_out(work: Submission, answered: Set[str]) -> bool:
-    """Whether a notebook is the course's own.
+    """Return whether a notebook is the course's own.
 
-    That is a solution in a copy of the course, or a lesson, which calls no check, in a folder that
-    has answers as well; `answered` are the folders that have some.
+    It may be a solution in a copy of the course, or a lesson, which calls no check, in a folder
+    with answers as well; `answered` are the folders with answers.
     """
     if work.answers or work.fault:
         return "solutions" in work.parts[:-1] and all(map(is_solution, work.answers))
@@ -260,18 +260,18 @@ def is_given_out(work: Submission, answered: Set[str]) -> bool:
 
 
 def is_solution(cell: Cell) -> bool:
-    """Whether an answer is the course's own solution of its task."""
+    """Return whether an answer is the course's own solution of its task."""
     with suppress(ValueError, KeyError):
         return solution(cell.task) == cell.source
     return False
 
 
 def check_owners(works: Sequence[Submission]) -> None:
-    """GradingError where it is not clear whose a notebook is, or which of two is meant."""
+    """Raise GradingError if it is not clear whose a notebook is, or which of two is meant."""
     unknown = ["/".join(work.parts) for work in works if not work.learner]
     if unknown:
         raise GradingError(f"not in the roster: {', '.join(unknown)}; nothing was graded")
-    # {what is wrong if two claim it: who does}
+    # Each key is what is wrong if two notebooks claim it, and the value is the first that does.
     claimed: dict[str, str] = {}
     for work in works:
         claims = {f"two folders claim to be {work.learner}'s": work.folder}
@@ -290,14 +290,15 @@ def check_owners(works: Sequence[Submission]) -> None:
 def without_exercises_not_begun(
     works: Sequence[Submission], exercises: Exercises
 ) -> list[Submission]:
-    """Leave out untouched notebooks of exercises that nobody in the class has begun.
+    """Return the submissions without untouched notebooks of exercises that nobody has begun.
 
-    It is done if there are others: a copy of the course has all exercises.
+    If nobody has begun any exercise, all stay. A copy of the course has all exercises.
     """
-    numbers: dict[int, int] = {}  # {place among the works: the exercise}
+    numbers: dict[int, int] = {}  # the exercise of each work, by its place among the works
     begun = set()
     for place, work in enumerate(works):
-        with suppress(Exception):  # Whatever it is, its own grading says so.
+        # If this fails, the grading of the work itself says why.
+        with suppress(Exception):
             number = numbers[place] = exercise_of(work, exercises)
             if find_answers(exercises[number], work.cells):
                 begun.add(number)
@@ -311,10 +312,10 @@ def without_exercises_not_begun(
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
-    """Which exercise a notebook answers.
+    """Return which exercise a notebook answers.
 
-    Most of its answer cells say so, or else its name, or else its content. Raises GradingError if
-    none says one of this course.
+    Most of its answer cells say that, or else its name, or else its content. Raises GradingError if
+    none of these names an exercise of this course.
     """
     numbered = NUMBERED.match(work.name)
     number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)

@@ -1,4 +1,4 @@
-"""Tables as CSV: what a teacher hands in, and what spreadsheets and gradebooks read."""
+"""Reads a teacher's tables, and writes those for spreadsheets and gradebooks, as CSV."""
 
 import csv
 import io
@@ -10,10 +10,10 @@ from ddp_exercises.errors import GradingError
 
 
 def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a teacher's file, {title: cell}.
+    """Return the rows of a teacher's file, each {title: cell}.
 
     If its first line has none of the `titles`, it is a list: the first cell of each line stands
-    under the first title. GradingError for a file that cannot be read.
+    under the first title. Raises GradingError for a file that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -27,7 +27,7 @@ def read_table(path: str | Path, titles: Sequence[str]) -> list[dict[str, str]]:
 
 
 def as_csv(titles: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
-    """CSV text with these columns."""
+    """Return CSV text with these columns."""
     file = io.StringIO()
     writer = csv.DictWriter(file, titles, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -37,7 +37,7 @@ def as_csv(titles: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
 
 
 def as_text(value: object) -> str:
-    """A number, a text or nothing, as a cell of a table.
+    """Return a number, a text or nothing as a cell of a table.
 
     A text that a spreadsheet would take for a formula begins with an apostrophe.
     """

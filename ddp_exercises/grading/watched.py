@@ -1,6 +1,6 @@
-"""What a rank does in a launch that decides for every order of its messages.
+"""Makes attempts on a rank in a launch that decides for every order of its messages.
 
-It is light, since each rank imports it.
+This module is light, since each rank imports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from manyranks.orders.in_flight import Watch, watching
 
 
 def make_watched(attempts: Sequence[Attempt], folder: str, enter: Callable) -> None:
-    """On each rank: make attempts in a run that decides for every order of their messages.
+    """Make attempts on this rank in a run that decides for every order of their messages.
 
     An attempt that is at fault writes no evidence.
     """

@@ -1,4 +1,4 @@
-"""The command `ddp-course predict`: for a run, for a table, and the scoreboard."""
+"""`ddp-course predict` predicts a run, or each line of a table, or shows the scoreboard."""
 
 import argparse
 import csv
@@ -16,7 +16,8 @@ from manyranks import presets
 from ..answers import Answer, answer_of
 from ..runs import UnknownAccelerator, read_run
 
-TEXTS = {  # The options that are fields of a run, with their help.
+# These options are fields of a run.
+TEXTS = {
     "model": "a name such as llama-3.1-8b, gpt2-xl, mpt-7b",
     "gpu": "such as H100-80GB, A100-40GB, RTX 4090",
     "gpus": "how many",
@@ -32,10 +33,11 @@ TEXTS = {  # The options that are fields of a run, with their help.
     "inside": 'link between GPUs of a host, such as "PCIe 4"',
     "precision": '"bf16 mixed" or "bf16 pure"',
 }
-NOT_FORETOLD = "not foretold"  # the column that says why
+NOT_FORETOLD = "not foretold"  # The column with this title says why.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.add_argument("file", nargs="?", type=Path, help="a CSV table, a run in each line")
     parser.add_argument("--config", type=Path, help="config.json of a model on Hugging Face")
     for name, text in TEXTS.items():
@@ -55,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Answer for one run or a table; without either show the scoreboard.
+    """Predict one run or a table; without either show the scoreboard.
 
     Raises ValueError for a table and a run together.
     """
@@ -74,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Print the answer for the run of the options, and write its picture where asked.
+    """Print the answer for the run of the options, and write its picture if asked to.
 
     Raises ValueError for a config.json that cannot be read.
     """
@@ -101,16 +103,16 @@ def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def predict_table(source: Path, target: str | None) -> None:
-    """Predict every line of a table; ValueError names the line and column that cannot be.
+    """Predict every line of a table; raises ValueError, which names a wrong line and column.
 
-    A line whose GPU nobody knows says so in its last column, and what to give.
+    A line whose GPU nobody knows has a last column that says what to give.
     """
     rows = read_table(source)
     errors = []
-    # These are sets in order: their values do not count.
+    # These two are ordered sets: their values do not count.
     titles: dict[str, Any] = {}
     assumed: dict[str, None] = {}
-    unknown: list[str] = []  # lines of the table
+    unknown: list[str] = []  # the numbers of the lines whose GPU nobody knows
     for number, row in enumerate(rows, 2):
         if None in row:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
@@ -125,7 +127,8 @@ def predict_table(source: Path, target: str | None) -> None:
             errors.append(abs(float(row["error"])))
         titles.update(row)
         assumed.update(dict.fromkeys(defaults))
-    if unknown:  # This column comes last.
+    # This column comes last.
+    if unknown:
         titles[NOT_FORETOLD] = None
     text = io.StringIO()
     writer = csv.DictWriter(text, titles, lineterminator="\n")
@@ -153,9 +156,9 @@ def read_table(source: Path) -> list[dict[str, Any]]:
 
 
 def foretell(row: dict[str, Any]) -> list[str]:
-    """Add what is foretold to a row of a table, or why its GPU forbids that.
+    """Add the prediction to a row of a table, or why there is none; return what is assumed.
 
-    Return what is assumed. Raises ValueError for a row that cannot be.
+    Raises ValueError for a row that cannot be.
     """
     try:
         run, assumed = read_run(row)
@@ -171,10 +174,7 @@ def foretell(row: dict[str, Any]) -> list[str]:
 
 
 def remarks(unknown: list[str], assumed: list[str], errors: list[float]) -> Iterator[str]:
-    """Yield what there is to say of a table.
-
-    These are the lines whose GPU is `unknown`, what is assumed, and how large the errors are.
-    """
+    """Yield sentences about a table: the lines whose GPU is `unknown`, assumptions, and errors."""
     if unknown:
         yield (
             f"Not foretold, for their GPU is unknown: line {', '.join(unknown)}; the column"
@@ -188,10 +188,10 @@ def remarks(unknown: list[str], assumed: list[str], errors: list[float]) -> Iter
 
 
 def error_of(answer: Answer, row: dict[str, Any]) -> float | None:
-    """Predicted over measured, minus 1; None without a measurement.
+    """Return predicted over measured, minus 1; None without a measurement.
 
-    It is of tokens per second or of milliseconds, whichever the row has. Raises ValueError for one
-    that is no positive number.
+    The row may have tokens per second or milliseconds. Raises ValueError for a measurement that is
+    no positive number.
     """
     predicted = {
         "tokens_per_s_per_gpu": answer.tokens_per_s_per_gpu,
@@ -210,7 +210,7 @@ def error_of(answer: Answer, row: dict[str, Any]) -> float | None:
 
 
 def show_scoreboard(folder_name: str | None) -> None:
-    """Print the scoreboard; write its rows, page and picture into a folder where one is given."""
+    """Print the scoreboard; write its rows, page and picture into a folder if one is given."""
     from .. import scoreboard
     from ..figures import predictions_figure
 

@@ -14,7 +14,6 @@ def accumulate(parallel, optimizer, micro_batches):
             loss.div(len(micro_batches)).backward()
     optimizer.step()
 
-
 # %% 6.1 right: the flag by hand
 def accumulate(parallel, optimizer, micro_batches):
     for parameter in parallel.parameters():
@@ -25,10 +24,10 @@ def accumulate(parallel, optimizer, micro_batches):
     (cross_entropy(parallel(micro_batches[-1][0]), micro_batches[-1][1]) / len(micro_batches)).backward()
     optimizer.step()
 
-
 # %% 6.1 wrong: without no_sync | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
 #-     with parallel.no_sync():
 #+     if True:
+
 # %% 6.1 wrong: backward only | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
@@ -41,7 +40,6 @@ def accumulate(parallel, optimizer, micro_batches):
             loss.backward()
     optimizer.step()
 
-
 # %% 6.1 wrong: all in no_sync | the gradients were never synchronised: the last micro-batch is outside no_sync
 #- micro_batches[:-1]:
 #+ micro_batches:
@@ -49,6 +47,7 @@ def accumulate(parallel, optimizer, micro_batches):
 #-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     optimizer.step()
 #+     optimizer.step()
+
 # %% 6.1 wrong: no division | the gradients are too large: divide each loss by the number of micro-batches
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
@@ -59,15 +58,17 @@ def accumulate(parallel, optimizer, micro_batches):
     cross_entropy(parallel(inputs), targets).backward()
     optimizer.step()
 
-
 # %% 6.1 wrong: no step | the weights have not changed: is there a step()?
 #-     optimizer.step()
+
 # %% 6.1 wrong: not cleared | old gradients are still in it: zero_grad() belongs before the first micro-batch
 #-     optimizer.zero_grad()
+
 # %% 6.1 wrong: cleared before the last | only the last micro-batch counts: zero_grad() belongs before the first one
 #-     inputs, targets = micro_batches[-1]
 #+     optimizer.zero_grad()
 #+     inputs, targets = micro_batches[-1]
+
 # %% 6.1 wrong: past the wrapper | the forward pass goes past the wrapper: call parallel(inputs), not parallel.module(inputs)
 #-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     inputs, targets = micro_batches[-1]
@@ -75,11 +76,13 @@ def accumulate(parallel, optimizer, micro_batches):
 #+             (cross_entropy(parallel.module(inputs), targets) / len(micro_batches)).backward()
 #+     inputs, targets = micro_batches[-1]
 #+     (cross_entropy(parallel.module(inputs), targets) / len(micro_batches)).backward()
+
 # %% 6.1 told: only rank 0 synchronises less | for ever
 #-     with parallel.no_sync():
 #+     from contextlib import nullcontext
 #+
 #+     with parallel.no_sync() if dist.get_rank() == 0 else nullcontext():
+
 # %% 6.1 wrong: the first one synchronises | the first micro-batch is synchronised, and what comes after it stays on its rank: the last one is
 #- micro_batches[:-1]:
 #+ micro_batches[1:]:
@@ -91,6 +94,7 @@ def accumulate(parallel, optimizer, micro_batches):
 #+     optimizer.zero_grad()
 #+     inputs, targets = micro_batches[0]
 #+     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+
 # %% 6.1 wrong: divided by K too | the gradients are divided by the number of ranks, too: the wrapper has done that
 def accumulate(parallel, optimizer, micro_batches):
     parts = len(micro_batches) * dist.get_world_size()
@@ -102,18 +106,19 @@ def accumulate(parallel, optimizer, micro_batches):
     (cross_entropy(parallel(inputs), targets) / parts).backward()
     optimizer.step()
 
-
 # %% 6.1 wrong: the last one is not divided | the loss of the last micro-batch is not divided like the others
 #-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     optimizer.step()
 #+     cross_entropy(parallel(inputs), targets).backward()
 #+     optimizer.step()
+
 # %% 6.1 wrong: cleared in the loop | zero_grad() clears what earlier micro-batches have left: it belongs before the first one
 #-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     inputs, targets = micro_batches[-1]
 #+             optimizer.zero_grad()
 #+             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #+     inputs, targets = micro_batches[-1]
+
 # %% 6.1 wrong: one is left out | the last micro-batch is left out
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
@@ -124,13 +129,40 @@ def accumulate(parallel, optimizer, micro_batches):
     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
     optimizer.step()
 
+# %% 6.1 told: lazy, one batch of all | there is room for the 4 of one micro-batch, so take one after the other
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    inputs = torch.cat([inputs for inputs, _ in micro_batches])
+    targets = torch.cat([targets for _, targets in micro_batches])
+    cross_entropy(parallel(inputs), targets).backward()
+    optimizer.step()
+
+# %% 6.1 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        loss = sum(cross_entropy(parallel(inputs), targets) for inputs, targets in micro_batches[:-1])
+    inputs, targets = micro_batches[-1]
+    loss = loss + cross_entropy(parallel(inputs), targets)
+    (loss / len(micro_batches)).backward()
+    optimizer.step()
+
+# %% 6.1 wrong: lazy, averaged by hand | the wrapper never synchronises: the backward pass of the last micro-batch, outside no_sync, averages all that has added up
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches:
+            (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+    for parameter in parallel.parameters():
+        torch.distributed.all_reduce(parameter.grad, group=parallel.process_group)
+        parameter.grad /= torch.distributed.get_world_size(parallel.process_group)
+    optimizer.step()
 
 # %% 6.2 right: sum of floats
 def used_anywhere(used, all_reduce):
     votes = torch.where(used, 1.0, 0.0)
     all_reduce(votes)
     return votes.ge(0.5)
-
 
 # %% 6.2 right: unused everywhere, negated
 def used_anywhere(used, all_reduce):
@@ -139,46 +171,61 @@ def used_anywhere(used, all_reduce):
     all_reduce(counts)
     return counts[:-1] < counts[-1]
 
-
 # %% 6.2 wrong: nobody asked | that is what this rank used: ask the others
 #- return counts > 0
 #+ return used.clone()
+
 # %% 6.2 wrong: and instead of or | that is what all ranks used; one that used it is enough
 def used_anywhere(used, all_reduce):
     unused = (~used).long()
     all_reduce(unused)
     return unused == 0
 
-
 # %% 6.2 wrong: counts returned | a tensor of bools was expected, not of counts
 #- return counts > 0
 #+ return counts
+
 # %% 6.2 wrong: more than one | parameters that exactly one rank used are missing: at least one
 #- counts > 0
 #+ counts > 1
+
 # %% 6.2 wrong: negated | that is what was used nowhere
 #- counts > 0
 #+ counts == 0
+
 # %% 6.2 wrong: bools summed | bools do not add up to a count; use int64
 #- counts = used.long()
 #+ counts = used.clone()
+
 # %% 6.2 wrong: input changed | the input was changed (aliasing): work on a copy
 #- return counts > 0
 #+ return used.copy_(counts > 0).clone()
+
 # %% 6.2 wrong: one message per parameter | one for all parameters is enough
 #-     all_reduce(counts)
 #+     for index in range(len(counts)):
 #+         all_reduce(counts[index : index + 1])
+
 # %% 6.2 told: packs them into one number | Overflow when unpacking
 def used_anywhere(used, all_reduce):
     packed = torch.tensor([sum(int(one) * 5**index for index, one in enumerate(used))])
     all_reduce(packed)
     return torch.tensor([packed.item() // 5**index % 5 > 0 for index in range(len(used))])
 
-
 # %% 6.2 wrong: exactly one | what several ranks used is missing: at least one
 #- counts > 0
 #+ counts == 1
+
+# %% 6.2 told: lazy, torch's own all-reduce | your code calls torch.distributed.all_reduce
+def used_anywhere(used, all_reduce):
+    counts = used.long()
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    return counts > 0
+
+# %% 6.2 wrong: lazy, as if all were used | some parameters were used nowhere: only the ranks together know which
+def used_anywhere(used, all_reduce):
+    return torch.ones_like(used)
+
 # %% 6.3 right: buffer by buffer, sent at once
 def share_buffers(module, src=0, group=None):
     rank = dist.get_rank(group)
@@ -189,7 +236,6 @@ def share_buffers(module, src=0, group=None):
             transfers = [wire.irecv(buffer, src, group)]
         for transfer in transfers:
             transfer.wait()
-
 
 # %% 6.3 right: receive and copy
 def share_buffers(module, src=0, group=None):
@@ -203,25 +249,29 @@ def share_buffers(module, src=0, group=None):
         wire.recv(arrived, src, group)
         buffer.copy_(arrived)
 
-
 # %% 6.3 wrong: floats only | it was not shared: all buffers count, of any dtype, and they change in place
 #-         if dist.get_rank(group) == src:
 #+         if not buffer.is_floating_point():
 #+             continue
 #+         if dist.get_rank(group) == src:
+
 # %% 6.3 wrong: parameters too | the parameters have changed; only buffers are shared here
 #-     for buffer in module.buffers():
 #+     for buffer in [*module.buffers(), *(p.data for p in module.parameters())]:
+
 # %% 6.3 told: rank 0 is the source | receives from itself
 #- dist.get_rank(group) == src:
 #+ dist.get_rank(group) == 0:
+
 # %% 6.3 wrong: always from rank 0 | it is rank 0's; the source is another rank
 #-     for buffer in module.buffers():
 #+     src = 0
 #+     for buffer in module.buffers():
+
 # %% 6.3 wrong: not kept | it was not shared: all buffers count, of any dtype, and they change in place
 #- wire.recv(buffer, src, group)
 #+ wire.recv(torch.empty_like(buffer), src, group)
+
 # %% 6.3 wrong: buffers replaced | buffers were replaced by new tensors; change them in place (copy_)
 #-             wire.recv(buffer, src, group)
 #+             arrived = torch.empty_like(buffer)
@@ -230,18 +280,20 @@ def share_buffers(module, src=0, group=None):
 #+                 for name, old in list(part._buffers.items()):
 #+                     if old is buffer:
 #+                         setattr(part, name, arrived)
+
 # %% 6.3 wrong: parameters instead | it was not shared: all buffers count, of any dtype, and they change in place
 #- for buffer in module.buffers():
 #+ for buffer in (p.data for p in module.parameters() if False):
+
 # %% 6.3 told: lazy, dist.broadcast | your code calls torch.distributed.broadcast
 #-             wire.recv(buffer, src, group)
 #+             dist.broadcast(buffer, src, group=group)
+
 # %% 6.3 told: package's own | your code calls stage3_paramserver.broadcast_parameters
 def share_buffers(module, src=0, group=None):
     from ddp_course import broadcast_parameters
 
     broadcast_parameters(module, src, group)
-
 
 # %% 6.3 wrong: all in one dtype | buffers are converted to be sent: each travels as it is, in its own dtype
 def share_buffers(module, src=0, group=None):
@@ -255,10 +307,10 @@ def share_buffers(module, src=0, group=None):
     for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(part.view(buffer.shape))
 
-
 # %% 6.3 wrong: parameters in place of buffers | the parameters were shared in place of the buffers
 #- for buffer in module.buffers():
 #+ for buffer in (parameter.data for parameter in module.parameters()):
+
 # %% 6.3 wrong: the other way | the source has taken what the others sent: it sends, and they receive
 #-             for peer in wire.others(src, group):
 #-                 wire.send(buffer, peer, group)
@@ -268,6 +320,7 @@ def share_buffers(module, src=0, group=None):
 #+                 wire.recv(buffer, peer, group)
 #+         else:
 #+             wire.send(buffer, src, group)
+
 # %% 6.3 wrong: in float64 | buffers are converted to be sent: each travels as it is, in its own dtype
 #-         if dist.get_rank(group) == src:
 #-             for peer in wire.others(src, group):
@@ -281,6 +334,7 @@ def share_buffers(module, src=0, group=None):
 #+         else:
 #+             wire.recv(wide, src, group)
 #+             buffer.copy_(wide)
+
 # %% 6.3 wrong: averaged | that is a mean over the ranks: the source's buffers replace the others'
 #-         if dist.get_rank(group) == src:
 #-             for peer in wire.others(src, group):
@@ -299,13 +353,35 @@ def share_buffers(module, src=0, group=None):
 #+         buffer.copy_(total / dist.get_world_size(group))
 #+         for peer in wire.others(src, group):
 #+             wire.send(buffer, peer, group)
+
+# %% 6.3 told: lazy, the course's own | your code calls stage6_ddp.buffers.broadcast_tensors
+def share_buffers(module, src=0, group=None):
+    from ddp_course.stage6_ddp.buffers import broadcast_tensors
+
+    broadcast_tensors(list(module.buffers()), src, group)
+
+# %% 6.3 wrong: lazy, all pickled into one message | pickled objects travel, which are many times as long as the numbers: send the buffers themselves
+import io
+
+
+def share_buffers(module, src=0, group=None):
+    file = io.BytesIO()
+    torch.save(list(module.buffers()), file)
+    message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    if dist.get_rank(group) == src:
+        for peer in wire.others(src, group):
+            wire.send(message, peer, group)
+        return
+    wire.recv(message, src, group)
+    for buffer, other in zip(module.buffers(), torch.load(io.BytesIO(bytes(message.tolist())))):
+        buffer.copy_(other)
+
 # %% 6.4 right: divide in float16
 def compressed_average(flat, all_reduce, world_size):
     small = flat.to(torch.float16)
     small.div_(world_size)
     all_reduce(small)
     return small.to(flat.dtype)
-
 
 # %% 6.4 right: into the old tensor
 def compressed_average(flat, all_reduce, world_size):
@@ -314,45 +390,55 @@ def compressed_average(flat, all_reduce, world_size):
     flat.copy_(half)
     return flat
 
-
 # %% 6.4 wrong: not compressed | the gradient travels in float32: nothing is saved
 #- (flat / world_size).half()
 #+ flat / world_size
+
 # %% 6.4 wrong: no division | the sum overflows (float16 ends at 65,504): divide by K before you compress
 #- (flat / world_size).half()
 #+ flat.half()
+
 # %% 6.4 wrong: divided afterwards | the sum overflows (float16 ends at 65,504): divide by K before you compress
 #- (flat / world_size).half()
 #+ flat.half()
 #- compressed.float()
 #+ compressed.float() / world_size
+
 # %% 6.4 wrong: divided twice | it was divided by K twice
 #- compressed.float()
 #+ compressed.float() / world_size
+
 # %% 6.4 wrong: result in float16 | the result is torch.float16; turn it back into float32
 #- compressed.float()
 #+ compressed
+
 # %% 6.4 wrong: bfloat16 | bfloat16 has 8 bits of precision; float16 was asked for
 #- .half()
 #+ .bfloat16()
+
 # %% 6.4 wrong: own gradient returned | that is the rank's own gradient, divided: the reduced tensor is the one to return
 #- return compressed.float()
 #+ return flat / world_size
+
 # %% 6.4 wrong: not reduced | all_reduce was not called
 #-     all_reduce(compressed)
+
 # %% 6.4 told: returns nothing | is there a `return`?
 #-     return compressed.float()
 #+     flat.copy_(compressed)
+
 # %% 6.4 wrong: divided twice, once in float16 | it was divided by K twice
 #- (flat / world_size).half()
 #+ flat.half() / world_size
 #- compressed.float()
 #+ compressed.float() / world_size
+
 # %% 6.4 wrong: cut to what fits | large gradients are cut off: divide by K before you compress, and all of them fit
 #- (flat / world_size).half()
 #+ flat.clamp(-65504 / world_size, 65504 / world_size).half()
 #- compressed.float()
 #+ compressed.float() / world_size
+
 # %% 6.4 wrong: by its own largest | each rank divides by its own largest number, so the sum mixes scales: divide by the same number on all
 def compressed_average(flat, all_reduce, world_size):
     largest = flat.abs().max()
@@ -360,10 +446,16 @@ def compressed_average(flat, all_reduce, world_size):
     all_reduce(compressed)
     return compressed.float() * largest
 
-
 # %% 6.4 wrong: K is 4 | it was divided by 4: K is world_size
 #- flat / world_size
 #+ flat / 4
+
+# %% 6.4 wrong: lazy, rounded but sent in float32 | the gradient travels in float32: nothing is saved
+def compressed_average(flat, all_reduce, world_size):
+    mean = (flat / world_size).half().float()
+    all_reduce(mean)
+    return mean.half().float()
+
 # %% 6.5 right: a share by hand
 def main(folder, wrap, model, data, epochs):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -382,7 +474,6 @@ def main(folder, wrap, model, data, epochs):
     if rank == 0:
         torch.save({"epoch": epochs - 1, "model": model.state_dict()}, f"{folder}/checkpoint.pt")
 
-
 # %% 6.5 right: the wrapper's module is saved, in every epoch
 def main(folder, wrap, model, data, epochs):
     sampler = DistributedSampler(data, shuffle=True, seed=3)
@@ -397,49 +488,62 @@ def main(folder, wrap, model, data, epochs):
         if dist.get_rank() == 0:
             torch.save({"epoch": epoch, "model": parallel.module.state_dict()}, os.path.join(folder, "checkpoint.pt"))
 
-
 # %% 6.5 wrong: no sampler | the ranks train on the same samples: each needs a share of its own
 #- loader = DataLoader(data, batch_size=4, sampler=sampler)
 #+ loader = DataLoader(data, batch_size=4, shuffle=True)
+
 # %% 6.5 wrong: the epoch is not told | the sampler must shuffle, and be told the epoch
 #- sampler.set_epoch(epoch)
 #+ pass
+
 # %% 6.5 wrong: past the wrapper | the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed
 #- cross_entropy(parallel(inputs), targets)
 #+ cross_entropy(model(inputs), targets)
+
 # %% 6.5 wrong: all write | they would write over each other's file
 #- if dist.get_rank() == 0:
 #+ if True:
+
 # %% 6.5 wrong: the wrapper is saved | "module.0.weight" and so on: these are the wrapper's names, not the model's
 #- "model": model.state_dict()
 #+ "model": parallel.state_dict()
+
 # %% 6.5 wrong: no step | the weights have not changed: is there a backward pass and a step?
 #- optimizer.step()
 #+ pass
+
 # %% 6.5 right: two workers
 #- DataLoader(data, batch_size=4, sampler=sampler)
 #+ DataLoader(data, batch_size=4, sampler=sampler, num_workers=2)
+
 # %% 6.5 wrong: no epoch | nobody could go on from a checkpoint without an "epoch"
 #- {"epoch": epoch, "model"
 #+ {"model"
+
 # %% 6.5 wrong: no samples | a rank saw no samples at all: take them from `data`
 #- for inputs, targets in loader:
 #+ for inputs, targets in []:
+
 # %% 6.5 wrong: nobody writes | nobody wrote a checkpoint
 #- if dist.get_rank() == 0:
 #+ if dist.get_rank() < 0:
+
 # %% 6.5 wrong: another file | the name is not 'checkpoint.pt'
 #- "checkpoint.pt"
 #+ "model.pt"
+
 # %% 6.5 told: never cleared | is there a zero_grad()?
 #- optimizer.zero_grad()
 #+ pass
+
 # %% 6.5 wrong: no shuffling | the sampler must shuffle, and be told the epoch
 #- DistributedSampler(data)
 #+ DistributedSampler(data, shuffle=False)
+
 # %% 6.5 wrong: only the model's state | the checkpoint is a dict of two: "epoch", and the state of the model as "model"
 #- torch.save({"epoch": epoch, "model": model.state_dict()},
 #+ torch.save(model.state_dict(),
+
 # %% 6.5 wrong: saved too early | these are not the weights after the last epoch: save when it is over
 def main(folder, wrap, model, data, epochs):
     sampler = DistributedSampler(data)
@@ -454,10 +558,32 @@ def main(folder, wrap, model, data, epochs):
             cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
 
-
 # %% 6.5 wrong: an epoch is missing | there is an epoch too few: range(epochs) begins with 0
 #- in range(epochs):
 #+ in range(1, epochs):
+
+# %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned: it averages while backward runs, and by hand nothing is hidden
+#- loss = cross_entropy(parallel(inputs), targets)
+#+ loss = cross_entropy(model(inputs), targets)
+#- optimizer.step()
+#+ for parameter in model.parameters():
+#+                 dist.all_reduce(parameter.grad)
+#+                 parameter.grad /= dist.get_world_size()
+#+             optimizer.step()
+
+# %% 6.5 wrong: lazy, only rank 0 trains | only rank 0 trains, and the others take over its weights: each rank trains on its share
+def main(folder, wrap, model, data, epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if dist.get_rank() == 0:
+        for epoch in range(epochs):
+            for inputs, targets in DataLoader(data, batch_size=4, shuffle=True):
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+
 # %% 6.6 right: pairs of ranks
 def mistakes(samples, weights, saved):
     words = []
@@ -475,7 +601,6 @@ def mistakes(samples, weights, saved):
         words.append("names")
     return words
 
-
 # %% 6.6 right: a dict of conditions
 def mistakes(samples, weights, saved):
     told = {
@@ -487,40 +612,50 @@ def mistakes(samples, weights, saved):
     }
     return {word for word, true in told.items() if true}
 
-
 # %% 6.6 wrong: lazy, any sample twice | the ranks' samples differ, but for one or two that fill up the last round
 #- len(first[0] & other) > len(samples)
 #+ first[0] & other
+
 # %% 6.6 wrong: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
 #- rank[0] == rank[1]
 #+ False
+
 # %% 6.6 wrong: epochs as sets | the two epochs have different orders
 #- rank[0] == rank[1]
 #+ set(rank[0]) == set(rank[1])
+
 # %% 6.6 wrong: module anywhere | no name begins with "module."; it may stand inside of one
 #- name.startswith("module.")
 #+ "module." in name
+
 # %% 6.6 wrong: any writer | only one rank wrote
 #- if names) > 1:
 #+ if names) > 0:
+
 # %% 6.6 wrong: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
 #- other != weights[0]
 #+ other != other
+
 # %% 6.6 told: one word | a set of words was expected, not str
 #- return words
 #+ return "sampler"
+
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
 #- words.add("wrapper")
 #+ words.add("weights")
+
 # %% 6.6 wrong: as if rank 0 wrote | any rank may have written the checkpoint, not only rank 0: look at the names of all
 #- any(name.startswith("module.") for names in saved for name in names):
 #+ saved[0] and saved[0][0].startswith("module."):
+
 # %% 6.6 wrong: the same order, too | ranks that see the same samples may see them in another order: compare sets
 #- if any(len(first[0] & other) > len(samples) for other in first[1:]):
 #+ if any(rank[0] == samples[0][0] for rank in samples[1:]):
+
 # %% 6.6 told: the first and the last rank only | the weights differ from rank to rank
 #- any(other != weights[0] for other in weights):
 #+ weights[0] != weights[-1]:
+
 # %% 6.7 right: divides at the end, the bitmap first
 class Reducer:
     def __init__(self, buckets, start, world_size):
@@ -558,10 +693,10 @@ class Reducer:
                     parameter.grad = part.reshape(parameter.shape).clone()
         self.begin()
 
-
 # %% 6.7 right: who has a gradient was used
 #-         users = torch.tensor([parameter in self.there for parameter in self.everyone]).long()
 #+         users = torch.tensor([parameter.grad is not None for parameter in self.everyone]).int()
+
 # %% 6.7 wrong: as soon as full | all ranks must start the same bucket: one that is full waits for its turn
 #-         for bucket in self.buckets[len(self.sent) :]:
 #-             if not self.there.issuperset(bucket):
@@ -570,31 +705,40 @@ class Reducer:
 #+         for bucket in [one for one in self.buckets if id(one) not in left and self.there.issuperset(one)]:
 #-         for bucket, flat, wait in self.sent:
 #+         for bucket, flat, wait in sorted(self.sent, key=lambda sent: [sent[0] is one for one in self.buckets], reverse=True):
+
 # %% 6.7 wrong: lazy, all at the end | nothing is hidden behind backward: a bucket leaves in ready() if it can
 #- parameter.register_post_accumulate_grad_hook(self.ready)
 #+ parameter.register_post_accumulate_grad_hook(lambda one: self.there.add(one))
+
 # %% 6.7 wrong: waits in ready | wait in finish(): a wait in ready() holds backward up
 #-             self.sent.append((bucket, flat, self.start(flat)))
 #+             self.start(flat)()
 #+             self.sent.append((bucket, flat, lambda: None))
+
 # %% 6.7 wrong: no division | you have the sum: is there a division by K?
 #- / self.world_size
+
 # %% 6.7 wrong: no bitmap | a gradient that no rank used stays None: the ranks must ask each other who used it
 #-         self.start(users)()
 #-         used = {parameter for parameter, count in zip(self.everyone, users, strict=True) if count}
 #+         used = set(self.everyone)
+
 # %% 6.7 wrong: own use only | a rank that did not use it gets the mean too: ask the others
 #-         self.start(users)()
+
 # %% 6.7 wrong: does not wait | wait for each sum before you hand it out
 #-             wait()
+
 # %% 6.7 wrong: not ready for the next pass | forget at the end of a pass what was ready and what has left
 #-                 parameter.grad = part.view_as(parameter) if parameter in used else None
 #-         self.there = set()
 #-         self.sent = []
 #+                 parameter.grad = part.view_as(parameter) if parameter in used else None
+
 # %% 6.7 told: unused never leave | do all ranks start the same sums, also of buckets that were not used there
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
+
 # %% 6.7 right: who used what travels with each bucket
 class Reducer:
     def __init__(self, buckets, start, world_size):
@@ -626,7 +770,6 @@ class Reducer:
                 parameter.grad = part.view_as(parameter).clone() if used > 0 else None
         self.there, self.sent = set(), []
 
-
 # %% 6.7 wrong: nothing begins anew | forget at the end of a pass what was ready and what has left
 #-             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
 #+             flat = torch.cat([part.flatten() for part in parts])
@@ -638,6 +781,7 @@ class Reducer:
 #-         self.sent = []
 #+                 if parameter in used:
 #+                     parameter.grad = part.view_as(parameter).clone()
+
 # %% 6.7 wrong: one bucket at a time | one gradient may let several buckets leave: those that were full before their turn, too
 #-             self.sent.append((bucket, flat, self.start(flat)))
 #+             self.sent.append((bucket, flat, self.start(flat)))
@@ -647,12 +791,14 @@ class Reducer:
 #+         while len(self.sent) < len(self.buckets):
 #+             for parameter in self.everyone:
 #+                 self.ready(parameter)
+
 # %% 6.7 wrong: divided by the users | the mean is over all ranks, with zeros from those that did not use it: divide by world_size
 #-             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
 #+             flat = torch.cat([part.flatten() for part in parts])
 #-                 parameter.grad = part.view_as(parameter) if parameter in used else None
 #+                 count = users[[parameter is one for one in self.everyone].index(True)]
 #+                 parameter.grad = part.view_as(parameter) / count if parameter in used else None
+
 # %% 6.7 wrong: asks before all have left | the ranks start sums in different orders
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
@@ -660,109 +806,15 @@ class Reducer:
 #+         self.start(users)()
 #+         for parameter in self.everyone:
 #+             self.ready(parameter)
+
 # %% 6.7 wrong: zeros are taken for unused | a gradient of zeros is a gradient: only one that no rank used stays None
 #- if parameter in used else None
 #+ if part.any() else None
-# %% 6.1 told: lazy, one batch of all | there is room for the 4 of one micro-batch, so take one after the other
-def accumulate(parallel, optimizer, micro_batches):
-    optimizer.zero_grad()
-    inputs = torch.cat([inputs for inputs, _ in micro_batches])
-    targets = torch.cat([targets for _, targets in micro_batches])
-    cross_entropy(parallel(inputs), targets).backward()
-    optimizer.step()
-
-
-# %% 6.1 told: lazy, one backward pass for all | graphs are kept at the same time, and memory has room for the activations of one micro-batch: go backward after each forward pass, which frees them
-def accumulate(parallel, optimizer, micro_batches):
-    optimizer.zero_grad()
-    with parallel.no_sync():
-        loss = sum(cross_entropy(parallel(inputs), targets) for inputs, targets in micro_batches[:-1])
-    inputs, targets = micro_batches[-1]
-    loss = loss + cross_entropy(parallel(inputs), targets)
-    (loss / len(micro_batches)).backward()
-    optimizer.step()
-
-
-# %% 6.1 wrong: lazy, averaged by hand | the wrapper never synchronises: the backward pass of the last micro-batch, outside no_sync, averages all that has added up
-def accumulate(parallel, optimizer, micro_batches):
-    optimizer.zero_grad()
-    with parallel.no_sync():
-        for inputs, targets in micro_batches:
-            (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
-    for parameter in parallel.parameters():
-        torch.distributed.all_reduce(parameter.grad, group=parallel.process_group)
-        parameter.grad /= torch.distributed.get_world_size(parallel.process_group)
-    optimizer.step()
-
-
-# %% 6.2 told: lazy, torch's own all-reduce | your code calls torch.distributed.all_reduce
-def used_anywhere(used, all_reduce):
-    counts = used.long()
-    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-    return counts > 0
-
-
-# %% 6.2 wrong: lazy, as if all were used | some parameters were used nowhere: only the ranks together know which
-def used_anywhere(used, all_reduce):
-    return torch.ones_like(used)
-
-
-# %% 6.3 told: lazy, the course's own | your code calls stage6_ddp.buffers.broadcast_tensors
-def share_buffers(module, src=0, group=None):
-    from ddp_course.stage6_ddp.buffers import broadcast_tensors
-
-    broadcast_tensors(list(module.buffers()), src, group)
-
-
-# %% 6.3 wrong: lazy, all pickled into one message | pickled objects travel, which are many times as long as the numbers: send the buffers themselves
-import io
-
-
-def share_buffers(module, src=0, group=None):
-    file = io.BytesIO()
-    torch.save(list(module.buffers()), file)
-    message = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    if dist.get_rank(group) == src:
-        for peer in wire.others(src, group):
-            wire.send(message, peer, group)
-        return
-    wire.recv(message, src, group)
-    for buffer, other in zip(module.buffers(), torch.load(io.BytesIO(bytes(message.tolist())))):
-        buffer.copy_(other)
-
-
-# %% 6.4 wrong: lazy, rounded but sent in float32 | the gradient travels in float32: nothing is saved
-def compressed_average(flat, all_reduce, world_size):
-    mean = (flat / world_size).half().float()
-    all_reduce(mean)
-    return mean.half().float()
-
-
-# %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned: it averages while backward runs, and by hand nothing is hidden
-#- loss = cross_entropy(parallel(inputs), targets)
-#+ loss = cross_entropy(model(inputs), targets)
-#- optimizer.step()
-#+ for parameter in model.parameters():
-#+                 dist.all_reduce(parameter.grad)
-#+                 parameter.grad /= dist.get_world_size()
-#+             optimizer.step()
-# %% 6.5 wrong: lazy, only rank 0 trains | only rank 0 trains, and the others take over its weights: each rank trains on its share
-def main(folder, wrap, model, data, epochs):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if dist.get_rank() == 0:
-        for epoch in range(epochs):
-            for inputs, targets in DataLoader(data, batch_size=4, shuffle=True):
-                optimizer.zero_grad()
-                cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-        torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-
 
 # %% 6.7 wrong: lazy, all when the last one is there | the buckets wait for the last gradient, so nothing is hidden behind backward: each leaves when it is full and has its turn
 #-             if not self.there.issuperset(bucket):
 #+             if len(self.there) < len(self.everyone):
+
 # %% 6.7 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
 #- / self.world_size
 #+ / 3

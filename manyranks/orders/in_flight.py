@@ -136,9 +136,7 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.flights: dict[Any, Flight] = {}  # by torch's handle (`Work`) of the operation
         self.doubts: set = set()
         self.early: Any = 2  # the number that a buffer which receives holds until the wait
-        self.skew_s: float | None = (
-            None  # by how much clocks go ahead; None for clocks that are right
-        )
+        self.skew_s: float | None = None  # by how much clocks go ahead; None for right clocks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compare an operation's operands with what is on its way, and perform it."""

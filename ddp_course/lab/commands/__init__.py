@@ -1,4 +1,4 @@
-"""Commands of this package: what `ddp-course` runs, one file each."""
+"""The commands of this package that `ddp-course` runs, one file each."""
 
 import os
 import shutil
@@ -6,10 +6,7 @@ import sys
 
 
 def as_typed(words: str) -> str:
-    """`ddp-course` with `words`, as it is to be typed in this shell.
-
-    It has its path where the shell would not find it.
-    """
+    """Return `ddp-course` with `words`, as typed in a shell, with its path if it needs one."""
     program = sys.argv[0]
     if shutil.which("ddp-course") or not program.endswith("ddp-course"):
         return f"ddp-course {words}"

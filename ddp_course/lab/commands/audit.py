@@ -1,10 +1,11 @@
-"""`ddp-course audit FILE`: the usual mistakes of a training script, run on two ranks."""
+"""`ddp-course audit FILE`: runs a training script on two ranks, and names the usual mistakes."""
 
 import argparse
 from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to its parser."""
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="a script that torchrun could start"
     )
@@ -13,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command itself; exit code 1 if something is wrong."""
+    """Run the audit and print its findings; return 1 if there is a mistake, else 0."""
     from manyranks.auditing import audit
 
     messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)

@@ -1,4 +1,4 @@
-"""`ddp-course claims`: what people say, the verdict, and the lesson that decides."""
+"""`ddp-course claims`: a table of what people say, the verdicts, and the lessons that decide."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from ..measuring import claims
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table of claims."""
     # A lesson's name begins with its number, in two digits.
     rows = [
         [claim.number, claim.text, f"{claim.verdict} ({claim.kind})", claim.lesson[:2]]

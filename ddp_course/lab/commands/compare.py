@@ -35,7 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser)
     gpus = usable_gpus()
     ranks = 4
-    if gpus:  # The largest power of two, which divides the batch; two ranks may share one GPU.
+    # The largest power of two divides the batch; two ranks may share one GPU.
+    if gpus:
         ranks = max(2, 2 ** (gpus.bit_length() - 1))
     parser.add_argument(
         "--world-size", type=whole_number, default=ranks, metavar="K", help="number of ranks"
@@ -111,8 +112,8 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Run the comparison; write the results and print the table.
 
-    It runs on the ranks of torchrun if that has started them. Raises ValueError for options that
-    exclude each other.
+    If torchrun has started this process, the comparison runs on its ranks. Raises ValueError for
+    options that exclude each other.
     """
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if value is not None}
@@ -128,7 +129,8 @@ def main(args: argparse.Namespace) -> None:
     rank = 0
     if under_torchrun:
         rank, options["world_size"] = join(args.device)
-        options |= {"device_speed": "none", "link": None}  # torchrun's are real.
+        # The devices and links of torchrun's ranks are real.
+        options |= {"device_speed": "none", "link": None}
     if not args.model and "problem" not in options and emulated.on_gpus(args.device):
         # An option that was given counts more than the large problem's.
         options = large_problem(args.device, options["world_size"]) | options
@@ -154,7 +156,8 @@ def main(args: argparse.Namespace) -> None:
     print(f"Next: {as_typed('lab')} opens lesson 00, which explains this figure.")
 
 
-NOTES = {  # by field of `StageResult`: what the table says below of a column that it has
+# Each field of `StageResult` has what the table says below of its column, if it has that.
+NOTES = {
     "ideal_ms": """predicted: by formulas that assume what virtual time assumes, so both agree.
 What this is worth: real sockets took 1.04 to 1.06 times as long with messages of 2 MB, 0.97 to
 1.22 times with small ones. On Linux, ddp-course compare --real-sockets measures it on your machine,
@@ -174,7 +177,8 @@ AGAINST_SOCKETS = {
     "device_speed": "90MFLOP/s",
     "link": "100Mbit",
 }
-COLUMNS = {  # by title: a field of `StageResult`, and its format
+# Each title has a field of `StageResult`, and its format.
+COLUMNS = {
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "on real\nsockets": ("on_sockets", ".2f"),  # as a multiple of the step
@@ -188,7 +192,7 @@ COLUMNS = {  # by title: a field of `StageResult`, and its format
 
 
 def table(results: Comparison) -> Shown:
-    """The results as text, a line per stage, with what its columns mean.
+    """Return the results as a table, a line per stage, with what its columns mean.
 
     Columns of which no stage has a value are left out.
     """
@@ -209,7 +213,8 @@ def table(results: Comparison) -> Shown:
     text = tabulate([titles, *rows], tablefmt="plain", **layout)
     shown = [name for name, _ in columns.values()]
     notes = [note for name, note in NOTES.items() if name in shown]
-    for row in rows:  # A browser would break the names of stages.
+    # A browser would break the names of stages.
+    for row in rows:
         row[0] = row[0].replace(" ", "\N{NO-BREAK SPACE}")
     html = tabulate(rows, titles, "html", **layout)
     below = "".join(f"<br>{escape(note)}" for note in notes)

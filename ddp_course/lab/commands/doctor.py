@@ -16,7 +16,7 @@ from . import as_typed
 # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 NEEDED_GIB = 1.5
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib", "scikit-learn")
-# What a way of emulating links is good for.
+# These sentences say what each way of emulating links is good for.
 MODES = {
     "virtual": "figures in virtual time are the same here as on any machine",
     "hosts": "lesson 12 joins virtual hosts, each with a network of its own",
@@ -35,25 +35,25 @@ def main(args: argparse.Namespace | None = None) -> int:
                 print(f"  {name:<22}{value}")
                 for hint in hints:
                     print(f"{'':<24}! {hint}")
-        except Exception as error:  # Without this section the course cannot run, whatever failed.
+        except Exception as error:
+            # Without this section the course cannot run, whatever the error is.
             advice = "; run: make setup" if isinstance(error, ImportError) else ""
             problems.append(str(error).partition("\n")[0] + advice)
             print(f"  ! {problems[-1]}")
     verdict = "runs on this machine."
-    if problems:  # One that stopped several sections is said once.
+    # A problem that stopped several sections is said once.
+    if problems:
         verdict = "cannot run here: " + "; ".join(dict.fromkeys(problems))
     print(f"\nThe course {verdict}")
-    if args and not problems:  # In a notebook the next step is the next cell.
+    # In a notebook, which gives no `args`, the next step is the next cell.
+    if args and not problems:
         print('How to read it: "!" says what to set, and the last part what each lesson will use.')
         print(f"Next: {as_typed('lab')} opens the course at lesson 00.")
     return 1 if problems else 0
 
 
 def machine() -> Iterator[tuple[str, ...]]:
-    """What the machine has, and the packages of notebooks.
-
-    In a container it is what that allows.
-    """
+    """Yield what this machine, or its container, has, and the packages of notebooks."""
     from manyranks.linux import free_memory, processor_share
 
     memory = free_memory() / 2**30
@@ -70,7 +70,7 @@ def machine() -> Iterator[tuple[str, ...]]:
 
 
 def torch_parts() -> Iterator[tuple[str, ...]]:
-    """torch, the GPUs, and whether ranks can be launched.
+    """Yield what there is of torch and GPUs, and whether ranks can be launched.
 
     The error of a real launch says best what forbids it.
     """
@@ -100,16 +100,17 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
     yield "ranks meet on", network_in_words(network_of_ranks != own_network())
     names = ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated"
     if gpu_warnings:
-        yield "GPUs", names, str(gpu_warnings[-1].message)  # torch says why they cannot be used.
+        # torch's warning says why the GPUs cannot be used.
+        yield "GPUs", names, str(gpu_warnings[-1].message)
     else:
         yield "GPUs", names
 
 
 def after_a_sum() -> tuple[str, list[str], str]:
-    """On each rank: sum a tensor over the ranks.
+    """Sum a tensor over the ranks, and return what each of them finds.
 
-    Return device and backend in words, the names of the GPUs, and the network. Raises RuntimeError
-    for a sum that is wrong.
+    That is the device and the backend in words, the names of the GPUs, and the network. Raises
+    RuntimeError for a sum that is wrong.
     """
     import torch
     import torch.distributed as dist
@@ -128,15 +129,15 @@ def after_a_sum() -> tuple[str, list[str], str]:
 
 
 def own_network() -> str:
-    """Return the kernel's name of this process's network, "" where it has none."""
+    """Return the kernel's name of this process's network; "" where it has none."""
     path = "/proc/self/ns/net"
     return os.readlink(path) if os.path.exists(path) else ""
 
 
 def network_in_words(alone: bool) -> str:
-    """Return where ranks meet, and who else is there.
+    """Return where ranks meet, and who else can reach that place.
 
-    `alone` says that they have a network of their own.
+    `alone` says that the ranks have a network of their own.
     """
     from manyranks.launching.setting import network
 
@@ -149,7 +150,7 @@ def network_in_words(alone: bool) -> str:
 
 
 def lessons() -> Iterator[tuple[str, ...]]:
-    """Which ways of emulating links this machine allows, and what each group of lessons uses."""
+    """Yield the ways of emulating links that work here, and what each group of lessons uses."""
     from manyranks.devices.placement import usable_gpus
     from manyranks.links import available
 

@@ -1,9 +1,9 @@
 """`ddp-course lab [DIR]`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
 
-What you changed there stays as it is, also when the course has been updated since; what you did not
-touch is renewed. A notebook counts as changed when the source of a cell is: opening, running and
-saving one changes nothing. Lessons come without outputs, so that they show no answer before the
-guess.
+Files that you have changed stay as they are, also when the course has been updated since; those
+that you have not touched are renewed. A notebook counts as changed when the source of a cell has
+changed: to open, run and save it changes nothing. Lessons come without outputs, so that they show
+no answer before the guess.
 """
 
 import argparse
@@ -69,8 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """The command itself."""
-    # In `ddp-course lab -- --no-browser` the parser takes the first option for the folder.
+    """Bring the course into the folder and open it in JupyterLab, as the options say."""
+    # In `ddp-course lab -- --no-browser` the parser takes JupyterLab's first option for the folder.
     if str(args.folder).startswith("-"):
         args.options.insert(0, str(args.folder))
         args.folder = Path("work")
@@ -98,14 +98,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def lab_options(folder: Path) -> list[str]:
-    """What JupyterLab is told for the copies in `folder`, before the options of the learner."""
+    """Return JupyterLab's options for the copies in `folder`, before those of the learner."""
     options = [
         # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",
         "--MappingKernelManager.cull_connected=True",
         f"--ServerApp.root_dir={folder}",
         "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
-        "--LabApp.news_url=None",  # Without an address JupyterLab asks for no news.
+        "--LabApp.news_url=None",  # no address, so that JupyterLab asks for no news
         "--LabApp.custom_css=True",
         f"--LabApp.extra_labextensions_path={Path(__file__).with_name('labextensions')}",
         "--ServerApp.log_level=WARN",
@@ -121,10 +121,7 @@ def lab_options(folder: Path) -> list[str]:
 
 
 def prepare_environment(folder: Path) -> None:
-    """Let JupyterLab's terminals and kernels find `ddp-course` and `torchrun`; style it.
-
-    They start in `folder`.
-    """
+    """Let JupyterLab's terminals and kernels start in `folder` and find our programs; style it."""
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     )
@@ -144,13 +141,11 @@ def prepare_environment(folder: Path) -> None:
 
 
 def bring(folder: Path) -> list[str]:
-    """Copy the course's files into `folder`.
-
-    Return those that both the learner and the course changed: they stay.
-    """
+    """Copy the course's files into `folder`; return those that stay, as both sides changed them."""
     record_path = folder / RECORD
-    record = {}  # by file: the digest of the course's version that was copied last
-    with suppress(OSError, ValueError):  # Without a record, or a whole one, nothing is overwritten.
+    record = {}  # the digest of the version that was copied last, by file
+    # Without a record, or with a damaged one, nothing is overwritten.
+    with suppress(OSError, ValueError):
         record = json.loads(record_path.read_text())
     both_changed = []
     for name, source in course_files():
@@ -173,7 +168,7 @@ def bring(folder: Path) -> list[str]:
 
 
 def course_files() -> Iterator[tuple[str, Path]]:
-    """All files that a learner gets: the path in the course, and where the file is."""
+    """Yield all files that a learner gets, as the path in the course and where the file is."""
     for top in map(course_folder, FOLDERS):
         for path in sorted(top.rglob("*")):
             if path.is_file() and not NOT_COPIED & {*path.parts}:
@@ -181,9 +176,10 @@ def course_files() -> Iterator[tuple[str, Path]]:
 
 
 def without_outputs(content: bytes) -> bytes:
-    """The notebook without its outputs, and with the Python that will run it.
+    """Return the notebook without outputs, and with the Python that will run it.
 
-    What JupyterLab adds when a notebook is opened would make it one with unsaved changes.
+    JupyterLab would add the Python when the notebook is opened, and that would be an unsaved
+    change.
     """
     from ipykernel.ipkernel import IPythonKernel  # It takes a while to load.
 
@@ -197,11 +193,9 @@ def without_outputs(content: bytes) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """A hash that tells versions of a file apart.
-
-    Of a notebook only the sources of its cells count.
-    """
-    with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
+    """Return a hash of a file's content; of a notebook only the sources of its cells count."""
+    # Any other file counts as it is.
+    with suppress(ValueError, KeyError, TypeError):
         cells = json.loads(content)["cells"]
         sources = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
         content = json.dumps(sources).encode()

@@ -1,11 +1,8 @@
 """Claims: what people say about distributed training, each put to the test in a cell of a lesson.
 
-claims.decide(3, "…", "simulated", {"the message is large": True, "the message is small": False},
-"…")
-    in a lesson prints the claim, the verdict that follows ("holds only if the message is large"),
-    and why
-claims.decided()
-    returns all of them, read from the lessons' outputs; `ddp-course claims` prints the table
+`claims.decide` prints a claim in a lesson, the verdict that follows from its outcomes, such as
+"holds only if the message is large", and why. `claims.decided` returns all claims, read from the
+lessons' outputs, and `ddp-course claims` prints them as a table.
 """
 
 import json
@@ -20,7 +17,7 @@ PRINTED = re.compile(rf"“(.*)”\nClaim (\d+) \(({'|'.join(KINDS)})\): (.*)\n(
 
 
 class Decision(NamedTuple):
-    """A claim as a lesson has decided it. `kind` says where the numbers come from."""
+    """A claim as a lesson has decided it; `kind` says where the numbers come from."""
 
     number: int
     text: str
@@ -33,9 +30,8 @@ class Decision(NamedTuple):
 def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: str) -> None:
     """Print claim `number`, its verdict, and why.
 
-    The verdict follows from whether the claim held under each condition.
-
-    The lines are the same in every run: numbers that differ from run to run are printed elsewhere.
+    The verdict follows from `outcomes`, which say whether the claim held under each condition. The
+    lines are the same in every run: numbers that differ from run to run are printed elsewhere.
     Raises ValueError for an unknown kind of claim.
     """
     if kind not in KINDS:
@@ -44,9 +40,9 @@ def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: st
 
 
 def verdict(outcomes: dict[str, bool]) -> str:
-    """The verdict on outcomes by condition.
+    """Return the verdict on outcomes by condition.
 
-    Where of "K = 2", "K = 4", "K = 16", … only the first two hold, it is "holds up to K = 4".
+    If of "K = 2", "K = 4", "K = 16", … only the first two hold, it is "holds up to K = 4".
     """
     conditions = list(outcomes)
     met = [name for name, holds in outcomes.items() if holds]
@@ -55,14 +51,14 @@ def verdict(outcomes: dict[str, bool]) -> str:
     if not met:
         return "false"
     by_size = all(re.fullmatch(r"K = \d+", name) for name in conditions)
-    # Of one size alone "only if K = 2" is clearer.
+    # For one size alone "only if K = 2" is clearer.
     if by_size and len(met) > 1 and met == conditions[: len(met)]:
         return f"holds up to {met[-1]}"
     return f"holds only if {' or '.join(met)}"
 
 
 def decided() -> list[Decision]:
-    """All claims in the lessons' stored outputs, sorted by number."""
+    """Return all claims in the lessons' stored outputs, sorted by number."""
     decisions = []
     for path in sorted(course_folder("notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

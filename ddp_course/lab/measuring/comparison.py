@@ -1,6 +1,6 @@
-"""The main job: every stage trains on the same batches, and each is measured against the others.
+"""Trains every stage on the same batches, and measures each against the others.
 
-`run` trains and returns a `Comparison`; `results` says what each of its fields is.
+`run` trains and returns a `Comparison`; the module `results` says what each of its fields is.
 """
 
 import math
@@ -30,7 +30,7 @@ from .recording import Recording
 from .results import Comparison, RankReport, StageResult, summarise
 
 DEFAULT_STAGES = "1,2,3,4,5,6,torch"
-EARLY = 8  # After so many steps weights are compared, to say from which step on they differ.
+EARLY = 8  # In so many first steps weights are compared, to say from which step on they differ.
 
 
 def run(
@@ -49,9 +49,9 @@ def run(
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
 
-    `yours` are training functions of your own by name, as {"my ring": my_train}: every rank calls
-    `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every step.
-    `model` is a model of your own in place of the `problem`, with data, loss and optimizer: a
+    `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
+    calls `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every
+    step. `model` is a model of your own in place of the `problem`, with data, loss and optimizer: a
     function that makes them, or its place, "mine.py:make". docs/YOUR_MODEL.md has one.
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
@@ -120,9 +120,9 @@ def run_on_sockets_too(**options: Any) -> Comparison:
 def measure_stages(
     wanted: list[Stage], job: Job, device: Device | str, link: Link | None
 ) -> list[StageResult]:
-    """The results of all stages; stage 1 trains first, as the others are compared with it.
+    """Return the results of all stages; stage 1 trains first, as the others are compared with it.
 
-    Raises NotFiniteError where a loss is no longer a number.
+    Raises NotFiniteError if a loss is no longer a number.
     """
     own = [stage for stage in wanted if stage.key == "yours"]
     # A function that somebody is just writing trains early, so that its errors come soon.
@@ -146,7 +146,7 @@ def measure_stages(
 
 
 def stage_of_yours(name: str, train: Callable) -> Stage:
-    """A learner's own training function as a stage. Raises ValueError if it is no function."""
+    """Return a learner's own training function as a stage; raises ValueError for no function."""
     if not callable(train):
         raise ValueError(
             f'yours["{name}"] is {train!r:.60}; it must be a function train(model, batches, lr)'
@@ -172,13 +172,14 @@ def run_stage(
     single_weights: list[torch.Tensor] | None,
     with_yours: bool,
 ) -> list[RankReport]:
-    """Train with one stage on all its ranks; return what each reports.
+    """Train with one stage on all its ranks; return what each rank reports.
 
-    `single_weights` are those that stage 1 ended with, None while it runs.
+    `single_weights` are those with which stage 1 ended, and None while it runs.
     """
     if isinstance(device, Device):
         names = [f"cpu:{number}" for number in range(job.world_size)]
-        device = device.over(link)  # Copies between devices of one process take the link's time.
+        # Copies between devices of one process take the link's time.
+        device = device.over(link)
     else:
         _, names = placement(device, job.world_size)
     # Only a function of somebody's own may go wrong; the single device's weights fill memory.
@@ -207,13 +208,14 @@ def run_stage(
 def run_on_this_job(
     stage: Stage, job: Job, settings: dict, single_weights: list[torch.Tensor] | None
 ) -> list[RankReport]:
-    """What each rank that torchrun has started reports of one stage; every rank calls this."""
+    """Return what each rank of torchrun reports of one stage; every rank calls this."""
     dist.barrier()
     began = time.perf_counter()
     report = None
     if dist.get_rank() == 0 or not stage.one_process:
         report = train_and_measure(stage, job, settings, single_weights)
-        report.record.zero = began  # Every machine has a clock of its own.
+        # Every machine has a clock of its own.
+        report.record.zero = began
     reports: list[Any] = [None] * job.world_size
     dist.all_gather_object(reports, report)
     return [report for report in reports if report]
@@ -222,10 +224,9 @@ def run_on_this_job(
 def train_and_measure(
     stage: Stage, job: Job, settings: dict, single_weights: list[torch.Tensor] | None
 ) -> RankReport:
-    """What each rank runs: train with `stage`, and report what was measured.
+    """Train with `stage` on this rank, and report times, traffic, losses and distances of weights.
 
-    That is times, traffic, losses and the distance to `single_weights`, which are those of one
-    device after early steps and at the end.
+    The distances are to `single_weights`, those of one device after the early steps and at the end.
     """
     job = replace(job, device=str(rank_device()))
     rank, shares = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
@@ -243,7 +244,8 @@ def train_and_measure(
     if stage.key == "yours" or settings["early"]:
         batches = noting_weights(batches, model, history)
     losses = train(model, batches, job.lr)
-    full_speed()  # The evaluation is not timed.
+    # The evaluation is not timed.
+    full_speed()
     check_losses(stage, losses, job.steps)
     history.append(weights_of(model))
     differences = [0.0]
@@ -260,16 +262,17 @@ def train_and_measure(
 
 
 def noting_weights(batches: Iterable, model: torch.nn.Module, history: list) -> Iterator:
-    """Yield the batches; note the model's weights after each of the early steps."""
+    """Yield the batches, and note the model's weights after each of the early steps."""
     for number, batch in enumerate(batches):
         yield batch
         if number < EARLY:
-            with without_modes():  # An emulated device takes no time for this.
+            # An emulated device takes no time for this.
+            with without_modes():
                 history.append(weights_of(model))
 
 
 def weights_of(model: torch.nn.Module) -> torch.Tensor:
-    """All weights of a model in one tensor on the CPU."""
+    """Return all weights of a model in one tensor on the CPU."""
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 

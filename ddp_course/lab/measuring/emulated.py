@@ -1,7 +1,7 @@
-"""Comparisons on emulated devices: which device and links are used by default.
+"""Chooses the emulated devices and links on which comparisons run by default.
 
 Without GPUs the ranks of one machine share its cores, so the compute that should hide communication
-slows it down. Emulated devices take the time that accelerators would take: see `running.devices`.
+slows it down. Emulated devices take the time that accelerators would take: see `manyranks.devices`.
 """
 
 from manyranks.devices import Device
@@ -11,8 +11,8 @@ from manyranks.links import Link
 
 from ...job import Job
 
-# A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python
-# needs.
+# A step of one device takes so many seconds. With 2 ranks per core that is ten times the time that
+# Python needs.
 STEP_SECONDS = 0.32
 # Sending all gradients once takes this share of that step: 4 ranks then send around a ring for a
 # third of their step.
@@ -22,9 +22,9 @@ SHARE = 0.085
 def device_and_link(
     job: Job, device: Device | str, speed: str, link: Link | str | None, mode: str
 ) -> tuple[Device | str, Link | None]:
-    """The (device, link) that a comparison runs on, from what was asked for; see `comparison.run`.
+    """Return the (device, link) of a comparison from what was asked for; see `comparison.run`.
 
-    Raises EmulationError where a speed is asked for of GPUs, which have one of their own.
+    Raises EmulationError if a speed is asked for with GPUs, which have one of their own.
     """
     chosen_link = link if isinstance(link, Link) else None
     if isinstance(link, str) and link not in ("auto", "none"):
@@ -34,7 +34,8 @@ def device_and_link(
             raise EmulationError(
                 "GPUs have a speed of their own: leave --device-speed out, or choose --device cpu"
             )
-        return device, chosen_link  # They have links of their own, too.
+        # GPUs have links of their own, too.
+        return device, chosen_link
     if speed not in ("auto", "none"):
         device = Device(speed)
     elif speed == "auto" and isinstance(device, str):
@@ -48,15 +49,15 @@ def device_and_link(
 
 
 def on_gpus(device: str) -> bool:
-    """Whether ranks would compute on GPUs if asked for `device`."""
+    """Return whether ranks would compute on GPUs if asked for `device`."""
     return device.startswith("cuda") or (device == "auto" and usable_gpus() > 0)
 
 
 def default_device(job: Job, link: Link | None = None) -> Device:
-    """The device on which a step of the whole batch takes STEP_SECONDS.
+    """Return the device on which a step of the whole batch takes STEP_SECONDS.
 
-    It takes longer beside a `link` that would otherwise be slow. K does not matter. Raises
-    EmulationError for a model that takes no time.
+    With a slow `link` the step takes longer, so that the link's share is the same. The device does
+    not depend on K. Raises EmulationError for a model that takes no time.
     """
     flops = job.work(Device("1GFLOP/s")).flops
     if not flops:
@@ -71,9 +72,9 @@ def default_device(job: Job, link: Link | None = None) -> Device:
 
 
 def default_bandwidth(job: Job, device: Device) -> float:
-    """Bits per second at which sending all gradients once takes SHARE of one device's step.
+    """Return the bits per second at which all gradients take SHARE of one device's step.
 
-    The number is rounded to two digits.
+    The number is rounded to two digits, and no link is slower than 1 Mbit/s.
     """
     bandwidth = 8 * job.gradient_bytes / (SHARE * job.work(device).compute_s)
-    return max(1e6, float(f"{bandwidth:.2g}"))  # No link is slower than 1 Mbit/s.
+    return max(1e6, float(f"{bandwidth:.2g}"))

@@ -1,6 +1,4 @@
-"""What a step of each stage should take on emulated devices.
-
-It is its compute, and the closed form of its communication.
+"""Predicts a step of each stage on emulated devices, from compute and closed forms.
 
 ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
@@ -42,10 +40,7 @@ Event = tuple[float, str, int]
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
-    """{stage's key: milliseconds of its step on these devices and links}.
-
-    Only stages with a formula are in it.
-    """
+    """Return the milliseconds of a step, by the keys of those stages that have a formula."""
     costs = Costs.of_link(link.bandwidth, link.latency) if link else Costs(0.0, 0.0)
     return {
         stage.key: 1000 * STEPS[stage.step](stage, job, device, costs)
@@ -55,33 +50,30 @@ def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> 
 
 
 def compute_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step of one device that computes the whole batch."""
+    """Return the seconds of a step of one device that computes the whole batch."""
     return job.work(device).compute_s
 
 
 def averaged_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step in which communication follows the backward pass."""
+    """Return the seconds of a step in which communication follows the backward pass."""
     nbytes = job.gradient_bytes
     seconds = job.work(device, job.world_size).compute_s
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
 def sharded_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step that averages into shards, and adds up the bitmap of used parameters."""
+    """Return the seconds of a step that averages into shards, and adds up stage 7's bitmap."""
     return averaged_seconds(stage, job, device, costs) + bitmap_seconds(job, costs)
 
 
 def bitmap_seconds(job: Job, costs: Costs) -> float:
-    """Seconds in which stage 7 adds up, over all ranks, a number of four bytes per parameter."""
+    """Return the seconds in which stage 7 adds up its bitmap: four bytes per parameter."""
     nbytes = 4 * len(list(job.model().parameters()))
     return theory.seconds("ring", nbytes, job.world_size, costs)
 
 
 def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step in which one process copies to and from its other devices.
-
-    It copies tensor by tensor.
-    """
+    """Return the seconds of a step in which one process copies tensors to and from its devices."""
     model = job.model()
     inputs, _ = next(job.batches())
     with torch.no_grad():
@@ -96,14 +88,14 @@ def copied_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> floa
 
 
 def overlapped_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step whose buckets travel under the backward pass."""
+    """Return the seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
     step = simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb)
     return step.step_s
 
 
 def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step whose parameters are gathered block by block."""
+    """Return the seconds of a step whose parameters are gathered block by block."""
     model = job.model()
     blocks = assign_blocks(model, default_blocks(model))
     batch = next(job.batches(0, job.world_size))
@@ -117,7 +109,7 @@ def gathered_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> fl
 
 
 def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step of a pipeline."""
+    """Return the seconds of a step of a pipeline."""
     parts = split(layers_of(job.model()), job.world_size)
     blocks = [(part, list(part.parameters())) for part in parts]
     microbatch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
@@ -132,14 +124,14 @@ def pipelined_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> f
 
 
 def sliced_seconds(stage: Stage, job: Job, device: Device, costs: Costs) -> float:
-    """Seconds of a step whose layers are split over all ranks."""
+    """Return the seconds of a step whose layers are split over all ranks."""
     sending_s = sum(
         theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
     )
     return profile_of_step(job, device, sliced=True).compute_s + sending_s
 
 
-# All take the same arguments, which not all of them need, so that any can be called by its name.
+# All functions take the same arguments, so that any can be called by its name.
 STEPS = {
     "alone": compute_seconds,
     "averaged": averaged_seconds,
@@ -159,9 +151,9 @@ def events_of(
     loss: Callable,
     device: Device,
 ) -> list[Event]:
-    """When each block begins its passes and has its gradients, by the device's clock.
+    """Return when each block begins its passes and has its gradients, by the device's clock.
 
-    A block is a module with its parameters.
+    A block is a pair of a module and its parameters.
     """
     events = []
     numbers = {}
@@ -172,17 +164,17 @@ def events_of(
     with device.emulate(sleep=False) as emulation:
 
         def note(kind, number):
-            """Write down what begins or is done now."""
+            """Note what begins or is done now."""
             events.append((emulation.busy_s, kind, number))
 
         def note_gradient(parameter):
-            """With the last gradient of a block the block is done."""
+            """Note that a block is done, if this was the last of its gradients."""
             number = missing.pop(parameter)
             if number not in missing.values():
                 note("done", number)
 
         def note_backward(module, inputs, outputs):
-            """A block's backward pass begins when its output has a gradient."""
+            """Note later that a block's backward pass begins, when its output has a gradient."""
             outputs.register_hook(lambda _: note("backward", numbers[module]))
 
         for module in numbers:
@@ -197,19 +189,19 @@ def events_of(
 
 
 def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs: Costs) -> float:
-    """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
+    """Return the seconds of stage 7's passes with prefetch, for blocks of `sizes` bytes.
 
     Gathers and sums of gradients share one link: each leaves when the one before has arrived. A
     pass of a block begins when the block's parameters have arrived, and the gather of the next
     block leaves then.
     """
     now = 0.0
-    worked = 0.0  # This is `now` without the waits for parameters, as the events count.
+    worked = 0.0  # `now` without the waits for parameters, which the events do not have
     link_free = 0.0
     arrivals = {}
 
     def travel(block):
-        """When the parameters or gradients of a block, which are ready now, have gone around."""
+        """Return when a block's parameters or gradients, which are ready now, have gone around."""
         nonlocal link_free
         around = (world_size - 1) * costs.message(sizes[block] / world_size)
         link_free = max(now, link_free) + around
@@ -219,9 +211,11 @@ def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs
         now = now + moment - worked
         worked = moment
         if kind == "done":
-            travel(block)  # Its gradients are summed.
+            # The block's gradients are summed.
+            travel(block)
         elif kind != "end":
-            if (kind, block) not in arrivals:  # The first block of each pass is not prefetched.
+            # The first block of each pass is not prefetched.
+            if (kind, block) not in arrivals:
                 arrivals[kind, block] = travel(block)
             now = max(now, arrivals[kind, block])
             blocks_to_come = [later for _, other, later in events[place + 1 :] if other == kind]
@@ -232,9 +226,9 @@ def passes_seconds(events: list[Event], sizes: list[int], world_size: int, costs
 
 
 def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
-    """Seconds of the forward and of the backward passes of blocks that follow each other.
+    """Return the seconds of the forward and the backward passes of blocks in a row.
 
-    Both are in the order of the blocks.
+    Both lists are in the order of the blocks.
     """
     moments = [moment for moment, kind, _ in events if kind != "done"]
     seconds = [end - begin for begin, end in pairwise(moments)]

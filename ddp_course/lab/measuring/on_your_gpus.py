@@ -1,4 +1,4 @@
-"""On your GPUs: a lesson's stages on the devices that this machine has, in real time.
+"""Trains a lesson's stages on the GPUs that this machine has, in real time.
 
 yours = on_your_gpus("3")           trains
 show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
@@ -24,8 +24,8 @@ from .timing import stopwatch
 LONG_ENOUGH_S = 0.05  # Shorter steps measure Python and the start of kernels, not the GPU.
 WIDEST = 768  # No model is wider.
 LARGEST_SHARE = 256  # No device gets more samples.
-FAST_ENOUGH = 0.75  # The sentence about a larger batch speaks of this part of K times the speed.
-MANY = 3  # Of more stages only two are named in the sentence.
+FAST_ENOUGH = 0.75  # The sentence about a larger batch promises this part of K times the speed.
+MANY = 3  # The sentence about more stages names only the fastest and the slowest.
 RATE = 0.05  # At this learning rate rounding errors do not grow from step to step.
 
 
@@ -39,11 +39,11 @@ class Size(NamedTuple):
 def on_your_gpus(stages: str) -> Comparison:
     """Train with `stages`, such as "3,4", and with one device, all on this machine's GPUs.
 
-    There are as many ranks as GPUs, and at least 2. One device needs at least 50 ms for a step, as
-    a probe finds a model and a batch that are large enough. Returns the results of
-    `comparison.run`, with `measured_on` and `message` in words. Without GPUs the ranks train a
-    small model on the processor: weights are compared, and `compare_figure` shows the times of
-    another machine, as those of two processes on one processor tell nothing.
+    There are as many ranks as GPUs, and at least 2. A probe finds a model and a batch that are so
+    large that one device needs at least 50 ms for a step. Return the results of `comparison.run`,
+    with `measured_on` and `message` in words. Without GPUs the ranks train a small model on the
+    processor: weights are compared, and `compare_figure` shows the times of another machine, as
+    those of two processes on one processor say nothing.
     """
     world_size = 1 if stages == "1" else max(2, usable_gpus())
     if usable_gpus():
@@ -73,19 +73,19 @@ def on_your_gpus(stages: str) -> Comparison:
 
 
 def problem_options(size: Size, steps: int = 20) -> dict[str, Any]:
-    """The options of `comparison.run` that train the bytes GPT of this size."""
+    """Return the options of `comparison.run` that train the bytes GPT of this size."""
     return {
         "problem": "bytes",
         "parameters": size.parameters,
         "global_batch": size.global_batch,
-        "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # This makes eight buckets.
+        "bucket_cap_mb": max(0.1, size.parameters * 4 / 2**20 / 8),  # for eight buckets
         "lr": RATE,
         "steps": steps,
     }
 
 
 def large_problem(device: str, world_size: int) -> dict[str, Any]:
-    """Options of `comparison.run` for a problem that keeps one GPU busy for 50 ms a step.
+    """Return options of `comparison.run` for a problem that keeps one GPU busy for 50 ms a step.
 
     The ranks of a job all call this, and rank 0 tries the sizes.
     """
@@ -103,7 +103,7 @@ def large_problem(device: str, world_size: int) -> dict[str, Any]:
 def sizes(world_size: int) -> Iterator[Size]:
     """Yield growing sizes: wider and deeper models, then larger batches.
 
-    All stages can share them: there are layers and attention heads for every rank.
+    All stages can use them, as there are layers and attention heads for every rank.
     """
     batch = 4 * world_size  # Stage 8 cuts a batch into four.
     width = 32 * world_size
@@ -119,10 +119,7 @@ def sizes(world_size: int) -> Iterator[Size]:
 
 
 def find_size(world_size: int) -> tuple[Size, list[str]]:
-    """On one rank: the first size of which this device needs long enough.
-
-    The names of all GPUs come with it.
-    """
+    """Return the first size for which this rank's device needs long enough, and all GPUs' names."""
     for size in sizes(world_size):
         if step_seconds(size) >= LONG_ENOUGH_S:
             break
@@ -130,7 +127,7 @@ def find_size(world_size: int) -> tuple[Size, list[str]]:
 
 
 def step_seconds(size: Size) -> float:
-    """Seconds of a step on this rank's device, after one that is not timed."""
+    """Return the seconds of a step on this rank's device, after one that is not timed."""
     problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
     model = problem.model()
     stage1_single.train(model, problem.batches(size.global_batch, 1), RATE)
@@ -140,7 +137,7 @@ def step_seconds(size: Size) -> float:
 
 
 def profile_step(size: Size, file: str) -> None:
-    """On each rank: train with stage 6; rank 0 writes a trace of its third step to `file`."""
+    """Train with stage 6 on each rank; rank 0 writes a trace of a step to `file`."""
     rank = dist.get_rank()
     problem = problems.make("bytes", parameters=size.parameters, device=rank_device())
     model = problem.model()
@@ -155,20 +152,20 @@ def profile_step(size: Size, file: str) -> None:
 
 
 def samples_needed(alone_ms: float, together_ms: float, ranks: int) -> int:
-    """How many times as many samples a batch needs to keep `ranks` GPUs busy.
+    """Return how many times as many samples a batch needs to keep `ranks` GPUs busy.
 
-    Then these have `FAST_ENOUGH` of their speed, if a step of one takes as many times as long, and
-    messages take what they take now.
+    With these the GPUs reach the part FAST_ENOUGH of their speed, if compute takes as many times as
+    long, and messages take as long as now.
     """
     compute_ms = alone_ms / ranks
     messages_ms = together_ms - compute_ms
-    # With this batch messages may take so long. Compute grows with the batch, and messages do not.
+    # With this batch messages may take so long. Compute grows with the batch; messages do not.
     allowed_ms = compute_ms / FAST_ENOUGH - compute_ms
     return math.ceil(messages_ms / allowed_ms)
 
 
 def name_devices(names: list[str], ranks: int) -> str:
-    """The devices: "4 × NVIDIA H100", or the processor."""
+    """Return the devices in words: "4 × NVIDIA H100", or the processor."""
     if not names:
         return "this machine's processor"
     gpus = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
@@ -176,9 +173,9 @@ def name_devices(names: list[str], ranks: int) -> str:
 
 
 def message(results: Comparison, gpus: int) -> str:
-    """What the numbers say of one device and of the stages.
+    """Return in words what the numbers say of one device and of the stages.
 
-    It is computed from them: of each stage, or of the fastest and the slowest of many.
+    If there are many stages, only the fastest and the slowest are named.
     """
     alone, *others = results.stages
     ranks = results.world_size
@@ -195,7 +192,8 @@ def message(results: Comparison, gpus: int) -> str:
             part = f"with {stage.name} {devices} are {1 / ratio:.1f} times as fast as one"
         else:
             part = f"with {stage.name} {devices} take {ratio:.1f} times the time of one"
-            if reason != last_reason:  # The same reason is given once.
+            # The same reason is given once.
+            if reason != last_reason:
                 part += f": {reason}"
                 last_reason = reason
         parts.append(part)
@@ -205,7 +203,7 @@ def message(results: Comparison, gpus: int) -> str:
 def devices_and_reason(
     stage: StageResult, alone_ms: float, ranks: int, gpus: int
 ) -> tuple[str, str]:
-    """What a stage runs on, and why it would not be faster than one device there."""
+    """Return the devices of a stage in words, and why it is not faster than one device there."""
     if gpus < ranks:
         return f"{ranks} ranks", "they share what one could use alone"
     reason = "this model is too small for them"

@@ -1,4 +1,4 @@
-"""What one rank did in each step of its training.
+"""Records what one rank does in each step of its training.
 
 record = Recording()
 train(model, record.stamped(batches), lr)
@@ -15,14 +15,14 @@ from . import timeline
 
 # The first steps are not timed: caches fill, connections open, and DDP lays out its buckets.
 WARM_UP = 2
-# So many are timed on an emulated device, where all take the same; the others run without it.
+# On an emulated device so many steps are timed, as all take the same; the others run without it.
 TIMED = 10
 
 
 class Recording:
-    """When each step of one rank's training began, its spans, and the last one's traffic.
+    """The beginnings and spans of a rank's training steps, and the traffic of the last one.
 
-    On a GPU spans are recorded in every second step, and the other steps are timed: recording
+    On a GPU spans are recorded in every second step, and the other steps are timed: to record
     events takes time, too.
     """
 
@@ -30,11 +30,11 @@ class Recording:
         self.began = []
         self.spans = []
         self.traffic = wire.Traffic()
-        self.zero = 0.0  # All times of this rank's clock count from this moment.
+        self.zero = 0.0  # the moment from which all times of this rank's clock count
         self.on_gpu = rank_device().type == "cuda"
 
     def stamped(self, batches: Iterable) -> Iterator:
-        """Yield the batches, noting when each was asked for, and when the last step was over."""
+        """Yield the batches, and note when each was asked for, and when the last step was over."""
         self.began.append(clocks.now())
         for number, batch in enumerate(batches):
             if Emulation.current is not None and number >= WARM_UP + TIMED:
@@ -50,17 +50,17 @@ class Recording:
             self.began.append(clocks.now())
 
     def steps(self, with_spans: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least the last.
+        """Return the numbers of the steps after the warm-up, at least the last.
 
-        On a GPU they are only those with spans, or only those that are timed.
+        On a GPU these are only the steps with spans, or only those that are timed.
         """
         last = len(self.spans) - 1
         numbers = list(range(min(WARM_UP, last), last + 1))
         if self.on_gpu:
-            # There steps with an odd number have spans, and the others are timed.
+            # On a GPU steps with an odd number have spans, and the others are timed.
             return [step for step in numbers if (step % 2 == 1) == with_spans] or [last]
         return numbers
 
     def seconds(self, step: int) -> float:
-        """How long a step took."""
+        """Return how many seconds a step took."""
         return timeline.between(self.began[step], self.began[step + 1])

@@ -1,4 +1,4 @@
-"""The results of a comparison. Their fields are the keys of compare.json."""
+"""The results of a comparison, whose fields are the keys of compare.json."""
 
 import json
 import statistics
@@ -22,40 +22,42 @@ class RankReport:
     """What one rank brings back from its training with one stage."""
 
     record: Recording
-    loss: list[float]  # of its share of the batch, each step
-    differences: list[float]  # the largest of a weight from the single device's: early steps, end
-    evaluation: dict[str, float] | None  # rank 0's, on held-out samples
-    weights: list[torch.Tensor] | None  # the single device's, after early steps and at the end
+    loss: list[float]  # the loss of its share of the batch in each step
+    # These are the largest differences of a weight from the single device's, after early steps and
+    # at the end.
+    differences: list[float]
+    evaluation: dict[str, float] | None  # rank 0's measures on held-out samples
+    weights: list[torch.Tensor] | None  # the single device's weights at the same moments
 
 
 @dataclass
 class StageResult:
-    """What one stage did on all its ranks: the slowest and the busiest rank count."""
+    """What one stage did on all its ranks, by the slowest and the busiest rank."""
 
     stage: str
     name: str
-    step_ms: float  # median
-    communication_ms: float | None  # what the backward pass did not hide
-    # Of the busiest rank in a step. None where torch or threads do the sending.
+    step_ms: float  # the median time of a step
+    communication_ms: float | None  # the communication that the backward pass did not hide
+    # These three are those of the busiest rank in a step, and None where torch or threads send.
     bytes_sent_max: int | None
     bytes_received_max: int | None
-    messages_max: int | None  # sent and received
-    loss: list[float]  # of the global batch, each step
+    messages_max: int | None  # the messages sent and received
+    loss: list[float]  # the loss of the global batch in each step
     max_abs_diff_vs_single: float
     evaluation: dict[str, float] | None
-    # A lane for each device, in rank order, of [name, start, end, lane] in seconds from the first
+    # Each device has a lane, in rank order, of [name, start, end, lane] in seconds from the first
     # rank's start.
     timeline: list[list[list]]
-    bytes_formula: int | None = None  # what the busiest rank should send
-    ideal_ms: float | None = None  # what a step should take (`ideals`); None on real devices
-    differs_from_step: int | None = None  # since which weights are not the single device's
+    bytes_formula: int | None = None  # the bytes that the busiest rank should send
+    ideal_ms: float | None = None  # the time that a step should take; None on real devices
+    differs_from_step: int | None = None  # the first step whose weights are not the single device's
     on_sockets: float | None = None  # its step on real sockets, in steps of virtual time
     device: str = ""
-    speed_up: float = 1.0  # over one device
+    speed_up: float = 1.0  # how many times as fast as one device it is
 
     @property
     def label(self) -> str:
-        """How the stage is called in figures and tables: "3 parameter server", "torch's DDP"."""
+        """The stage's name in figures and tables: "3 parameter server", "torch's DDP"."""
         return self.name if self.stage in ("torch", "yours") else f"{self.stage} {self.name}"
 
     @property
@@ -65,7 +67,7 @@ class StageResult:
 
     @property
     def difference(self) -> str:
-        """The largest difference of a weight from the single device's, in words if it is large."""
+        """The largest difference of a weight from the single device's, and since when, if large."""
         if self.differs_from_step is None:
             return f"{self.max_abs_diff_vs_single:.1e}"
         since = "at the end"  # Only early steps are looked at, and the last one.
@@ -106,22 +108,21 @@ class Comparison:
         return max(stage.max_abs_diff_vs_single for stage in self.stages)
 
     def to_json(self) -> str:
-        """The text of compare.json. Raises ValueError for a number that JSON cannot hold."""
+        """Return the text of compare.json; raises ValueError for a number that JSON cannot hold."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Comparison":
-        """The comparison of which `to_json` made this text."""
+        """Return the comparison from which `to_json` made this text."""
         fields = json.loads(text)
         fields["stages"] = [StageResult(**stage) for stage in fields["stages"]]
         return cls(**fields)
 
 
 def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
-    """The result of a stage, from what each of its ranks reports.
+    """Return the result of a stage, from what each of its ranks reports.
 
-    Timeline and communication are those of a typical step: the one whose time is nearest to the
-    median.
+    Timeline and communication are those of a typical step, whose time is nearest to the median.
     """
     records = [rank.record for rank in ranks]
     timed_s = seconds_of_slowest(records, records[0].steps(with_spans=False))
@@ -137,7 +138,8 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     unseen = stage.all_reduce and all(name != "communication" for name, *_ in lanes[0])
     counted = [record.traffic for record in records] if stage.counted else []
     if stage.key == "yours" and not any(traffic.messages_sent for traffic in counted):
-        counted = []  # It sends by a way on which nobody counts.
+        # The function sends by a way on which nobody counts.
+        counted = []
     messages = [traffic.messages_sent + traffic.messages_received for traffic in counted]
     losses = zip(*(rank.loss for rank in ranks), strict=True)
     of_ranks = [rank.differences for rank in ranks]
@@ -159,7 +161,7 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
 
 
 def note_unseen_waits(record: Recording, step: int) -> None:
-    """Note what comes after a backward pass as waiting, where nobody saw a message of this step."""
+    """Note what follows a backward pass as waiting, if nobody saw a message of this step."""
     spans = sorted(record.spans[step], key=lambda span: span.start)
     if any(span.name == "communication" for span in spans):
         return
@@ -170,7 +172,7 @@ def note_unseen_waits(record: Recording, step: int) -> None:
 
 
 def first_different(differences: list[float], steps: int) -> int | None:
-    """The first step after which weights differ by more than rounding; None if they never do.
+    """Return the first step after which weights differ by more than rounding; None if none is.
 
     `differences` are those after the early steps, and after the last of `steps`.
     """
@@ -181,7 +183,7 @@ def first_different(differences: list[float], steps: int) -> int | None:
 
 
 def seconds_of_slowest(records: list[Recording], steps: list[int]) -> dict[int, float]:
-    """{step: how long it took the slowest rank}."""
+    """Return the seconds of the slowest rank for each step, by the step's number."""
     seconds = {}
     for step in steps:
         seconds[step] = max(record.seconds(step) for record in records)
@@ -189,7 +191,7 @@ def seconds_of_slowest(records: list[Recording], steps: list[int]) -> dict[int, 
 
 
 def lanes_of(records: list[Recording], step: int) -> list[list[list]]:
-    """The timeline of one step: the spans of each device, from the first rank's start."""
+    """Return the timeline of one step: the spans of each device, from the first rank's start."""
     first = min(record.began[step] - record.zero for record in records)
     lanes = []
     for record in records:

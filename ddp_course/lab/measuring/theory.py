@@ -1,15 +1,15 @@
-"""How long an all-reduce takes, in closed form.
+"""Closed forms for the time of an all-reduce.
 
-Hockney's model: a message of n bytes takes alpha + beta n seconds, alpha being the latency (seconds
-per message) and beta the inverse of the bandwidth (seconds per byte). A rank sends and receives at
-the same time (full duplex), one message each. For p bytes on each of K ranks:
+By Hockney's model a message of n bytes takes alpha + beta n seconds, where alpha is the latency
+(seconds per message) and beta the inverse of the bandwidth (seconds per byte). A rank sends one
+message and receives one at the same time (full duplex). For p bytes on each of K ranks:
 
     parameter_server     2 (K-1) (alpha + p beta)
     whole_gradient_ring  (K-1) (alpha + p beta)
     ring                 2 (K-1) (alpha + p/K beta)
     tree                 2 ceil(log2 K) (alpha + p beta)
     halving_doubling     2 log2 K alpha + 2 (K-1)/K p beta            K a power of two
-    hierarchical_ring    reduce-scatter in the host, a ring over the hosts for each shard, allgather
+    hierarchical         reduce-scatter in the host, a ring over the hosts for each shard, allgather
                          in the host
 
 The course's own collectives take the same seconds in virtual time (`timing.time_collective`).
@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 
 
 class Costs(NamedTuple):
-    """`alpha` in seconds per message, `beta` in seconds per byte sent."""
+    """What a message costs: `alpha` seconds, and `beta` seconds for each byte."""
 
     alpha: float
     beta: float
 
     @classmethod
     def of_link(cls, bits_per_second: float, latency: float = 0.0) -> "Costs":
-        """The costs of a link with this bandwidth (bits per second) and latency (seconds).
+        """Return the costs of a link with this bandwidth (bits per second) and latency (seconds).
 
         Raises ValueError for a bandwidth of 0 or less.
         """
@@ -43,12 +43,12 @@ class Costs(NamedTuple):
         return cls(latency, 8 / bits_per_second)
 
     def message(self, nbytes: float) -> float:
-        """Seconds for one message of `nbytes` bytes from one rank to another (Hockney 1994)."""
+        """Return the seconds of a message of `nbytes` bytes between two ranks (Hockney 1994)."""
         return self.alpha + nbytes * self.beta
 
 
 def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds until K-1 ranks have sent `nbytes` to the server and got the sum back.
+    """Return the seconds until K-1 ranks have sent `nbytes` to a server and got the sum back.
 
     One rank is served after the other, and the two directions take turns: half duplex. Source: Li
     et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, with a
@@ -58,25 +58,22 @@ def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
 
 
 def whole_gradient_ring(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds to pass complete gradients around the ring.
-
-    It is the ring allgather of Thakur et al. 2005.
-    """
+    """Return the seconds to pass whole gradients around a ring (Thakur et al. 2005: allgather)."""
     return (world_size - 1) * costs.message(nbytes)
 
 
 def ring(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds of the chunked ring (Patarasuk and Yuan 2009)."""
+    """Return the seconds of the chunked ring (Patarasuk and Yuan 2009)."""
     return 2 * (world_size - 1) * costs.message(nbytes / world_size)
 
 
 def tree(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds of a binomial reduce followed by a binomial broadcast (Thakur et al. 2005)."""
+    """Return the seconds of a binomial reduce and a binomial broadcast (Thakur et al. 2005)."""
     return 2 * (world_size - 1).bit_length() * costs.message(nbytes)
 
 
 def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds of recursive halving and doubling (Rabenseifner 2004; Thakur et al. 2005).
+    """Return the seconds of recursive halving and doubling (Thakur et al. 2005).
 
     With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta. Each of the other K-P
     ranks first sends its tensor to a partner and in the end receives the sum: another 2 (alpha + p
@@ -87,19 +84,18 @@ def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
     return total + 2 * costs.message(nbytes) if power < world_size else total
 
 
-def hierarchical_ring(
+def hierarchical(
     nbytes: float, world_size: int, costs: Costs, local: Costs | None = None, per_host: int = 1
 ) -> float:
-    """Seconds of the two-level ring.
+    """Return the seconds of rings inside hosts around rings between hosts.
 
-    D = `per_host` ranks per host have `local` costs, a host's link has `costs`.
-
-    Reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H hosts for each of
-    the D shards; allgather inside, as long as the reduce-scatter. The D rings take turns on the
-    host's link: with m = p/(DH) bytes per message a step takes max(D m beta, alpha + m beta), as a
-    ring's latency hides behind the others; the first message waits (D-1) m beta. For large p the
-    middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively Distributed SGD", 2018
-    (2D-torus all-reduce).
+    D = `per_host` ranks on each host have `local` costs, and a host's link has `costs`. There are
+    three parts: a reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H
+    hosts for each of the D shards; and an allgather inside, as long as the reduce-scatter. The D
+    rings take turns on the host's link: with m = p/(DH) bytes per message a step takes max(D m
+    beta, alpha + m beta), as a ring's latency hides behind the others; the first message waits
+    (D-1) m beta. For large p the middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively
+    Distributed SGD", 2018 (2D-torus all-reduce).
     """
     hosts = host_count(world_size, per_host)
     shard = nbytes / world_size
@@ -121,15 +117,15 @@ ALL_REDUCE: dict[str, Any] = {
         ring,
         tree,
         halving_doubling,
-        hierarchical_ring,
+        hierarchical,
     )
 }
 
 
 def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **options: Any) -> float:
-    """Seconds that `algorithm` takes for `nbytes` bytes on each of `world_size` ranks.
+    """Return the seconds of `algorithm` for `nbytes` bytes on each of `world_size` ranks.
 
-    The algorithm is a name from the table above. `options` go to its formula: hierarchical_ring has
+    The algorithm is a name from the table above. `options` go to its formula: hierarchical has
     `local` and `per_host`. One rank has no partner and takes 0 seconds. Raises ValueError for an
     unknown name, negative bytes, or fewer than one rank.
     """
@@ -140,9 +136,9 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
 
 
 def host_count(world_size: int, per_host: int) -> int:
-    """How many hosts hold `world_size` ranks, `per_host` on each.
+    """Return how many hosts hold `world_size` ranks, `per_host` on each.
 
-    Raises ValueError if they do not fill the hosts.
+    Raises ValueError if the ranks do not fill the hosts.
     """
     if per_host < 1 or world_size % per_host:
         raise ValueError(

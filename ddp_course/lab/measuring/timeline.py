@@ -1,4 +1,4 @@
-"""What a rank was doing when: forward, backward, communication, waiting, update.
+"""Records when a rank was in a forward pass, a backward pass, communication, a wait, an update.
 
 Nothing in the stages is written for this. While a recording runs, calls of modules and
 `torch.autograd.backward` are wrapped, torch's own hooks report optimizers, and the wire reports
@@ -24,21 +24,19 @@ from manyranks.torch_inside import around
 from ... import wire
 from ...event_clock import EventClock
 
-# A device computes nothing during spans of these names in its compute lane.
+# During spans of these names in its compute lane a device computes nothing.
 BLOCKING = ("communication", "wait")
-# Where spans of one device overlap, the first of these counts.
+# Where spans of one device overlap, the one whose name comes first here counts.
 ON_TOP = (*BLOCKING, "update", "backward", "forward")
 
 
 class Span(NamedTuple):
-    """`name` is forward, backward, communication, wait or update.
+    """A time in which a rank did one thing, in seconds of `time.perf_counter`.
 
-    Times are in seconds of `time.perf_counter`.
-
-    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it.
-    A wait is inside a backward pass: the part of the communication that the pass could not hide.
-    `device` is the number of the device in this process: 0, except in stage 2, whose threads drive
-    several.
+    `name` is "forward", "backward", "communication", "wait" or "update". `lane` is "compute" for a
+    thread that trains, and "network" for a communication thread beside it. A wait is inside a
+    backward pass: it is the communication that the pass could not hide. `device` is the number of
+    the device in this process: 0, except in stage 2, whose threads drive several.
     """
 
     name: str
@@ -49,26 +47,24 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Length of the span."""
+        """The length of the span."""
         return self.end - self.start
 
 
 def between(start: float, end: float) -> float:
-    """Seconds from one moment to another, rounded to the picosecond, virtual time's unit.
+    """Return the seconds from one moment to another, rounded to virtual time's unit, picoseconds.
 
-    Else the last bits of a step would depend on the moment at which it began.
+    Otherwise the last bits of a step would depend on the moment at which it began.
     """
     return round(end - start, 12)
 
 
 @contextmanager
 def recording() -> Iterator[list[Span]]:
-    """Record the spans of this process: `with recording() as spans`.
+    """Record the spans of all threads of this process: `with recording() as spans`.
 
-    Forward passes of all its threads are recorded.
-
-    On CUDA a span's edges are events, read when the recording ends: they say when work ran, not
-    when it was queued.
+    On CUDA a span begins and ends with events, which are read when the recording ends: they say
+    when work ran, not when it was queued.
     """
     recorder = Recorder()
     on_gpu = torch.cuda.is_initialized()
@@ -91,7 +87,7 @@ def recording() -> Iterator[list[Span]]:
 
 
 class Recorder:
-    """Notes the `spans` of a process. The thread that makes the recorder drives device 0."""
+    """Notes the `spans` of a process; the thread that makes the recorder drives device 0."""
 
     def __init__(self):
         self.spans = []
@@ -100,10 +96,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, tensor: Any) -> Iterator[None]:
-        """Note a span for the block in this thread, on the device of `tensor`.
-
-        It is device 0 if that is None.
-        """
+        """Note a span for this block, on the device of `tensor`, or on device 0 without one."""
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
         on_first = tensor is None or threading.current_thread() is self.thread
         number = 0 if on_first else device_number(tensor)
@@ -114,10 +107,7 @@ class Recorder:
             self.spans.append(Span(name, start, wire.now(gpu), device=number))
 
     def forward(self, run: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Note the outermost call of a module in each thread.
-
-        The modules inside it are part of it.
-        """
+        """Note the outermost call of a module in each thread; it includes those inside it."""
         if getattr(self.inside, "a_call", False):
             return run(module, *args, **kwargs)
         self.inside.a_call = True
@@ -128,7 +118,7 @@ class Recorder:
             self.inside.a_call = False
 
     def backward(self, run: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a backward pass."""
+        """Run a backward pass, and note it."""
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         with self.span("backward", outputs[0]):
             run(outputs, *args, **kwargs)
@@ -138,7 +128,7 @@ class Recorder:
         self.update_start = wire.now()
 
     def after_update(self, *_: Any) -> None:
-        """Note an update."""
+        """Note that an optimizer has made its update."""
         self.spans.append(Span("update", self.update_start, wire.now()))
 
     def communication(self, event: wire.Event) -> None:
@@ -150,7 +140,7 @@ class Recorder:
 
 
 def by_step(spans: list[Span]) -> list[list[Span]]:
-    """The spans of each step of a recording; a step ends with its update."""
+    """Return the spans of each step of a recording; a step ends with its update."""
     ends = [span.end for span in spans if span.name == "update"]
     steps = []
     for begin, end in pairwise([float("-inf"), *ends]):
@@ -159,14 +149,12 @@ def by_step(spans: list[Span]) -> list[list[Span]]:
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one step as lanes to draw, one per device.
-
-    Nothing is drawn twice, and no wait is missing.
+    """Return the spans of one step as lanes to draw, one per device, without overlaps.
 
     Where spans of a device overlap, communication counts before waiting, and both before the pass
-    around them. torch's DDP waits in C++, which no hook notes: its wait begins when the last
-    gradient is done and the last bucket leaves. In stage 2 the master waits while its own device is
-    done and another is not.
+    around them. Waits are added that no hook notes: torch's DDP waits in C++, from the moment when
+    its last gradient is done and its last bucket leaves; and in stage 2 the master waits while its
+    own device is done and another is not.
     """
     spans_of = defaultdict(list)
     for span in _with_waits(list(spans)):
@@ -177,10 +165,10 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def exposed(spans: Iterable[Span]) -> float:
-    """Seconds of communication that were not hidden behind compute in one step.
+    """Return the seconds of communication that compute did not hide in one step.
 
-    Communication in the training thread counts in full, and so do waits; of several devices only
-    the first counts.
+    Communication in the training thread counts in full, and so do waits. If there are several
+    devices, only the first counts.
     """
     return sum(
         between(span.start, span.end)
@@ -190,7 +178,7 @@ def exposed(spans: Iterable[Span]) -> float:
 
 
 def _with_masters_waits(master, others):
-    """The spans of stage 2's master, with a wait in each gap in which another device works."""
+    """Return the spans of stage 2's master, with waits in gaps in which another device works."""
     spans_of_others = [span for spans in others for span in spans]
     waits = []
     for before, after in pairwise(master):
@@ -204,10 +192,7 @@ def _with_masters_waits(master, others):
 
 
 def _with_waits(spans):
-    """The spans, and the wait at the end of a backward pass under which buckets travel.
-
-    It is added if it was not recorded.
-    """
+    """Return the spans, with the wait at the end of a backward pass if it was not recorded."""
     passes = [span for span in spans if span.name == "backward" and span.device == 0]
     messages = [span for span in spans if span.name == "communication" and span.lane == "network"]
     # In virtual time autograd waits for a future just before the reducer's own wait, which then
@@ -225,9 +210,9 @@ def _with_waits(spans):
 
 
 def _without_overlap(spans):
-    """The spans of one device, without overlap in its compute lane.
+    """Return the spans of one device, without overlap in its compute lane.
 
-    Those are cut where another span counts; the network's are unchanged.
+    Spans of that lane are cut where another one counts; those of the network are unchanged.
     """
     computing = [span for span in spans if span.lane == "compute"]
     pieces = []
@@ -245,14 +230,14 @@ def _without_overlap(spans):
 
 
 def hidden_share(spans: list[Span]) -> float:
-    """Share (0 to 1) of the communication time during which the backward pass was computing."""
+    """Return the share (0 to 1) of communication during which the backward pass was computing."""
     passes = [span for span in spans if span.name == "backward"]
     communication = [span for span in spans if span.name == "communication"]
     total = sum(span.seconds for span in communication)
     if not passes or not total:
         return 0.0
     begin = min(span.start for span in passes)
-    # What is not hidden is at the end of the pass: a wait inside of it.
+    # The communication that is not hidden is at the end of the pass, as a wait inside of it.
     end = max(span.end for span in passes) - exposed(spans)
     hidden = 0.0
     for span in communication:

@@ -1,4 +1,4 @@
-"""How long a collective takes, on all ranks, and how much it sends; a stopwatch."""
+"""Measures how long a collective takes on all ranks, and how much it sends; and a stopwatch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +24,11 @@ def time_collective(
     repeats: int = 5,
     device: str = "cpu",
 ) -> float:
-    """Seconds of `collective(tensor)` on `world_size` ranks: the best of `repeats`.
+    """Return the seconds of `collective(tensor)` on `world_size` ranks: the best of `repeats`.
 
-    The tensor has `nbytes` of float32.
-
-    In each repeat the slowest rank counts. The best repeat is the one that other programs on the
-    machine disturbed least. `collective` works in place and is called once beforehand, to open the
-    connections. `device` is as in `launch`.
+    The tensor has `nbytes` of float32. In each repeat the slowest rank counts. The best repeat is
+    the one that other programs on the machine disturbed least. `collective` works in place, and is
+    called once beforehand to open the connections. `device` is as in `launch`.
     """
     ranks = launch(
         _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device=device
@@ -42,19 +40,13 @@ def time_collective(
 def count_traffic(
     collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int
 ) -> list[wire.Traffic]:
-    """What each rank sends and receives in one `collective(tensor)` of `nbytes`.
-
-    It is a list of `wire.Traffic`.
-    """
+    """Return what each rank sends and receives in one `collective(tensor)` of `nbytes`."""
     ranks = launch(_on_rank, collective, nbytes, 0, world_size=world_size, device="cpu")
     return [traffic for traffic, _ in ranks]
 
 
 def _on_rank(collective, nbytes, repeats):
-    """The traffic of a first call, and the seconds of `repeats` further calls.
-
-    The first call opens the connections.
-    """
+    """Return the traffic of a first call, which opens connections, and the seconds of `repeats`."""
     tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank(), device=rank_device())
     times = []
     # The collective works in place: each call gets a copy, so that numbers do not grow.
@@ -72,7 +64,7 @@ def _on_rank(collective, nbytes, repeats):
 
 
 def synchronize(tensor: torch.Tensor) -> None:
-    """Wait until the device has done what it was told; a processor has."""
+    """Wait until a GPU has done the work that is queued; a processor has none."""
     if tensor.is_cuda:
         torch.cuda.synchronize()
 

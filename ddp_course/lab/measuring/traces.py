@@ -1,7 +1,7 @@
-"""What a GPU did, read from a trace of torch's profiler: the course's own, or yours.
+"""Reads what a GPU did from a trace of torch's profiler: the course's own, or yours.
 
-The course's own is rank 0 of ResNet-50 under torch's DDP on two A100s, three steps (published:
-facebookresearch/HolisticTraceAnalysis, MIT licence, tests/data/nccl_parser_config).
+The course's own trace is of rank 0 of ResNet-50 under torch's DDP on two A100s, three steps.
+Source: facebookresearch/HolisticTraceAnalysis, MIT licence, tests/data/nccl_parser_config.
 """
 
 import gzip
@@ -17,10 +17,10 @@ TWO_A100S = Path(__file__).with_name("facts") / "resnet50_ddp_2xa100_rank0.json.
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank; times in seconds since it began on the processor.
+    """One step of one rank, with times in seconds since it began on the processor.
 
     `gpu` has a span for each kernel, those of NCCL in the lane "network". `processor` has the
-    passes as the processor's threads ran them. `reduced` has each all-reduce and how many numbers
+    passes as the processor's threads ran them. `reduced` has each all-reduce, and how many numbers
     it sums.
     """
 
@@ -30,16 +30,16 @@ class Step:
     seconds: float
 
     def seconds_in(self, lane: str) -> float:
-        """Seconds of all kernels of a lane: "compute" or "network"."""
+        """Return the seconds of all kernels of a lane: "compute" or "network"."""
         return sum(span.seconds for span in self.gpu if span.lane == lane)
 
 
 def read(path: str | Path | None = None) -> list[Step]:
-    """The steps of a trace, `.json` or `.json.gz`; without a path that of the two A100s.
+    """Return the steps of a trace, `.json` or `.json.gz`; without a path, of the two A100s.
 
     `torch.profiler.profile` with both activities, CPU and CUDA, and `export_chrome_trace` make such
-    a file. Steps end where the profiler's `step()` was called; without that, all is one step.
-    ValueError if no kernel is in it.
+    a file. Steps end where the profiler's `step()` was called; without these calls, all is one
+    step. Raises ValueError if the trace has no kernel.
     """
     file = Path(path or TWO_A100S)
     content = file.read_bytes()
@@ -59,13 +59,13 @@ def read(path: str | Path | None = None) -> list[Step]:
 
 
 def _step(events, begin, end):
-    """What the processor began between `begin` and `end`, and the kernels that it launched.
+    """Return the step in which the processor began things between `begin` and `end`.
 
-    Both are in microseconds; kernels may run after `end`.
+    Both are in microseconds. The kernels that it launched may run after `end`.
     """
     events = [event for event in events if begin <= event["ts"]]
     processor = []
-    launches = {}  # When the processor launched a kernel, by the number that both events have.
+    launches = {}  # when the processor launched each kernel, by the number that both events have
     for event in events:
         if event["ts"] >= end:
             continue
@@ -95,7 +95,7 @@ def _step(events, begin, end):
 
 
 def _pass_of(event: dict[str, Any]) -> str:
-    """Which pass an event of the processor belongs to, or ""."""
+    """Return the pass to which an event of the processor belongs, or ""."""
     if _is(event, "cpu_op", "autograd::engine::evaluate_function"):
         return "backward"
     if _is(event, "user_annotation", "Optimizer.step"):
@@ -105,7 +105,7 @@ def _pass_of(event: dict[str, Any]) -> str:
 
 
 def _is(event: dict[str, Any], category: str, beginning: str) -> bool:
-    """Whether an event is of this category, and its name begins so."""
+    """Return whether an event is of this category, and its name has this beginning."""
     return event.get("cat") == category and event["name"].startswith(beginning)
 
 
@@ -114,6 +114,6 @@ def _end(event):
 
 
 def _span(event, name, begin, lane="compute"):
-    """The span of an event, in seconds from `begin`."""
+    """Return the span of an event, in seconds from `begin`."""
     start = (event["ts"] - begin) / 1e6
     return Span(name, start, start + event["dur"] / 1e6, lane)

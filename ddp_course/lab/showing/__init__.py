@@ -1,8 +1,8 @@
-"""What the notebooks show: figures, sketches, widgets, and the source of the package itself."""
+"""Shows things in notebooks: figures, sketches, widgets, and the source of the package itself."""
 
 from importlib import import_module
 
-# This is imported at once: left to `__getattr__`, `showing.source` would be the module.
+# This is imported at once: by `__getattr__`, `showing.source` would be the module.
 from .source import diff, source  # noqa: F401
 
 _HOMES = {
@@ -33,7 +33,7 @@ def __getattr__(name):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_HOMES[name]}", __name__)
-    # A module has no attribute of its own name: then the module is meant.
+    # If the module has no attribute of this name, the module itself is meant.
     return getattr(module, name, module)
 
 

@@ -1,4 +1,4 @@
-"""The first thing that a learner writes: two lines of a ring, in lesson 00."""
+"""Tries the first thing that a learner writes: two lines of a ring, in lesson 00."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .plots import Picture, bars
 
 Ring = Callable[[torch.Tensor], Any]
 RANKS = 4
-# How often a rank's sum has its own number, its left neighbour's, and so on, where it is wrong.
+# The digits of a wrong sum say how often it has the rank's own number, its left neighbour's, ….
 REASONS = {
     "1000": "Nothing was added to `tensor`. Add what came in to it in place, with +=: `tensor = …`"
     " only gives a new tensor its name, which the caller does not see.",
@@ -29,7 +29,7 @@ REASONS = {
 
 
 def first_ring(ring: Ring) -> Picture | None:
-    """Try a ring on four ranks: say what is wrong, or draw its time beside a server's.
+    """Try a ring on four ranks; say what is wrong, or draw its time beside a server's.
 
     `ring(tensor)` makes `tensor` the sum of all ranks' tensors, in place.
     """
@@ -52,22 +52,24 @@ def first_ring(ring: Ring) -> Picture | None:
 
 
 def sum_of_powers(ring: Ring) -> float:
-    """On each rank: what the ring makes of 10 to the power of the rank."""
+    """Return what the ring makes of 10 to the power of this rank."""
     tensor = torch.tensor([10.0 ** dist.get_rank()])
     ring(tensor)
     return tensor.item()
 
 
 def counts_from_the_left(rank: int, number: float) -> str:
-    """The digits of a sum, which count the ranks' numbers: this rank's, its left neighbour's, …"""
-    digits = f"{number:04.0f}"  # The first is the last rank's.
+    """Return how often a sum has this rank's number, its left neighbour's, …, as digits."""
+    # The first digit is that of the last rank.
+    digits = f"{number:04.0f}"
     own = RANKS - 1 - rank
     return digits[own:] + digits[:own]
 
 
 def what_is_wrong(ring: Ring, counts: set[str]) -> str:
-    """A sentence for whoever wrote this ring."""
-    with suppress(OSError, TypeError):  # A function of a script that is gone has no source.
+    """Return a sentence for the person who wrote this ring."""
+    # A function of a script that is gone has no source.
+    with suppress(OSError, TypeError):
         if "        ...  #" in inspect.getsource(ring):
             return "The two lines are not written yet: put them in place of the three dots."
     reason = "Each number has to come by once: send on what just came in, and add it to `tensor`."

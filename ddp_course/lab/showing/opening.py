@@ -1,4 +1,4 @@
-"""The questions that a lesson opens with, as buttons to choose from."""
+"""The questions with which a lesson opens, as buttons to choose from."""
 
 from functools import partial
 from typing import Any
@@ -58,4 +58,4 @@ class Opening(ipywidgets.VBox):
         return {**bundle, "text/plain": "\n\n".join(texts), MIME: {"questions": asked}}
 
 
-questions = Opening  # A lesson's first cell asks them: `show.questions(4)`.
+questions = Opening  # A lesson's first cell calls it by this name: `show.questions(4)`.

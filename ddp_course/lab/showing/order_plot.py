@@ -1,4 +1,4 @@
-"""What `every_order` has found, on a timeline: a figure in a notebook, text in a terminal."""
+"""Shows what `every_order` has found: a timeline in a notebook, text in a terminal."""
 
 import textwrap
 from collections import defaultdict
@@ -21,7 +21,10 @@ STOPS = "×"  # This sign stands before a line at which a rank goes no further.
 
 
 class Bar(NamedTuple):
-    """A message on its way, in virtual milliseconds; `what` is that of its events."""
+    """A message on its way from `start` to `end`, in virtual milliseconds.
+
+    `what` is the wait that its events have.
+    """
 
     start: float
     end: float
@@ -30,7 +33,7 @@ class Bar(NamedTuple):
 
 
 def verdict(found: Verdict) -> None:
-    """Draw what `every_order` has found in a notebook; elsewhere print it, with its last events."""
+    """Draw a verdict of `every_order` in a notebook; elsewhere print it, with its last events."""
     if getattr(get_ipython(), "kernel", None):
         display(timeline(found))
     else:
@@ -38,10 +41,10 @@ def verdict(found: Verdict) -> None:
 
 
 def timeline(verdict: Verdict) -> Picture:
-    """A row for each rank, and on it a bar for each message, from its post to its wait.
+    """Return a figure with a row for each rank, and a bar for each message from post to wait.
 
-    A bar that nobody has waited for is hatched, a cross is where a rank stops, and the lines stand
-    below.
+    The bar of a message for which nobody waited is hatched, a cross marks where a rank stops, and
+    the program's lines stand below.
     """
     lanes_by_rank = lanes_of_ranks(verdict.events)
     lines = lines_of(verdict)
@@ -59,7 +62,7 @@ def timeline(verdict: Verdict) -> Picture:
                 row += 1
             axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
         for moment, rank, kind, *_ in verdict.events:
-            # A message that nobody waits for stops no rank: it is found at the rank's end.
+            # A message for which nobody waits stops no rank: it is found at the rank's end.
             if rank in verdict.ranks and kind not in ("post", "wait", "not waited for"):
                 axes.plot(
                     1000 * moment, middles[rank], "x", color=FAULT, markersize=12, markeredgewidth=3
@@ -72,13 +75,11 @@ def timeline(verdict: Verdict) -> Picture:
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """The program's lines of a verdict.
-
-    Those of a fault have their sign in the figure and their rank.
-    """
+    """Return the program's lines of a verdict, those of a fault with a rank and a sign."""
     lines = [textwrap.shorten(line, 90) for line in verdict.lines]
+    # No rank stops where results differ, and nothing says which rank was at a line.
     if verdict.kind == "unlike results":
-        return lines  # Nobody stops there, and of many ranks nothing says which one was at a line.
+        return lines
     # One rank begins a message and touches its memory too early; in a deadlock each has a line.
     signs = [HATCHED, STOPS]
     ranks = verdict.ranks * 2
@@ -90,10 +91,10 @@ def lines_of(verdict: Verdict) -> list[str]:
 
 
 def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
-    """The last messages of each rank, in lanes. What has no wait is on its way to the end."""
+    """Return the last messages of each rank, in lanes; one without a wait lasts to the end."""
     ranks = {event.rank for event in events}
     bars = {rank: [] for rank in sorted(ranks)}
-    posts = defaultdict(list)  # The moments of each rank's messages that it has not waited for.
+    posts = defaultdict(list)  # when each rank posted the messages for which it has not waited
     for event in events:
         message = (event.rank, event.what)
         moment = 1000 * event.moment
@@ -102,14 +103,15 @@ def lanes_of_ranks(events: list) -> dict[int, list[list[Bar]]]:
         elif event.kind == "wait":
             start = posts[message].pop(0)
             bars[event.rank].append(Bar(start, moment, event.what, waited_for=True))
-    end = 1000 * events[-1].moment + 1  # A message that has only just begun can be seen as well.
+    # The millisecond more lets a message be seen that has only just begun.
+    end = 1000 * events[-1].moment + 1
     for (rank, what), starts in posts.items():
         bars[rank] += [Bar(start, end, what, waited_for=False) for start in starts]
     return {rank: lanes_of(messages[-MOST_OF_A_RANK:]) for rank, messages in bars.items()}
 
 
 def lanes_of(bars: list[Bar]) -> list[list[Bar]]:
-    """The bars in as few lanes as they need for none to cover another."""
+    """Return the bars in as few lanes as they need for none to cover another."""
     lanes = [[]]
     for bar in sorted(bars):
         free_lanes = [lane for lane in lanes if not lane or lane[-1].end <= bar.start]
@@ -134,7 +136,7 @@ def draw(axes: Any, row: int, bar: Bar) -> None:
 
 
 def colour_and_name(what: Awaited) -> tuple[str, str]:
-    """How a bar looks and is called.
+    """Return a bar's colour and name.
 
     A send to rank 1 is blue and called "to 1", a receive is green and called "from 1", and a
     collective is grey and has its own name.

@@ -1,6 +1,4 @@
-"""One style for every figure of the course.
-
-A stage has one colour, theory is a line, a measurement a point.
+"""Figures in one style: a stage has one colour, theory is a line, a measurement is a point.
 
 Figures are made without pyplot, so nothing is global and nothing is drawn twice. In a notebook a
 `Picture` shows itself, with a text for those who cannot see it, and prints its message as one line
@@ -44,12 +42,10 @@ style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and a `description`.
+    """A figure that says in one line, its `message`, what it shows.
 
-    The description says what is in it, for those who cannot see it.
-
-    `kind` says where its numbers come from: measured, virtual time, counted, simulated, derived. It
-    is at the right edge.
+    `description` says what is in it, for those who cannot see it. `kind` says where its numbers
+    come from: measured, virtual time, counted, simulated, derived. It stands at the right edge.
     """
 
     def __init__(self, width, height, message, description, kind):
@@ -60,16 +56,16 @@ class Picture(Figure):
 
     @property
     def caption(self) -> str:
-        """The message, and where the numbers come from."""
+        """The message, with the kind of the numbers."""
         return f"{self.message} ({self.kind})" if self.kind else self.message
 
     @property
     def alt(self) -> str:
-        """The alternative text: what can be seen, and the caption."""
+        """The alternative text: the description and the caption."""
         return ". ".join(filter(None, (self.description, self.caption)))
 
     def png(self, dpi: float | str = "figure") -> bytes:
-        """The figure as the bytes of a PNG file."""
+        """Return the figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
             self.savefig(file, format="png", dpi=dpi, metadata={"Description": self.message})
@@ -99,12 +95,10 @@ def panels(
     kind: str = "",
     **options: Any,
 ) -> Iterator[tuple[Picture, Any]]:
-    """A new figure and its axes, drawn in the course's style in this block.
+    """Yield a new figure and its axes, which this block draws in the course's style.
 
-    `options` are those of `Figure.subplots`.
-
-    Where there is a kind, it stands along the right edge of the first axes, and the message is
-    their title, on as many lines as it needs.
+    `options` are those of `Figure.subplots`. If there is a kind, it stands along the right edge of
+    the first axes, and the message is their title, on as many lines as it needs.
     """
     with style():
         picture = Picture(width, height, message.replace("\n", " "), description, kind)
@@ -128,10 +122,10 @@ def panels(
 
 
 def compare_figure(results: Comparison) -> Picture:
-    """The four panels of `ddp-course compare`: loss, step time, bytes sent, timeline.
+    """Return the four panels of `ddp-course compare`: loss, step time, bytes sent, timeline.
 
-    They are made of its results. Of a processor as it is, where times tell nothing, one panel shows
-    the steps of a machine with a GPU instead.
+    On a processor without emulation times say nothing, so one panel shows the steps of a machine
+    with a GPU instead.
     """
     if results.measured_on and results.device == "cpu":
         return figure_of_one_h200(results)
@@ -151,7 +145,8 @@ def compare_figure(results: Comparison) -> Picture:
         height_ratios=[1, 1.25],
     ) as (picture, _):
         kind = kind_of_time(results)
-        # `panels` gets no kind, which would stand in one panel: the title of each says its own.
+        # `panels` gets no kind, which would stand in one panel: the title of each panel has its
+        # own.
         picture.kind = f"losses measured; times {kind}"
         if any(stage.bytes_sent_max and stage.bytes_formula for stage in stages):
             picture.kind += "; bytes counted; formulas derived"
@@ -166,7 +161,7 @@ def compare_figure(results: Comparison) -> Picture:
 
 
 def figure_of_one_h200(results: Comparison) -> Picture:
-    """The step times of these stages on a machine of ours that has a GPU."""
+    """Return a figure of these stages' step times on a machine that has a GPU."""
     step_ms = {row["name"]: row["step_ms"] for row in facts.rows("stages_on_one_h200")}
     heights = {}
     colours = {}
@@ -185,7 +180,7 @@ def figure_of_one_h200(results: Comparison) -> Picture:
 
 
 def setting_of(results: Comparison) -> str:
-    """On what a comparison ran: the real devices in words, or problem, ranks, devices and links."""
+    """Return the real devices of a comparison, or its problem, ranks, devices and links."""
     if results.measured_on:
         return f"measured on {results.measured_on}"
     emulated = results.emulated_device
@@ -195,7 +190,7 @@ def setting_of(results: Comparison) -> str:
 
 
 def comparison_message(results: Comparison) -> str:
-    """One line on what the comparison shows, computed from its numbers."""
+    """Return one line on what the comparison shows, computed from its numbers."""
     names = {"3": "server", "4": "ring", "5": "buckets"}
     gains = []
     for stage in results.stages:
@@ -215,10 +210,7 @@ def comparison_message(results: Comparison) -> str:
 
 
 def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
-    """All loss curves on one another.
-
-    The first is drawn widest, so that those above leave it visible.
-    """
+    """Draw all loss curves on one another, the first as the widest, so that all can be seen."""
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
         steps = range(1, len(stage.loss) + 1)
@@ -232,14 +224,12 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats)", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage.loss) for stage in stages))
-    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.
+    # Two columns fit under a curve that falls slowly.
+    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)
 
 
 def kind_of_time(results: Comparison) -> str:
-    """Where the times of a comparison come from.
-
-    They are virtual time, unless real devices or virtual hosts were measured.
-    """
+    """Return the kind of a comparison's times: "virtual time", or "measured"."""
     link = results.link or {}
     if link.get("mode") == "virtual" or (not link and results.emulated_device):
         return "virtual time"
@@ -247,9 +237,9 @@ def kind_of_time(results: Comparison) -> str:
 
 
 def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
-    """A bar per stage: compute, then communication that was not hidden.
+    """Draw a bar per stage: compute, then communication that was not hidden.
 
-    A mark across it is the prediction.
+    A mark across the bar is the prediction.
     """
     hatched: Any = {"height": 0.62, "facecolor": "white", "hatch": "////"}
     longest_ms = max(stage.step_ms for stage in stages)
@@ -277,17 +267,18 @@ def draw_step_times(axes: Axes, stages: list[StageResult], kind: str) -> None:
 
 
 def step_text(stage: StageResult, waiting_ms: float) -> str:
-    """The text beside a bar, after a space: " 95.2 ms, 3.4 times as fast, 12 waiting"."""
+    """Return the text beside a bar: " 95.2 ms, 3.4 times as fast, 12 waiting"."""
     parts = [f" {stage.step_ms:.1f} ms"]
     if stage.stage != "1":
         parts.append(f"{stage.speed_up:.1f} times as fast")
-    if waiting_ms >= 0.05:  # Less would not change the first number.
+    # Less would not change the first number.
+    if waiting_ms >= 0.05:
         parts.append(f"{waiting_ms:.0f} waiting")
     return ", ".join(parts)
 
 
 def draw_traffic(axes: Axes, stages: list[StageResult]) -> None:
-    """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
+    """Draw the bytes that the busiest rank sends: bars are counted, and lines are formulas."""
     sent_mb = {}
     formula_mb = {}
     colours = {}
@@ -336,17 +327,15 @@ def draw_bars(
 
 
 def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> None:
-    """One step of every stage, a lane per rank.
-
-    The lower half of a lane is its communication thread.
-    """
+    """Draw one step of every stage, a lane per rank, with its communication thread below."""
     row = 0.0
     middles = []
     for stage in stages:
         middles.append(row + (len(stage.timeline) - 1) / 2)
         for rank, spans in enumerate(stage.timeline):
             draw_lane(axes, row + rank, spans)
-        row += len(stage.timeline) + 0.7  # A gap is left between stages.
+        # A gap is left between stages.
+        row += len(stage.timeline) + 0.7
     axes.set_yticks(middles, [stage.label for stage in stages])
     axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
@@ -356,7 +345,7 @@ def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> No
 
 
 def name_rows(axes: Axes, labels: Sequence[str]) -> None:
-    """Name bars or lanes from the top down, with no lines of the grid along them."""
+    """Name bars or lanes from the top down, without lines of the grid along them."""
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
@@ -365,7 +354,7 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
 def draw_lane(axes: Axes, row: float, spans: Sequence[Any], begin: float = 0.0) -> None:
     """Draw `Span`s, or [name, start_s, end_s, lane], at `row`, in ms from `begin` (in s).
 
-    Compute is above, the communication thread below.
+    Compute is drawn above, and the communication thread below.
     """
     # A lane is 0.84 high; where messages are in its lower half, each half is 0.42 high.
     height = 0.42 if any(lane == "network" for _, _, _, lane, *_ in spans) else 0.84
@@ -389,12 +378,10 @@ def timeline_figure(
     align: bool = False,
     kind: str = "virtual time",
 ) -> Picture:
-    """Lanes of `Span`s or [name, start_s, end_s, lane], one per rank.
+    """Return a figure of lanes of `Span`s or [name, start_s, end_s, lane], one per rank.
 
-    Times are counted from the earliest start.
-
-    With `align` each lane begins at 0: for lanes that did not run at the same time. `kind` is
-    "measured" for real time.
+    Times are counted from the earliest start. With `align` each lane begins at 0, for lanes that
+    did not run at the same time. `kind` is "measured" for real time.
     """
     begins = []
     for lane in lanes:
@@ -413,7 +400,7 @@ def timeline_figure(
 
 
 def name_spans(drawing: Picture | Axes, lanes: Sequence[Any], **place: Any) -> None:
-    """A legend of a figure or of its axes for the spans of these lanes.
+    """Add a legend for the spans of these lanes to a figure, or to its axes.
 
     Names whose spans are all too short to be seen are left out.
     """
@@ -440,12 +427,13 @@ def curves(
     ticks: Any = None,
     kind: str = "measured",
 ) -> Picture:
-    """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
+    """Return a figure of points and lines.
 
-    `series` are measurements: points, or without `points` lines, each wider than the next if they
+    `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}. `series` are
+    measurements, drawn as points, or without `points` as lines, each wider than the next if they
     are `nested`; `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands`
-    are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` the places on the
-    x axis that get a number. `kind` says what `series` are.
+    are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` are the places on
+    the x axis that get a number. `kind` says what `series` are.
     """
     kind = with_lines(kind, theory)
     bands = bands or {}
@@ -475,7 +463,7 @@ def draw_line(axes: Axes, look: str, label: str, xs: Any, ys: Any, colour: Any =
 
 
 def name_at_its_end(axes: Axes, line: Any) -> None:
-    """Write the name of a flat line above its right end: a legend would cover the line."""
+    """Write the name of a flat line above its right end, as a legend would cover the line."""
     # With the transform below, x is 1 at the right edge.
     right_end = (1, line.get_ydata()[0])
     axes.annotate(
@@ -487,11 +475,12 @@ def name_at_its_end(axes: Axes, line: Any) -> None:
         ha="right",
         fontsize=9,
     )
-    line.set_label(f"_{line.get_label()}")  # The legend leaves out a label that begins so.
+    # The legend leaves out a label that begins with an underscore.
+    line.set_label(f"_{line.get_label()}")
 
 
 def with_lines(kind: str, theory: Any) -> str:
-    """The kind of a figure with lines of theory: "measured; lines derived"."""
+    """Return the kind of a figure with lines of theory: "measured; lines derived"."""
     if not theory or any(word in kind for word in ("derived", "simulated", "published")):
         return kind
     return f"{kind}; lines derived"
@@ -528,10 +517,9 @@ def bars(
     *,
     kind: str,
 ) -> Picture:
-    """One bar per label: `heights` is {label: number}.
+    """Return a figure with one bar per label: `heights` is {label: number}.
 
     `kind` says where the numbers come from: "measured", "virtual time", "counted", "derived".
-
     `theory`, {label: number}, is drawn as dashes across the bars, and `dash` says what they are.
     """
     kind = with_lines(kind, theory)
@@ -542,7 +530,7 @@ def bars(
 
 
 def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
-    """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
+    """Return a row of small grey images, such as digits, of (N, H, W) or (N, 1, H, W)."""
     with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, row):
         for axes, image, name in zip(row, pictures, titles, strict=True):
             axes.imshow(image.squeeze().tolist(), cmap="Greys")
@@ -553,11 +541,11 @@ def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
 
 
 def logarithmic(axes: Axes, name: str) -> None:
-    """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1,000), not powers."""
+    """Make the "x" or "y" axis logarithmic, with plain numbers, such as 0.2 and 1,000."""
     getattr(axes, f"set_{name}scale")("log")
     axis = getattr(axes, f"{name}axis")
     low, high = axis.get_data_interval()
-    # Over a few decades 1, 2 and 5 of each get a tick; over more, powers of ten alone.
+    # Over a few decades 1, 2 and 5 get ticks in each; over more, only powers of ten do.
     few = high <= 300 * low
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
     axis.set_major_formatter("{x:,.9g}")
@@ -565,7 +553,7 @@ def logarithmic(axes: Axes, name: str) -> None:
 
 
 def link_text(link: dict[str, Any] | None) -> str:
-    """An emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
+    """Return an emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
     if not link:
         return "links as they are"
     mode = {"hosts": "virtual hosts", "virtual": "virtual time"}[link["mode"]]

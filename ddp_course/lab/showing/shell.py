@@ -1,4 +1,4 @@
-"""Command lines in notebooks: shown as they would be typed, run with this kernel's own Python."""
+"""Runs command lines in notebooks: shown as typed, run with this kernel's own Python."""
 
 import os
 import re
@@ -18,19 +18,20 @@ PROGRAMS = {
     "ddp-course": ["-m", "ddp_course.lab.cli"],
     "python": [],
 }
-NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"  # Lines of torchrun's log begin so.
+# Lines of torchrun's log begin like this.
+NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"
 
 
 class progress(tqdm):
-    """A bar around a loop, as lessons call it: it ends full, or goes when the loop ends early.
+    """A bar around a loop, which ends full, or goes when the loop ends early.
 
-    tqdm's own would stay in a notebook, in red, also where nothing failed.
+    tqdm's own bar would stay in a notebook, in red, even where nothing failed.
     """
 
     total: float | None
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar, and remove it if it is not full."""
         if self.total and self.n < self.total:
             self.total = self.n
             self.leave = False
@@ -38,13 +39,11 @@ class progress(tqdm):
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:
-    """Run command lines at the same time; return their exit codes.
-
-    Each is printed, with the last lines of what it prints.
+    """Run command lines at the same time, print them with their outputs; return their exit codes.
 
     Each begins with torchrun, python or ddp-course; FOLDER stands for a temporary folder, CLINIC
-    for exercises/clinic. Raises ValueError for other programs, and subprocess.TimeoutExpired, with
-    all of them ended, after `timeout` seconds.
+    for exercises/clinic. Only the last lines of each output are printed. Raises ValueError for
+    other programs, and subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
         # torchrun leaves its logs in `folder`.
@@ -59,13 +58,14 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
         finally:
             for process in processes:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)  # torchrun then ends its ranks.
+                    # torchrun then ends its ranks.
+                    os.killpg(process.pid, signal.SIGTERM)
                     process.wait()
     return [process.returncode for process in processes]
 
 
 def _output(process, timeout):
-    """What the process prints, at its end; until then a bar counts the seconds that it may take."""
+    """Return what the process prints, once it ends; until then a bar counts its seconds."""
     for _ in progress(range(int(timeout)), desc="at most", unit="s", leave=False):
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=1)[0]
@@ -73,7 +73,7 @@ def _output(process, timeout):
 
 
 def _start(line, folder):
-    """Start a command line, in a process group of its own that can be ended as one."""
+    """Start a command line in a process group of its own, which can be ended as a whole."""
     clinic = str(course_folder("exercises") / "clinic")
     program, *arguments = shlex.split(line.replace("FOLDER", folder).replace("CLINIC", clinic))
     if program not in PROGRAMS:

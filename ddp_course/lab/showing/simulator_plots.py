@@ -1,4 +1,4 @@
-"""The figure of the simulator: where scaling ends. And how all-reduces are drawn and called."""
+"""The figure of the simulator, and the colours and names of all-reduces."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ ALGORITHM_COLOURS = {
     "ring": "#0072B2",
     "tree": "#009E73",
     "halving_doubling": "#CC79A7",
-    "hierarchical_ring": "#3B96CC",
+    "hierarchical": "#3B96CC",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
 
 
 def label(algorithm: str) -> str:
-    """How an algorithm is called in figures and tables."""
+    """Return an algorithm's name in figures and tables."""
     return algorithm.replace("_", " ").replace("halving doubling", "halving-doubling")
 
 
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
-    """Efficiency against K, a line per algorithm, the knee marked.
+    """Return a figure of efficiency against K, with a line per algorithm and its knee.
 
-    `steps` are {algorithm: [Step, …]}, by growing K.
+    `steps` are {algorithm: [Step, …]}, in the order of growing K.
     """
     knees = {name: knee(row) for name, row in steps.items()}
     parts = []
@@ -41,7 +41,7 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
             look: Any = {"color": ALGORITHM_COLOURS[name], "markersize": 3.5}
             axes.plot(ranks, efficiencies.values(), "o-", label=label(name), **look)
             end = knees[name]
-            # At the largest K there may be no knee: the figure ends, not the scaling.
+            # At the largest K there may be no knee: the figure ends there, and not the scaling.
             if end and end != ranks[-1]:
                 look |= {"markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.8}
                 axes.plot(end, efficiencies[end], "o", **look)

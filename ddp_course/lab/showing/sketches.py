@@ -1,11 +1,12 @@
-"""The course's drawings of schedules: the chunks of a ring, and the timetables of pipelines."""
+"""Draws schedules: the chunks of a ring, and the timetables of pipelines."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from .plots import SPAN_COLOURS, Picture, name_rows, panels
 
-RANK_COLOURS = [  # White letters can be read on each.
+# White letters can be read on each of these colours.
+RANK_COLOURS = [
     "#0072B2",
     "#9A6A00",
     "#007F5C",
@@ -19,12 +20,10 @@ CENTRE: Any = {"ha": "center", "va": "center"}
 
 
 def ring_states(world_size: int) -> list[Any]:
-    """What each rank's chunks hold after every step.
+    """Return the state of all chunks after every step, beginning before the first message.
 
-    It is a list of `states[rank][chunk]`, the ranks added up so far.
-
-    The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the
-    first message.
+    Each state is a list of lists: `state[rank][chunk]` is the set of ranks whose numbers have been
+    added up. The states follow the schedule of `reduce_scatter` and `allgather`.
     """
     state = [[frozenset([rank])] * world_size for rank in range(world_size)]
     states = [state]
@@ -38,9 +37,10 @@ def ring_states(world_size: int) -> list[Any]:
 
 
 def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
-    """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
+    """Return the 2(K-1) steps as pairs: the phase, and the chunk that each rank sends."""
     schedule = []
-    # First a rank sends its own chunk; the one after it has all sums when the allgather begins.
+    # First a rank sends the chunk of its own number. When the allgather begins, it has the whole
+    # sum of the chunk after that.
     for phase, first in (("reduce-scatter", 0), ("allgather", 1)):
         for step in range(world_size - 1):
             sent_chunks = [(rank + first - step) % world_size for rank in range(world_size)]
@@ -49,12 +49,11 @@ def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
-    """The chunked ring after `step` of 2(K-1) steps, or the last.
+    """Return a drawing of the chunked ring after `step` of 2(K-1) steps, or after the last.
 
-    The arrows are the messages of the next step.
-
-    Columns are ranks, rows chunks, stripes the ranks summed up; an arrow starts at the chunk that a
-    rank sends. That of the last rank leaves on the right and comes in on the left.
+    Columns are ranks, rows are chunks, and stripes are the ranks that are summed up. Arrows are the
+    messages of the next step, and start at the chunk that a rank sends; that of the last rank
+    leaves on the right and comes in on the left.
     """
     schedule = ring_schedule(world_size)
     step = min(step, len(schedule))
@@ -116,7 +115,8 @@ def _chunk(axes, x, y, contributors, world_size):
         axes.barh(y, 1.2, 0.72, left=x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
-PASSES = {  # Each pass of a pipeline has a colour.
+# Each pass of a pipeline has a colour.
+PASSES = {
     "F": SPAN_COLOURS["forward"],
     "B": SPAN_COLOURS["backward"],
     "W": "#5B8C5A",
@@ -124,12 +124,10 @@ PASSES = {  # Each pass of a pipeline has a colour.
 
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
-    """Timetables of pipelines one below the other, on one axis of time.
+    """Return a drawing of timetables of pipelines, one below the other, on one axis of time.
 
-    A rank's second stage is an outline.
-
-    `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
-    row per rank.
+    `timetables` are {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`},
+    one row per rank. The passes of a rank's second stage are outlines.
     """
     longest = max(duration(rows) for rows in timetables.values())
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
@@ -157,12 +155,12 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
 
 
 def duration(rows: Sequence[Any]) -> float:
-    """When the last pass of a timetable ends."""
+    """Return when the last pass of a timetable ends."""
     return max(end for row in rows for _, _, end in row)
 
 
 def idle(rows: Sequence[Any]) -> float:
-    """The share (0 to 1) of the time of a timetable in which a rank idles, on average."""
+    """Return the share (0 to 1) of a timetable in which a rank idles, on average."""
     busy = sum(end - start for row in rows for _, start, end in row)
     return 1 - busy / (len(rows) * duration(rows))
 
@@ -177,7 +175,8 @@ def _pass(axes, rank, ranks, span, longest):
     edge = colour if is_outline else "white"
     bar = [(start, end - start)]
     axes.broken_barh(bar, (rank - 0.4, 0.8), facecolors=face, edgecolor=edge)
-    size = min(9, 330 * (end - start) / longest)  # A label of three letters fits at this size.
+    # A label of three letters fits at this size.
+    size = min(9, 330 * (end - start) / longest)
     if size >= 5:
         letters = "black" if letter == "F" or is_outline else "white"
         name = f"{letter}{instruction.microbatch}"

@@ -1,7 +1,4 @@
-"""The package's own source, shown in notebook cells.
-
-It is read live, so that it cannot drift from what runs.
-"""
+"""Shows the package's own source in notebooks, read live, so that it is the source that runs."""
 
 import difflib
 import inspect
@@ -37,10 +34,7 @@ class Shown:
 
 
 def source(*things: Callable | str, click: str = "") -> Shown:
-    """The source of functions, classes or methods, coloured.
-
-    With `click`, it is behind a line that opens it.
-    """
+    """Return the coloured source of functions or classes, behind a line `click` that opens it."""
     code = "\n\n".join(map(text_of, things)).rstrip("\n")
     coloured = highlight(code, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
     style = f"{_BLOCK}color:#111;background:#FCFCFC;padding:0.4em 0.6em"
@@ -51,10 +45,7 @@ def source(*things: Callable | str, click: str = "") -> Shown:
 
 
 def diff(before: Callable | str, after: Callable | str) -> Shown:
-    """What changed from one function or text to another.
-
-    Lines taken away are red, new ones green.
-    """
+    """Return the changes between functions or texts: old lines are red, new ones green."""
     compared = difflib.ndiff(text_of(before).splitlines(), text_of(after).splitlines())
     lines = [line for line in compared if line[0] != "?"]
     rows = [f'<div style="{_COLOURS[line[0]]}">{escape(line)}</div>' for line in lines]
@@ -63,10 +54,7 @@ def diff(before: Callable | str, after: Callable | str) -> Shown:
 
 
 def text_of(thing: Callable | str) -> str:
-    """The source of a function or class as text; a text as it is.
-
-    It goes without the indentation that it has in its file.
-    """
+    """Return the source of a function or class, without its indentation; a text as it is."""
     if isinstance(thing, str):
         return thing
     return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))

@@ -1,4 +1,4 @@
-"""A step of a recorded GPU, drawn: what its processor and its two streams did."""
+"""Draws a recorded step of a GPU: what the processor and the GPU's two streams did."""
 
 from pathlib import Path
 
@@ -10,19 +10,17 @@ from ..measuring.on_your_gpus import find_size, profile_step
 from ..measuring.timeline import hidden_share
 from .plots import Picture, draw_lane, name_rows, name_spans, panels
 
-# The lower panel shows this much of the step before and after the first all-reduce begins.
+# The lower panel shows so much of the step, before and after the first all-reduce begins.
 BEFORE_MS = 4.0
 AFTER_MS = 3.0
 
 
 def trace(path: str | Path | None = None, step: int = 0) -> Picture:
-    """Draw a step of a trace of torch's profiler.
+    """Return a drawing of a step of a trace: of the two A100s, or from the file at `path`.
 
-    It is that of the course's two A100s, or of the file at `path`.
-
-    Above the whole step with the numbers in each all-reduce, below a few milliseconds of it. The
-    upper half of the GPU's row is the stream that computes, the lower half NCCL's. ValueError as
-    for `traces.read`.
+    The upper panel has the whole step, with the count of numbers in each all-reduce; the lower one
+    a few milliseconds of it. The upper half of the GPU's row is the stream that computes, and the
+    lower half is NCCL's. Raises the ValueError of `traces.read`.
     """
     recorded = traces.read(path)[step]
     step_ms = 1000 * recorded.seconds
@@ -44,7 +42,8 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
             # Three heights in turn: numbers side by side do not cover each other.
             height = 1.62 + 0.25 * (number % 3)
             whole.annotate(f"{count:,}", (1000 * span.start, height), fontsize=9)
-        shown_ms = step_ms / 2  # Without an all-reduce it is the middle of the step.
+        # Without an all-reduce the lower panel shows the middle of the step.
+        shown_ms = step_ms / 2
         if recorded.reduced:
             first, _ = recorded.reduced[0]
             shown_ms = 1000 * first.start
@@ -57,7 +56,7 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
 def own_trace(file: str = "my_trace.json") -> Picture | None:
     """Record a step of stage 6 on this machine's GPUs into `file`, and draw rank 0's.
 
-    Without GPUs say so.
+    Without GPUs print that there is nothing to record, and return None.
     """
     gpus = usable_gpus()
     if not gpus:

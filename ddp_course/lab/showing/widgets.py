@@ -1,4 +1,4 @@
-"""Figures with sliders, and a recorder for predictions.
+"""Figures with sliders, and questions that ask for a guess.
 
 An `Explorer` redraws one figure when a slider moves. Where no slider can work, as on a printed
 page, the figure of its first setting is shown. The course's web site draws every setting
@@ -30,12 +30,10 @@ MIME = "application/vnd.ddp-course+json"
 
 
 class Explorer(ipywidgets.VBox):
-    """Sliders over a figure.
+    """Sliders over a figure, which `draw` returns for the values of the `controls`, by name.
 
-    `draw(**values)` returns a `Picture` for the values of the `controls` by name.
-
-    `rebuild(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
-    "module:name".
+    `rebuild(recipe)` makes such an explorer again; `maker` names the function that made it from
+    `arguments`, as "module:name".
     """
 
     def __init__(self, draw, maker, *arguments, **controls):
@@ -45,7 +43,8 @@ class Explorer(ipywidgets.VBox):
         self.image = ipywidgets.Image(
             layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)")
         )
-        self.message = ipywidgets.HTML()  # HTML wraps a long text, which a Label would cut.
+        # HTML wraps a long text, which a Label would cut.
+        self.message = ipywidgets.HTML()
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():
             control.observe(self.redraw, "value")
@@ -54,8 +53,8 @@ class Explorer(ipywidgets.VBox):
     def redraw(self, *_: Any) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
-        # The browser keeps this much room while it loads the new image: without it the page below
-        # would jump.
+        # The browser keeps so much room while it loads the new image; otherwise the page would
+        # jump.
         width, height = picture.bbox.size
         self.image.width = str(int(width))
         self.image.height = str(int(height))
@@ -64,7 +63,7 @@ class Explorer(ipywidgets.VBox):
         self.alt = picture.alt
 
     def picture(self) -> Picture:
-        """The figure of the present values, as a plain `Picture`."""
+        """Return the figure of the present values, as a plain `Picture`."""
         return self.draw(**{name: control.value for name, control in self.controls.items()})
 
     def _repr_mimebundle_(self, **options):
@@ -78,25 +77,24 @@ class Explorer(ipywidgets.VBox):
 
 
 def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
-    """Decorate a function that draws a figure, so that it makes an `Explorer`.
+    """Decorate a function that draws a figure, so that it makes an `Explorer` with sliders.
 
-    It gets a slider for each of its arguments.
-
-    `sliders` are {argument: (title, values)}; a slider begins at the argument of the call.
+    `sliders` are {argument: (title, values)}, one for each argument of the function. A slider
+    begins at the argument of the call.
     """
 
     def decorate(figure):
-        """The function that makes explorers of `figure`."""
+        """Return the function that makes explorers of `figure`."""
 
         @wraps(figure)
         def make(*arguments, **named):
-            """An explorer that begins with the arguments of this call."""
+            """Return an explorer that begins with the arguments of this call."""
             call = inspect.signature(figure).bind(*arguments, **named)
             call.apply_defaults()
             controls = {}
             for name, (title, values) in sliders.items():
                 controls[name] = choice(title, call.arguments[name], values)
-            # In its module the figure's name stands for `make`.
+            # In its module, the figure's name is now that of `make`.
             maker = f"{figure.__module__}:{figure.__name__}"
             return Explorer(figure, maker, *call.args, **controls)
 
@@ -106,22 +104,19 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
 
 
 def rebuild(recipe: dict[str, Any]) -> Explorer:
-    """The explorer that `recipe` describes, made anew."""
+    """Return a new explorer as `recipe` describes it."""
     return resolve_name(recipe["explorer"])(*recipe["arguments"])
 
 
 def choice(name: str, value: Any, options: Any) -> Any:
-    """A slider over a list of values or of (label, value) pairs."""
+    """Return a slider over a list of values or of (label, value) pairs."""
     return ipywidgets.SelectionSlider(
         value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE
     )
 
 
 def ring_stepper(world_size: int = 4) -> Any:
-    """Step through the chunked ring.
-
-    It shows which chunk is where, and which ranks' gradients are added up in it.
-    """
+    """Return an explorer that steps through the chunked ring, with what each chunk adds up."""
     ranks = choice("ranks K", world_size, range(2, 9))
     step = ipywidgets.IntSlider(description="step", layout=_LAYOUT, style=_WIDE)
     # The kernel decides how many steps there are; the browser keeps button and slider in step.
@@ -137,10 +132,7 @@ def ring_stepper(world_size: int = 4) -> Any:
 
 
 class Prediction(ipywidgets.VBox):
-    """A question with `answers` to choose from.
-
-    The choice is kept until `reveal` shows it beside the truth.
-    """
+    """A question with `answers` to choose from; `reveal` shows the choice beside the truth."""
 
     def __init__(self, question, answers):
         self.question = question
@@ -157,8 +149,8 @@ class Prediction(ipywidgets.VBox):
     ) -> None:
         """Show the guess beside the `result` (text) and its kind.
 
-        `answer` is the right one among the answers, and `why` has a sentence for who chose each:
-        {answer: why it is or is not so}. Raises ValueError for an answer that was not to be chosen.
+        `answer` is the right one among the answers. `why`, {answer: sentence}, says why each is
+        right or wrong. Raises ValueError for an `answer` that nobody could choose.
         """
         reasons = why or {}
         if answer not in self.answers:
@@ -187,10 +179,7 @@ predict = Prediction  # `predict` asks before the experiment, `reveal` answers a
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
-    """The number among `answers` that is nearest to `value` in ratio.
-
-    It finds the right one of a `Prediction`.
-    """
+    """Return the number among a prediction's `answers` that is nearest to `value` in ratio."""
     return min(answers, key=lambda answer: abs(math.log(answer / value)))
 
 
@@ -202,10 +191,7 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
 def alpha_beta_explorer(
     bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8
 ) -> Picture:
-    """Which of four all-reduces is the fastest for which message size.
-
-    The times are the closed forms of `theory`.
-    """
+    """Draw the times of four all-reduces, by their closed forms, against the message's size."""
     from manyranks.units import bits_per_second, seconds
 
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
@@ -238,10 +224,7 @@ def alpha_beta_explorer(
 
 
 def fastest(lines: dict[str, Any], place: int) -> str:
-    """The algorithms whose time for this message size is within 1 % of the shortest.
-
-    Their names are returned; the size is a place of their line.
-    """
+    """Return the algorithms whose time at a place of their lines is within 1 % of the best."""
     times = {name: times_ms[place] for name, (_, times_ms, _) in lines.items()}
     longest = 1.01 * min(times.values())
     return ", ".join(name for name, time in times.items() if time <= longest)
@@ -253,12 +236,10 @@ def fastest(lines: dict[str, Any], place: int) -> str:
     latency=("latency (% of a step)", [0, 0.1, 1]),
 )
 def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float = 0) -> Picture:
-    """How many times as fast as one device each strategy is.
+    """Draw how many times as fast as one device each stage is, as `compare` predicts for digits.
 
-    It is what `compare` predicts for the digits.
-
-    `share`: the time to send the gradients once over a link, `latency`: that of a message, both in
-    percent of a step of one device.
+    `share` is the time to send the gradients once over a link, and `latency` that of a message,
+    both in percent of a step of one device.
     """
     from manyranks.devices import Device
 
@@ -267,7 +248,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     from ..measuring import ideals
 
     job = make_job("digits", world_size)
-    device = Device("1GFLOP/s")  # Any would do: only ratios are shown.
+    # Any device would do, as only ratios are shown.
+    device = Device("1GFLOP/s")
     alone_s = job.work(device).compute_s
     bandwidth = 8 * job.gradient_bytes / (share / 100 * alone_s)
     costs = theory.Costs.of_link(bandwidth, latency / 100 * alone_s)
@@ -304,9 +286,9 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
 def bucket_explorer(
     profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]
 ) -> Explorer:
-    """Choose one of the bucket caps (MiB) for the simulated step of `profile`.
+    """Return an explorer of bucket caps (MiB) for the simulated step of `profile`.
 
-    Step times stand beside `measured` ones.
+    The figure has the simulated step times beside those `measured`.
     """
     from ..measuring.simulate import simulate
 
@@ -322,7 +304,7 @@ def bucket_explorer(
 
 
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
-    """The explorer made of plain values, which a recipe can hold.
+    """Return an explorer of bucket caps from plain values, which a recipe can hold.
 
     `steps` are [cap, number of buckets, ms, percent that is hidden, spans], `measured` [cap, ms].
     """
@@ -333,7 +315,7 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
 
 
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
-    """The plain figure of `caps_explorer` for one row of `steps`."""
+    """Draw the figure of `caps_explorer` for one row of `steps`."""
     cap, buckets, step_ms, hidden, spans = steps[row]
     message = f"cap {cap:g} MiB (buckets: {buckets}): step {step_ms:.0f} ms, {hidden:.0f} % hidden"
     caps, _, simulated_ms, *_ = zip(*steps, strict=True)
@@ -375,12 +357,10 @@ SCHEDULES = {
 def pipeline_explorer(
     world_size: int = 4, microbatches: int = 8, schedule: str = "gpipe"
 ) -> Picture:
-    """A pipeline's timetable, and how long the ranks idle.
+    """Draw a pipeline's timetable, with the share of time in which the ranks idle.
 
-    `schedule` names a function of `stage8_pipeline`.
-
-    Interleaved ranks have two stages of half the layers, and as many micro-batches as the next
-    multiple of K.
+    `schedule` names a function of `stage8_pipeline`. Interleaved ranks have two stages of half the
+    layers, and as many micro-batches as the next multiple of K.
     """
     from ... import stage8_pipeline
 
@@ -388,7 +368,7 @@ def pipeline_explorer(
     note = ""
     if schedule == "interleaved":
         stages_per_rank = 2
-        missing = -microbatches % world_size  # So many more make a multiple of K.
+        missing = -microbatches % world_size  # so many more make a multiple of K
         if missing:
             microbatches += missing
             note = f" (a multiple of {world_size})"

@@ -23,7 +23,7 @@ def test_textbook_numbers():
         "ring": 6 * (0.001 + 0.02),
         "tree": 4 * (0.001 + 0.08),
         "halving_doubling": 4 * 0.001 + 1.5 * 0.08,
-        "hierarchical_ring": 6 * (0.001 + 0.02),
+        "hierarchical": 6 * (0.001 + 0.02),
     }
     seconds = {name: theory.seconds(name, 8e6, 4, Costs(1e-3, 1e-8)) for name in expected}
     assert seconds == pytest.approx(expected, rel=1e-12)
@@ -61,7 +61,7 @@ def test_what_the_course_says_about_the_ring(world_size, nbytes, beta):
         (lambda: theory.seconds("ring", 1, 0, Costs(0, 1)), "world size is 0"),
         (lambda: theory.seconds("ring", 1, 2.5, Costs(0, 1)), "world size is 2.5"),
         (
-            lambda: theory.seconds("hierarchical_ring", 1, 6, Costs(0, 1), per_host=4),
+            lambda: theory.seconds("hierarchical", 1, 6, Costs(0, 1), per_host=4),
             "do not fill hosts of 4",
         ),
         (lambda: Costs.of_link(0), "bits per second"),

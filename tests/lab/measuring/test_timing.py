@@ -39,12 +39,12 @@ def test_own_messages_take_the_seconds_of_the_formula(algorithm, world_size):
     assert world_size < 4 or all(abs(other / seconds - 1) > 1e-3 for other in formulas.values())
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "hierarchical_ring"])
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
 def test_on_two_hosts_they_take_the_seconds_of_the_formula(algorithm):
     """Inside a host an emulated link takes no time."""
     own = {
         **OWN,
-        "hierarchical_ring": lambda tensor: collectives.hierarchical_all_reduce(
+        "hierarchical": lambda tensor: collectives.hierarchical_all_reduce(
             tensor, ranks_per_host=2
         ),
     }

@@ -1,4 +1,4 @@
-"""Measurements, nearly all published, which figures show and against which the simulator is held.
+"""Measurements that figures show, and with which the simulator is compared.
 
 Others published them, but for `elastic_job` and `stages_on_one_h200`, which are this project's own.
 Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The lines of table `name`, a key of SOURCES, as dicts with numbers as floats.
+    """Return the lines of table `name`, a key of SOURCES, as dicts with numbers as floats.
 
-    Raises ValueError for a name that is unknown.
+    Raises ValueError for an unknown name.
     """
     if name not in SOURCES:
         raise ValueError(f'there is no table "{name}"; choose one of {", ".join(SOURCES)}')

@@ -1,4 +1,4 @@
-"""Which layers of a model fill the buckets that the simulator sends."""
+"""Finds the layers of a model that fill the buckets of the simulator."""
 
 import torch
 
@@ -7,11 +7,11 @@ from ....job import Profile
 
 
 def full_buckets(profile: Profile, bucket_cap_mb: float) -> dict[int, int]:
-    """{index of the layer whose gradient fills a bucket of stage 5: the bucket's bytes}.
+    """Return the bytes of each bucket of stage 5, in sending order.
 
-    They are in the order sent.
+    The keys are the indices of the layers whose gradients fill the buckets.
     """
-    # Stage 5 asks tensors for their sizes only, so that some without memory will do.
+    # Stage 5 asks tensors for their sizes only, so tensors without memory will do.
     layer_of = {
         torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"): index
         for index, layer in enumerate(profile.layers)

@@ -1,6 +1,6 @@
-"""The four networks of PyTorch's published DDP table, as layer sizes.
+"""The four networks of PyTorch's published DDP table, as sizes of layers.
 
-There is nothing to download and nothing to run.
+So there is nothing to download and nothing to run.
 
 Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101), and Xie et al.,
 "Aggregated Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224
@@ -22,41 +22,42 @@ SHAPES = {
 
 
 def layers(name: str) -> Iterator[tuple[int, int]]:
-    """Yield (parameters, multiplications per picture) of a network's layers, forward.
+    """Yield (parameters, multiplications per picture) for each layer of a network of SHAPES.
 
-    The networks are those of SHAPES.
-
-    A convolution counts with its batch normalisation.
+    The layers are in forward order, and a convolution counts with its batch normalisation.
     """
     blocks, groups, group_width = SHAPES[name]
     yield _convolution(3, 64, kernel=7, side=112)
     channels = 64
-    side = 56  # Between these, a pooling layer without parameters halves the picture.
+    side = 56  # A pooling layer without parameters has halved the picture.
     for stage, count in enumerate(blocks):
         middle = groups * group_width * 2**stage
         out = 256 * 2**stage
         for block in range(count):
             yield _convolution(channels, middle, kernel=1, side=side)
-            # The middle convolution of the first block halves the picture, but for the first stage.
+            # The middle convolution of a first block halves the picture, except in the first stage.
             if block == 0 and stage > 0:
                 side //= 2
             yield _convolution(middle, middle, kernel=3, side=side, groups=groups)
             yield _convolution(middle, out, kernel=1, side=side)
-            if block == 0:  # The first block's shortcut changes the channels.
+            # The first block's shortcut changes the channels.
+            if block == 0:
                 yield _convolution(channels, out, kernel=1, side=side)
             channels = out
-    yield channels * 1000 + 1000, channels * 1000  # The head has 1,000 classes.
+    # The head has 1,000 classes.
+    yield channels * 1000 + 1000, channels * 1000
 
 
 def profile(name: str, compute_s: float) -> Profile:
-    """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward.
+    """Return a `Profile` of `compute_s` seconds, a third of them forward, the rest backward.
 
     A layer's share is that of its multiplications; gradients of inputs and of weights make backward
     cost twice forward.
     """
     sizes = list(layers(name))
     multiplications = sum(work for _, work in sizes)
-    unit = compute_s / (3 * multiplications)  # Forward is one part of three, backward two.
+    # Of three parts of the time, forward takes one and backward takes two.
+    unit = compute_s / (3 * multiplications)
     profiled = []
     for parameters, work in sizes:
         profiled.append(Layer("", work * unit, 2 * work * unit, 4 * parameters))
@@ -64,9 +65,9 @@ def profile(name: str, compute_s: float) -> Profile:
 
 
 def _convolution(channels_in, channels_out, kernel, side, groups=1):
-    """The parameters and multiplications of a convolution.
+    """Return the parameters and multiplications of a convolution and its normalisation.
 
-    Its output is `side` pixels wide; its normalisation has two parameters for each channel.
+    The output is `side` pixels wide; the normalisation has two parameters for each channel.
     """
     weights = channels_in // groups * channels_out * kernel**2
     return weights + 2 * channels_out, weights * side**2

@@ -1,13 +1,11 @@
-"""One training step of bucketed DDP.
-
-Backward fills buckets, buckets travel one after another, the update follows.
+"""Simulates a training step of bucketed DDP: backward fills buckets, which travel in turn.
 
     compute   | forward | layer 3 | layer 2 | layer 1 |  waits   | update |
     network             | bucket 0 |   bucket 1     | bucket 2 |
 
-All ranks do the same at the same time. So one rank is played, and a bucket takes the seconds of the
-closed form: this simulates thousands of devices within milliseconds. For the server and the tree it
-is an upper bound, as some ranks are done early and may begin on the next bucket.
+All ranks do the same at the same time. So only one rank is simulated, and a bucket takes the
+seconds of the closed form: thousands of devices take milliseconds. For the server and the tree the
+result is an upper bound, as some ranks are done early and may begin on the next bucket.
 """
 
 from collections.abc import Iterable
@@ -21,11 +19,14 @@ from ..theory import Costs
 from ..timeline import Span
 from .buckets import full_buckets
 
-KNEE = 0.9  # Scaling has ended where the efficiency is lower.
+KNEE = 0.9  # Scaling ends where the efficiency falls below this.
 
 
 class Network(NamedTuple):
-    """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each."""
+    """The costs of the `link` between hosts and of the `local` one, and the ranks per host.
+
+    `local` is None if links inside a host are like those between hosts.
+    """
 
     link: Costs
     local: Costs | None = None
@@ -34,12 +35,11 @@ class Network(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step.
+    """A simulated step, with its times in seconds.
 
-    Seconds: `step_s` in all, `compute_s` without communication, `communication_s` of all buckets.
-
-    `buckets` are bytes, in the order sent; `spans` are those of rank 0, from the beginning of the
-    step.
+    `step_s` is the time of the step, `compute_s` that without communication, and `communication_s`
+    the sum of all buckets' times. `buckets` are their bytes, in the order of sending; `spans` are
+    those of rank 0, from the beginning of the step.
     """
 
     world_size: int
@@ -51,15 +51,12 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which communication makes the step longer.
-
-        It is what the backward pass could not hide.
-        """
+        """The seconds of communication that the backward pass could not hide."""
         return self.step_s - self.compute_s
 
     @property
     def efficiency(self) -> float:
-        """Throughput over that of `world_size` independent devices, 0 to 1."""
+        """The throughput as a part (0 to 1) of that of `world_size` independent devices."""
         return self.compute_s / self.step_s
 
 
@@ -71,20 +68,19 @@ def simulate(
     bucket_cap_mb: float = 25.0,
     interference: float = 0.0,
 ) -> Step:
-    """Simulate one step of `world_size` devices; return a `Step`.
-
-    Each does the work of `profile`.
+    """Return a simulated step of `world_size` devices, each of which does the work of `profile`.
 
     `network` has the links and how many ranks share a host. `algorithm` is a name of
-    `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB, infinity for one message after the backward
-    pass. While a collective runs, computing takes 1 + `interference` times as long (0: the
-    collective has engines of its own). Raises ValueError for sizes or names that cannot be.
+    `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB; infinity stands for one message after the
+    backward pass. While a collective runs, computing takes 1 + `interference` times as long, where
+    0 stands for a collective with engines of its own. Raises ValueError for impossible sizes or
+    names.
     """
     theory.check_sizes(profile.gradient_bytes, world_size)
     buckets = full_buckets(profile, bucket_cap_mb)
     forward_end = sum(layer.forward_s for layer in profile.layers)
     now = forward_end
-    link_free = 0.0  # The link is free again at this moment.
+    link_free = 0.0  # the moment at which the link is free again
     spans = [Span("forward", 0.0, forward_end)]
     for index in reversed(range(len(profile.layers))):
         seconds = profile.layers[index].backward_s
@@ -114,22 +110,17 @@ def simulate(
 
 
 def knee(steps: Iterable[Step]) -> int | None:
-    """The largest K up to which every step's efficiency is at least KNEE.
-
-    It is None if the first's is not.
-    """
+    """Return the largest K up to which all steps' efficiencies are at least KNEE, or None."""
     ascending = sorted(steps, key=lambda step: step.world_size)
     efficient = takewhile(lambda step: step.efficiency >= KNEE, ascending)
     return max((step.world_size for step in efficient), default=None)
 
 
 def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
-    """Seconds of an all-reduce over a `Network` in which ranks share hosts.
-
-    It is a closed form, and never goes rank by rank.
+    """Return the seconds of an all-reduce over a `Network` in which ranks share hosts.
 
     Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link.
-    ValueError where ranks do not fill hosts evenly, and for other algorithms.
+    Raises ValueError if ranks do not fill hosts evenly, and for algorithms without a formula.
     """
     link = network.link
     local = network.local or network.link
@@ -139,11 +130,10 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         return theory.seconds(algorithm, nbytes, world_size, local)
     if per_host == 1:
         return theory.seconds(algorithm, nbytes, world_size, link)
-    if algorithm == "hierarchical_ring":
+    if algorithm == "hierarchical":
         return theory.seconds(algorithm, nbytes, world_size, link, local=local, per_host=per_host)
     if algorithm == "ring":
         return max(theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local))
     raise ValueError(
-        f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or"
-        " hierarchical_ring"
+        f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or hierarchical"
     )
