@@ -151,6 +151,8 @@ def as_gpus(device: Any, local_rank: int, per_host: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in replacements.items():
             stack.enter_context(replaced(torch.cuda, name, value))
+        # A build of torch with CUDA would ask its driver for more, as a build without it does not.
+        stack.enter_context(replaced(torch.accelerator, "current_accelerator", nothing))
         for owner, name, hook in (
             (DeviceMesh, "__init__", redirected),
             (DistributedDataParallel, "__init__", ddp),

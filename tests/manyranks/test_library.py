@@ -81,7 +81,7 @@ def test_a_type_checker_knows_the_front(tmp_path):
         [sys.executable, "-m", "mypy", "--follow-imports=silent", str(program)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": str(HOME.parent)},
     )

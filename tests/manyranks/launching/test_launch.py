@@ -445,7 +445,7 @@ def test_interrupted_script_leaves_nothing():
     below = psutil.Process(script.pid).children(recursive=True)
     assert len(below) >= 6
     script.send_signal(signal.SIGINT)
-    _, errors = script.communicate(timeout=10)
+    _, errors = script.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
     _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
