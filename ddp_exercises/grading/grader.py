@@ -205,14 +205,15 @@ def points_of(
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number in found and file.exists():
+            if file.exists():
                 answers[number] = file.read_bytes()
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
             if number not in answers:
-                unanswered = trouble(number, pristine, cells)
-                error = error_of(number, found[number], errors) if number in found else unanswered
+                error = trouble(number, pristine, cells)
+                if number in found and found[number].places:
+                    error = error_of(number, found[number], errors)
                 judged[number] = nothing(find(number), error)
             while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
