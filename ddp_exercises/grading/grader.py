@@ -207,13 +207,13 @@ def points_of(
             file = Path(folder, "answers", f"{number}.answers")
             if file.exists():
                 answers[number] = file.read_bytes()
+        found = {task: each for task, each in found.items() if each.places or task in answers}
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
             if number not in answers:
-                error = trouble(number, pristine, cells)
-                if number in found and found[number].places:
-                    error = error_of(number, found[number], errors)
+                unanswered = trouble(number, pristine, cells)
+                error = error_of(number, found[number], errors) if number in found else unanswered
                 judged[number] = nothing(find(number), error)
             while number not in judged:  # Verdicts come as they are known, not in order.
                 other, judged[other] = next(verdicts)
