@@ -41,8 +41,8 @@ class Answer(NamedTuple):
     """The answer to a task.
 
     `places` are those of its versions among the cells, of which the last counts, and `source` is
-    that of the last. `check` is the place of the check, and `notes` say how the answer was found,
-    if not by an id.
+    that of the last. There are none if only the learner's check knows the answer. `check` is the
+    place of the check, and `notes` say how the answer was found, if not by an id.
     """
 
     places: list[int]
@@ -103,13 +103,10 @@ def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]
     """
     answers = {}
     for task in pristine.answers:
-        if places := places_of(task, pristine, cells):
+        checks = [place for place, cell in enumerate(cells) if task in cell.checks]
+        if places := places_of(task, pristine, cells, checks):
             *earlier, last = places
             cell = cells[last]
-            checks = [last]
-            for place in range(last, len(cells)):
-                if task in cells[place].checks:
-                    checks.append(place)
             notes = []
             if (cell.role, cell.task) != ("answer", task):
                 notes.append("found by what it defines, in another cell")
@@ -119,15 +116,36 @@ def find_answers(pristine: Pristine, cells: Sequence[Cell]) -> dict[str, Answer]
                 notes.append(f"its cell is {cell.text_type}, read as code")
             if earlier and defines(cells[earlier[-1]].source, find(task).names[:1]):
                 notes.append("there are several versions, the last counts")
-            answers[task] = Answer(places, cell.source, checks[:2][-1], notes)
+            check = min([place for place in checks if place > last], default=last)
+            answers[task] = Answer(places, cell.source, check, notes)
+        elif checks and may_be_defined(task, pristine, cells):
+            answers[task] = Answer([], "", checks[-1], ["no cell defines it; its check had it"])
     return answers
 
 
-def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]:
+def may_be_defined(task: str, pristine: Pristine, cells: Sequence[Cell]) -> bool:
+    """Tell whether a check may be given an answer that no cell is seen to define.
+
+    It may have been imported with a star, or been given another name: the placeholder is gone, or
+    a cell of the learner's speaks of it.
+    """
+    _, placeholders, checks, _ = pristine
+    given_out = (*pristine.given.values(), *placeholders.values(), *checks.values())
+    sources = {cell.source.strip() for cell in cells if not cell.text_type}
+    if placeholders[task].strip() not in sources:
+        return True
+    words = re.compile(rf"\b(?:{'|'.join(find(task).names)}|{re.escape(task)})\b")
+    return any(words.search(source) for source in sources - set(map(str.strip, given_out)))
+
+
+def places_of(
+    task: str, pristine: Pristine, cells: Sequence[Cell], checks: Sequence[int]
+) -> list[int]:
     """Return the places of the cells that answer a task.
 
-    They are the cells with its sign that define one of its names, and others that define the names
-    which these lack. If there are none, they are the cells with its sign that were changed.
+    They are those with its sign that define one of its names, any below that define it anew before
+    one of the learner's `checks`, and any others that define what these lack. If there are none,
+    they are those with its sign that were changed.
     """
     own_parts = {}
     signed = []
@@ -140,6 +158,10 @@ def places_of(task: str, pristine: Pristine, cells: Sequence[Cell]) -> list[int]
                 signed.append(place)
     names = find(task).names
     places = [place for place in signed if defines(own_parts[place], names)]
+    if places and checks:
+        for place, part in own_parts.items():
+            if places[-1] < place <= checks[-1] and defines(part, names):
+                places.append(place)
     defined = "\n".join(own_parts[place] for place in places)
     lacking = [name for name in names if not defines(defined, [name])]
     if lacking:
@@ -168,12 +190,15 @@ def defines(source: str, names: Sequence[str]) -> bool:
 def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
     """Return what is wrong, before anything runs, with a task that has no answer."""
     given = pristine.answers[task].strip()
+    names = find(task).names
+    for cell in cells:
+        if cell.text_type and defines(cell.source, names):
+            return f"its answer is in a {cell.text_type} cell, which does not run: make it code"
     for cell in cells:
         is_own = cell.role == "answer" and cell.task == task
         if given in cell.source or (is_own and not cell.text_type):
             return UNSOLVED
-    names = " or ".join(find(task).names)
-    return f"its answer cell is missing, or no code, and no other cell defines {names}"
+    return f"its answer cell is missing, and no other cell defines {' or '.join(names)}"
 
 
 def assemble(

@@ -18,7 +18,9 @@ CHECKED = re.compile(r"""\bcheck\(\s*["'](\d{1,4}\.\d{1,4})["']""")
 MARKER = re.compile(r"^#[ %]*(\S+)", re.MULTILINE)  # "# %% answer-4-2" in an exported cell
 # Cells begin like this in scripts of jupytext, nbconvert and marimo.
 SCRIPT = re.compile(r"^(?=# ?%%|# In ?\[|@app\.)", re.MULTILINE)
+PARAGRAPH = re.compile(r"\n\n+(?=\S)")  # Colab, Databricks and jupytext's light form show no more.
 TEXT = ("markdown", "raw")  # Cells of these types do not run.
+FENCED = re.compile(r"^```.*\n((?:.*\n)*?)```", re.MULTILINE)  # code in Markdown
 
 
 class Cell(NamedTuple):
@@ -49,10 +51,10 @@ class Cell(NamedTuple):
 def read_cells(content: bytes) -> list[Cell]:
     """Return all cells of a notebook of any version.
 
-    Raises GradingError if it has none, JSONDecodeError or UnicodeDecodeError if it cannot be read.
+    Raises GradingError if it has none, JSONDecodeError if it cannot be read.
     """
     # No number in a notebook matters here, and one of 5,000 digits is no int for Python.
-    text = content.decode(json.detect_encoding(content), "surrogatepass")
+    text = content.decode(json.detect_encoding(content), "replace")
     notebook = as_dict(json.loads(text, parse_int=float))
     found = notebook.get("cells")
     # Before version 4 of the format cells lay in worksheets.
@@ -66,9 +68,16 @@ def read_cells(content: bytes) -> list[Cell]:
 
 
 def read_script(content: bytes) -> list[Cell]:
-    """Return the cells of a notebook that was exported as a script; none if it is another one."""
+    """Return the cells of a notebook that was exported as a script; none if it is another one.
+
+    Without marks of cells it is one if it calls checks, and a paragraph counts as a cell.
+    """
     cells = []
-    for part in SCRIPT.split(content.decode())[1:]:
+    text = content.decode()
+    parts = SCRIPT.split(text)[1:]
+    if not parts and CHECKED.search(text):
+        parts = PARAGRAPH.split(text)
+    for part in parts:
         source = part
         if part.startswith("@app."):
             _, _, source = part.partition("\n")
@@ -84,6 +93,8 @@ def as_cell(cell: dict) -> Cell:
     """Return a cell, whatever is in it; one without a type counts as code, which does no harm."""
     source = as_text(cell.get("source", cell.get("input")))
     text_type = cell.get("cell_type")
+    if text_type == "markdown":
+        source = "\n".join(FENCED.findall(source)) or source
     known = Cell(as_text(cell.get("id")), source, text_type=text_type if text_type in TEXT else "")
     for sign, identity in signs_of(cell, source):
         found = IDENTITY.fullmatch(as_text(identity))

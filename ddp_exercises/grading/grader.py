@@ -201,8 +201,9 @@ def points_of(
         answers = {}
         for number in pristine.points:
             file = Path(folder, "answers", f"{number}.answers")
-            if number in found and file.exists():
+            if file.exists():
                 answers[number] = file.read_bytes()
+        found = {task: each for task, each in found.items() if each.places or task in answers}
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():

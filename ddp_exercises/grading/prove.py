@@ -1,7 +1,7 @@
 """Asks a question about a learner's own code that only a person who understands it can answer.
 
 One line is changed; what will the check say? All choices are what the check really said of such
-changes when they ran.
+changes, and of the task's known wrong answers, when they ran.
 """
 
 import random
@@ -12,24 +12,29 @@ from functools import partial
 from typing import NamedTuple
 
 from ddp_exercises.attempt import Attempt
+from ddp_exercises.diagnosis import Verdict
 from ddp_exercises.evidence import gather
-from ddp_exercises.tasks import cells_with, find
+from ddp_exercises.tasks import Task, cells_with, find
 
 from .grader import Judge
 from .guard import enter
-from .results import Result, TaskResult, clean, first_line
+from .results import Result, TaskResult, clean
 
 MOST = 6  # At most so many changes are tried.
 LETTERS = "abcd"
+NO_CODE = ("#", '"')  # A line that begins so is a comment, or the text below a `def`.
 RIGHT = "correct"
-# An author should be able to foresee what these do: a neighbour on the other side, an off-by-one,
-# a missing division.
+# Whoever knows Python foresees an error without knowing the task.
+RAISED = "your code raised"
+# Inputs are not all told, so nobody can work such numbers out.
+NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?=.*was expected)|\(yours: .*\)")
+# An author should be able to foresee what these do: a neighbour on the other side, an off-by-one, a missing division.
 CHANGES = {
     r" \+ ": " - ",
     r" - ": " + ",
     r" \+= ": " -= ",
     r"\S+ //?= .*": "pass",
-    r" //? \w[\w.]*(\([^()]*\))?": "",
+    r" //? \w[\w.]*(\([^()]*\)|\[[^][]*\])*": "",
     r" < ": " <= ",
     r" > ": " >= ",
     r" == ": " != ",
@@ -56,16 +61,31 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
     chance = random.Random(f"{judge.seed} {result.learner} {answers}")
     for task in chance.sample(right_tasks, len(right_tasks)):
         said = what_is_said(task, judge, chance, seconds)
-        faults = [message for message in said if message != RIGHT]
+        faults = [each for each in said if each != RIGHT and not each.startswith(RAISED)]
         if faults:
             fault = chance.choice(faults)
-            others = [message for message in {**said, RIGHT: ""} if message != fault]
-            choices = [fault, *others[: len(LETTERS) - 1]]
+            in_words = {NUMBERS.sub("", fault): fault}
+            for message in (*said, RIGHT, *said_of_known(find(task.id), judge, chance)):
+                in_words.setdefault(NUMBERS.sub("", message), message)
+            choices = list(in_words.values())[: len(LETTERS)]
             chance.shuffle(choices)
             lines = [f"{task.id}: {said[fault]} What does the check say then?"]
             lines += map("  {}) {}".format, LETTERS, choices)
             return Question("\n".join(lines), LETTERS[choices.index(fault)])
     return None
+
+
+def said_of_known(task: Task, judge: Judge, chance: random.Random) -> list[str]:
+    """What the check says of the task's known wrong answers, in any order."""
+    attempt = Attempt(task.number, {}, None)
+    _, *evidences = judge.known(task)  # The first one does nothing.
+    messages = [first_line(judge.compared(attempt, evidence)) for evidence in evidences]
+    return chance.sample(messages, len(messages))
+
+
+def first_line(said: Verdict) -> str:
+    """The first line of a message about an answer."""
+    return clean(said.message).split("\n")[0] or RIGHT
 
 
 def what_is_said(
@@ -84,8 +104,7 @@ def what_is_said(
         attempts.append(Attempt(result.id, inputs, cells_with(result.id, text)))
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         evidences = gather(attempts, partial(enter, folder), seconds=seconds)
-    verdicts = map(judge.compared, attempts, evidences)
-    said = [first_line(clean(each.message)) or RIGHT for each in verdicts]
+    said = [first_line(each) for each in map(judge.compared, attempts, evidences)]
     words = [words for _, words in changes]
     return dict(zip(said[1:], words, strict=False)) if said[:1] == [RIGHT] else {}
 
@@ -94,6 +113,8 @@ def mutations(source: str) -> Iterator[tuple[str, str]]:
     """Yield an answer with one line changed, and what has become of the line, for all CHANGES."""
     lines = source.split("\n")
     for place, line in enumerate(lines):
+        if line.lstrip().startswith(NO_CODE):
+            continue
         for old, new in CHANGES.items():
             for found in re.finditer(old, line):
                 changed = line[: found.start()] + found.expand(new) + line[found.end() :]

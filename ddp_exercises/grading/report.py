@@ -123,25 +123,34 @@ def pages(results: Sequence[Result], missing: Sequence[str] = ()) -> dict[str, s
         missing=missing,
         alike=likeness(results),
         misconceptions=misconceptions(results),
-        rubrics=rubrics(),
+        rubrics=rubrics(results),
     )
     return texts
 
 
-def rubrics() -> dict[str, str]:
-    """Return for each task what a person should look for in a text that a learner has written."""
+def rubrics(results: Sequence[Result]) -> list[tuple]:
+    """Return (task, what to look for in its texts, [(learner, task)] of these texts) for each."""
     text = Path(__file__).with_name("rubrics.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^## (\d+\.\d+)\n([^#]+)", text, re.MULTILINE))
+    found = []
+    for number, rubric in re.findall(r"^## (\d+\.\d+)\n([^#]+)", text, re.MULTILINE):
+        texts = []
+        for result in results:
+            for task in result.tasks:
+                if task.id == number and task.answer:
+                    texts.append((result.learner, task))
+        if texts:
+            found.append((number, rubric, texts))
+    return found
 
 
-def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], set[str]]:
-    """Return the learners who gave each known wrong answer, in the order of tasks."""
-    given = defaultdict(set)
-    for result in sorted(results, key=lambda result: result.exercise or 0):
+def misconceptions(results: Sequence[Result]) -> dict[tuple[str, str], list[str]]:
+    """Return {(task, known wrong answer): learners who gave it}, in the order of tasks."""
+    given = defaultdict(list)
+    for result in results:
         for task in result.tasks:
             if task.misconception:
-                given[task.id, task.misconception].add(result.learner)
-    return given
+                given[task.id, task.misconception].append(result.learner)
+    return dict(sorted(given.items(), key=lambda pair: [*map(int, pair[0][0].split("."))]))
 
 
 def file_name(learner: str) -> str:

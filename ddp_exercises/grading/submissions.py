@@ -240,8 +240,9 @@ def read_submission(item: Item, owner: Owner) -> Submission:
         work.cells = read_script(content) if item.script else read_cells(content)
     except GradingError as error:
         work.fault = str(error)
-    except json.JSONDecodeError:
-        work.fault = "is not valid JSON"
+    except json.JSONDecodeError as error:
+        line = error.doc[error.doc.rfind("\n", 0, error.pos) + 1 :].split("\n")[0]
+        work.fault = f'is not valid JSON, so Jupyter opens it no more: {error.msg}, "{line[:60]}"'
     except Exception as error:
         # It may be encrypted, no UTF-8, or odd in a way of its own.
         work.fault = f"cannot be read as a notebook ({type(error).__name__}: {error})"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ddp_course.lab import cli
 from ddp_exercises.errors import GradingError
 from ddp_exercises.grading.answers import assemble, find_answers, load_exercises, trouble
-from ddp_exercises.grading.cells import read_cells
+from ddp_exercises.grading.cells import Cell, read_cells
 from ddp_exercises.grading.grader import Judge, grade_one
 from ddp_exercises.grading.submissions import (
     exercise_of,
@@ -215,10 +215,13 @@ def test_an_empty_answer_is_not_solved_yet():
     notebook = solved()
     cell_in(notebook, "answer-2-1")["source"] = None
     cells = cells_of(notebook)
-    assert list(find_answers(EXERCISES[2], cells)) == ["2.2", "2.3"]
+    places = {task: answer.places for task, answer in find_answers(EXERCISES[2], cells).items()}
+    assert places.pop("2.1") == [] and all(places.values())
     assert trouble("2.1", EXERCISES[2], cells) == "not solved yet"
     missing = [cell for cell in cells if cell.id != "answer-2-1"]
     assert "no other cell defines scatter" in trouble("2.1", EXERCISES[2], missing)
+    missing.append(Cell("raw", ANSWERS["answer-2-1"], text_type="raw"))
+    assert "in a raw cell, which does not run" in trouble("2.1", EXERCISES[2], missing)
 
 
 def placed(notebook, place, *cells):
@@ -267,6 +270,28 @@ def markdown(notebook):
     cell_in(notebook, "answer-2-1")["cell_type"] = "markdown"
 
 
+def fenced(notebook):
+    markdown(notebook)
+    cell_in(notebook, "answer-2-1")["source"] = f"Mine:\n\n```python\n{ANSWERS['answer-2-1']}\n```"
+
+
+def again_below_the_check(notebook):
+    answer = ANSWERS["answer-2-1"]
+    cell_in(notebook, "answer-2-1")["source"] = answer.replace("len(devices)", "2")
+    placed(notebook, 2, own(answer), own('check("2.1", scatter)'))
+
+
+def imported(notebook):
+    """From a module of the learner's; no cell defines it."""
+    cell_in(notebook, "answer-2-1")["source"] = ""
+    notebook["cells"].insert(0, own("from mine import *"))
+
+
+def by_another_name(notebook):
+    placed(notebook, 1, own(blank(notebook).replace("scatter", "mine")))
+    cell_in(notebook, "check-2-1")["source"] = 'check("2.1", mine)'
+
+
 def by_grade_id(notebook):
     for cell in notebook["cells"]:
         cell["metadata"].pop("ddp_course", None)
@@ -305,6 +330,12 @@ MOVED = {
     in_the_check: "found by what it defines, in another cell",
     in_the_first_cell: "found by what it defines, in another cell",
     markdown: "its cell is markdown, read as code",
+    fenced: "its cell is markdown, read as code",
+    again_below_the_check: (
+        "found by what it defines, in another cell; there are several versions, the last counts"
+    ),
+    imported: "no cell defines it; its check had it",
+    by_another_name: "no cell defines it; its check had it",
     by_grade_id: "found by its nbgrader's grade_id",
     by_colab: "found by its Colab's id",
     by_comment: "found by its comment",
@@ -321,7 +352,9 @@ def test_an_answer_is_found_where_a_person_would_find_it(change, right_and_odd):
     assert list(answers) == TASKS
     assert "; ".join(answers["2.1"].notes) == MOVED[change]
     check = runs.index("check-2-1")
-    assert f"own-{answers['2.1'].places[-1]}" in runs[:check]
+    for place in answers["2.1"].places[-1:]:
+        assert f"own-{place}" in runs[:check]
+        assert "```" not in answers["2.1"].source
     assert runs.count("check-2-1") == 1
     work = judge_the_shape(json.dumps(notebook).encode(), right_and_odd)
     assert exercise_of(work, EXERCISES) == 2
@@ -339,6 +372,7 @@ SCRIPTS = {
     "jupytext": lambda sources: "# ---\n" + "".join(f"# %%\n{source}\n" for source in sources),
     "nbconvert": lambda sources: "".join(f"# In[ ]:\n\n{source}\n\n" for source in sources),
     "marimo": as_marimo,
+    "Colab": lambda sources: '"""# Exercise 2\n\nOne process"""\n\n' + "\n\n".join(sources) + "\n",
 }
 
 
@@ -372,7 +406,7 @@ def test_a_check_runs_where_the_learner_has_it():
 def test_a_notebook_of_all_kinds_at_once_has_all_points(tmp_path):
     notebook = solved()
     notebook["cells"].insert(0, own("%reset -f"))
-    below(notebook)
+    by_another_name(notebook)
     in_answer = cell_in(notebook, "answer-2-2")
     in_answer["source"] = "!pip install einops\n" + in_answer["source"] + "\n# \ud83d"
     placed(notebook, 0, own("name = input()"))
@@ -380,7 +414,7 @@ def test_a_notebook_of_all_kinds_at_once_has_all_points(tmp_path):
     (work,) = find_submissions([tmp_path / "02_x.ipynb"])[0]
     result = grade_one(work, EXERCISES, Judge(3), 120.0)
     assert [task.message for task in result.tasks] == ["", "", ""] and result.points == 7
-    assert result.tasks[0].notes == ["found by what it defines, in another cell"]
+    assert result.tasks[0].notes == ["no cell defines it; its check had it"]
 
 
 def test_what_the_grader_cannot_do_is_said_in_our_words(tmp_path):

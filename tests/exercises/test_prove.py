@@ -14,7 +14,7 @@ from ddp_exercises.grading import overview, report
 from ddp_exercises.grading.grader import Judge
 from ddp_exercises.grading.prove import Question, mutations, question_about
 from ddp_exercises.grading.remarks import published
-from ddp_exercises.grading.results import Result, TaskResult, first_line
+from ddp_exercises.grading.results import Result, TaskResult
 from ddp_exercises.tasks import find, known_wrong, solution
 
 MINE = "def chunk_to_send(me, turn, n):\n    return (me - turn + n) % n\n"
@@ -32,6 +32,9 @@ def right(task, answer):
         ("x = é / size", {"x = é"}),
         ("tensor /= size", {"pass"}),
         ("x += incoming", {"x -= incoming"}),
+        ("x = 4 * n / speed[n] + y", {"x = 4 * n + y", "x = 4 * n / speed[n] - y"}),
+        ("# x + 1", set()),
+        ('"""x + 1"""', set()),
         ("if step < most: x", {"if step <= most: x"}),
         ("x = range(len(chunks))", {"x = range(len(chunks) - 1)"}),
         ("x = True", set()),
@@ -46,9 +49,30 @@ def test_a_question_is_about_the_learner_s_own_code_and_its_answer_is_what_the_c
     assert "(me - turn + n) % n" in question.text and "me" in question.text.split("becomes")[1]
     assert question == question_about(right("4.1", MINE), Judge(3), 100.0)
     (new,) = [text for text, words in mutations(MINE) if words in question.text]
-    said = first_line(verdict_on("4.1", new, seed=3).message)
+    said = verdict_on("4.1", new, seed=3).message
     assert f"  {question.right}) {said}" in question.text and said
-    assert "correct" in question.text
+    assert "correct" in question.text and "  d) " in question.text
+
+
+def test_no_choice_is_one_that_nobody_could_tell_from_another(monkeypatch):
+    """Where inputs are not told, numbers alone decide nothing; what Python says needs no task."""
+    long = "case: a sentence that is long, " + "and goes on, " * 20 + "to its end"
+    said = {
+        "the result is too large: 3.3; 2.9 was expected": "x becomes y.",
+        "the result is too large: 4.1; 2.9 was expected": "x becomes z.",
+        "your code raised TypeError": "x becomes 8[x].",
+        f"{long} (yours: 3)": "x becomes v.",
+    }
+    monkeypatch.setattr("ddp_exercises.grading.prove.what_is_said", lambda *_: said)
+    monkeypatch.setattr(
+        "ddp_exercises.grading.prove.said_of_known", lambda *_: [f"{long} (yours: 4)", "another"]
+    )
+    for seed in range(9):
+        text, letter = question_about(right("4.1", MINE), Judge(seed), 100.0)
+        asked, *choices = text.split("\n")
+        assert len({choice[5:25] for choice in choices}) == len(choices) == 4
+        assert f"{letter}) your code raised" not in text and "8[x]" not in asked
+        assert all(choice.endswith(")") for choice in choices if long in choice)
 
 
 def test_nothing_is_asked_about_answers_that_are_wrong_or_need_other_cells():
@@ -72,7 +96,7 @@ def test_the_question_is_on_the_learner_s_page_and_what_is_right_on_the_teacher_
     pages = report.pages([result])
     assert "4.1: which?" in pages["hand_back/anna.html"]
     assert "choice is" not in pages["hand_back/anna.html"]
-    assert "the right choice is b" in pages["index.html"]
+    assert "asked to prove 4.1: the right choice is b" in pages["index.html"]
 
 
 def test_what_is_the_published_solution_is_told_verbatim_or_renamed():
@@ -89,9 +113,10 @@ def test_a_known_wrong_answer_is_a_misconception_in_the_teacher_s_table():
     assert verdict_on("3.3", solution("3.3")).misconception == ""
     results = [Result("anna", 3, [TaskResult("3.3", 0, 2, "x", misconception="no division")])]
     results.append(Result("ben", 3, [TaskResult("3.3", 2, 2)]))
-    assert report.misconceptions(results) == {("3.3", "no division"): {"anna"}}
+    assert report.misconceptions(results) == {("3.3", "no division"): ["anna"]}
     page = report.pages(results)["index.html"]
-    assert page.count('class="has"') == 1 and "no division" in page
+    assert page.count('class="has wrong"') == 1 and "no division" in page
+    assert page.count("<span>anna</span>") == 1 and "<span>ben</span>" not in page
     assert "no division" not in report.pages(results)["hand_back/anna.html"]
 
 
@@ -128,9 +153,11 @@ def test_revisiting_draws_what_shows_most_of_an_old_misconception(tmp_path, monk
 
 
 def test_texts_stand_beside_their_rubric():
-    rubrics = report.rubrics()
-    assert rubrics.keys() == {"10.5", "15.2"} and "Full:" in rubrics["10.5"]
-    page = report.pages([right("10.5", 'def largest_rate():\n    return 0.3, "it <jumps>"')])
+    texts = [right("10.5", 'def largest_rate():\n    return 0.3, "it <jumps>"')]
+    (known,) = report.rubrics([*texts, right("4.1", MINE)])
+    assert known[0] == "10.5" and "Full:" in known[1] and known[2][0][0] == "anna"
+    assert [number for number, *_ in report.rubrics([right("15.2", "x")])] == ["15.2"]
+    page = report.pages(texts)
     assert "it &lt;jumps&gt;" in page["index.html"] and "Full:" in page["index.html"]
     assert "Full:" not in page["hand_back/anna.html"]
 
