@@ -309,3 +309,40 @@ def train_sharded(reduce_scatter, allgather, model, batches, lr):
 
 # %% check-7-8 points=2
 check("7.8", train_sharded)
+
+
+# %% [markdown]
+# ## 7.9 Explain: memory over a step
+#
+# *10 minutes · medium*
+#
+# Look at the figure of curves in the section "Why memory did not fall" of lesson 07: what a rank holds over a whole step, in
+# several ways.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the curves peak where forward ends and backward begins |
+# | B | why sharding lowers the whole curve, but takes nothing from its bump |
+# | C | why the curve with checkpointing peaks several times, each time lower |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-7-9
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "At 1, where forward ends, the activations of all 16 layers exist at the same time, and "
+        "backward then frees them one by one. Sharding divides parameters, gradients and state by K, "
+        "which lowers the curve everywhere, while every rank still runs the whole model on its "
+        "samples and keeps all activations. With checkpointing only the inputs of four parts are "
+        "kept, and each part is computed once more in backward, so its activations appear and go "
+        "again."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-7-9 points=2
+check("7.9", explain_figure)

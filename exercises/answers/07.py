@@ -829,3 +829,36 @@ def train_sharded(reduce_scatter, allgather, model, batches, lr):
 #-         optimizer.step()
 #+         optimizer.step()
 #+         break
+
+
+# %% 7.9 right: one of the points
+def explain_figure():
+    return 'At 1, where forward ends, the activations of all 16 layers exist at the same time, and backward then frees them one by one.', "A"
+
+
+# %% 7.9 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 7.9 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+# %% 7.9 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 7.9 told: lazy, all is ticked | 3 points in 22 different words
+def explain_figure():
+    return 'At 1, where forward ends, the activations of all 16 layers exist at the same time, and backward then frees them one by one.', "ABC"
+
+
+# %% 7.9 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 7.9 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 7.9 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 7.9 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -674,3 +674,36 @@ def make_mesh(rank, sizes, new_group):
 
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return {axis: mesh.get_group(axis) for axis in sizes}
+
+
+# %% 9.7 right: one of the points
+def explain_figure():
+    return 'Between hosts every block waits four times for a sum of activations on the cable of 15 Mbit/s, and nothing hides it, so this bar is the longest.', "A"
+
+
+# %% 9.7 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 9.7 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+# %% 9.7 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 9.7 told: lazy, all is ticked | 3 points in 26 different words
+def explain_figure():
+    return 'Between hosts every block waits four times for a sum of activations on the cable of 15 Mbit/s, and nothing hides it, so this bar is the longest.', "ABC"
+
+
+# %% 9.7 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 9.7 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 9.7 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 9.7 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

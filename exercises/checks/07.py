@@ -20,8 +20,11 @@ from manyranks.torch_inside import tree_leaves
 from .shared import (
     OTHER_ALGORITHMS,
     SERVER,
+    as_it_is,
+    form_of_explanation,
     in_words,
     noted_ring,
+    nothing,
     require,
     several,
     tensors,
@@ -711,3 +714,12 @@ class TrainSharded:
         yield "a layer at a time", "calls of reduce_scatter, in all steps", len(summed)
         whole = [parameter.full_tensor().detach().view(-1) for parameter in parameters]
         yield "weights", "the weights after all steps", torch.cat(whole)
+
+
+@task("7.9", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation
