@@ -12,7 +12,7 @@ optimizer state. If they do not fit into one device, more ranks do not help, unl
 - say when fully sharded training is slower than DDP, and why memory may not fall,
 - train with mixed precision, accumulation and clipping in one loop, sharded or not.
 
-*50 minutes, two of them computing; the optional part at the end takes 5 more.* Some cells show only three dots. They measure,
+*50 minutes, two of them computing; what is optional, at the end, takes 10 more.* Some cells show only three dots. They measure,
 check or draw, or they hold what you are asked to write first. Run them like all others; a click on the dots shows the code.
 """
 
