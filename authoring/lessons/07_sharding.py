@@ -309,7 +309,7 @@ def bytes_kept(parameters, world_size, divided):
     return total
 
 
-fill_in(bytes_kept, {(1000, 4, ()): 16000, (1000, 4, ("state",)): 10000, (1000, 2, ("state", "gradients")): 10000})
+fill_in(bytes_kept, {(1000, 4, ()): 16000.0, (1000, 4, ("state",)): 10000.0, (1000, 2, ("state", "gradients")): 10000.0})
 
 # %% [markdown]
 r"""
