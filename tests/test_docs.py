@@ -9,6 +9,7 @@ from statistics import geometric_mean
 import build
 import elsewhere
 import pytest
+from chromium import running_browser
 from PIL import Image
 
 from ddp_course import errors
@@ -171,3 +172,14 @@ def test_lesson_00_and_twenty_minutes_have_one_ring_to_write():
     lesson = (ROOT / "authoring" / "lessons" / "00_start_here.py").read_text("utf-8")
     [ring] = re.findall(r"^def my_ring.*?two lines\n", page, re.S | re.M)
     assert ring in lesson
+
+
+def test_what_is_printed_for_a_workshop_fits_its_pages(tmp_path):
+    with running_browser() as browser:
+        page = browser.new_page()
+        for name, count in {"handout": 1, "slides": 5}.items():
+            page.goto((ROOT / "docs" / "workshop" / f"{name}.html").as_uri())
+            pictures = "images => images.every(image => image.naturalWidth)"
+            assert page.eval_on_selector_all("img", pictures), f"{name}: a figure is missing"
+            printed = page.pdf(prefer_css_page_size=True)
+            assert len(re.findall(rb"/Type */Page\b", printed)) == count, name

@@ -292,6 +292,10 @@ claims.decide(
 
 # %% [markdown]
 r"""
+(Since version 3.13 Python is also built *without* this lock, and since 3.14 this build is officially supported: PEP 703 and PEP 779. There the
+other thread gets its turns during Python's own work too, so the claim is false without a condition. `sys._is_gil_enabled()` says which
+build you have.)
+
 Between two steps of Python code the lock changes hands, every 5 ms. So two threads of Python code take turns, but never
 run at the same moment. How many cores do two threads keep busy? That is their **processor time over wall time**: 1 if
 they take turns, up to 2 if they run side by side (on a machine with two free cores). Each pair works for 0.3 s. The size of

@@ -2,9 +2,9 @@
 r"""
 # 3 · The parameter server
 
-Now K processes instead of K threads: no shared lock, no shared memory, and soon no shared machine. Each has its own
-copy of the model and its own share of the data. What is left to do is to average the gradients. The plainest
-way: send them all to one rank.
+In this lesson K processes take the place of K threads. They share no lock and no memory, and soon they will share no machine. Each
+process has its own copy of the model and its own share of the data. All that is left to do together is to average the gradients, and
+the plainest way is to send them all to one rank.
 
 **After this lesson you can**
 
@@ -38,9 +38,9 @@ show.questions(3)
 r"""
 ## Ranks and messages
 
-A **rank** is one process of the job, with a number from 0 to K-1; K is the **world size**. A *point-to-point*
-message has one sender and one receiver, and both must agree: a `send` without its `recv` waits for ever. Here
-each rank sends its rank number to the server, rank 0.
+A **rank** is one process of the job. The ranks have the numbers 0 to K-1, and K is the **world size**. A *point-to-point* message has
+one sender and one receiver, and both must take part: a `send` without its `recv` waits for ever. Here each rank sends its number to the
+server, which is rank 0.
 """
 
 
@@ -62,8 +62,8 @@ launch(report, world_size=K)
 
 # %% [markdown]
 r"""
-`wire.send` and `wire.recv` are `torch.distributed.send` and `recv`, and count what passes. The same once more in torch's own
-words:
+`wire.send` and `wire.recv` are `torch.distributed.send` and `recv`, but they also count what passes. Here is the same program in torch's
+own words:
 """
 
 
@@ -112,9 +112,9 @@ print("different before, rank 0's weights everywhere after")
 r"""
 ## Stay equal
 
-And if nobody averages? All ranks start with the same weights, and each has its own share of the data. After each step we
-look how far the ranks' weights are apart: the largest difference between a weight of rank 0 and the same weight of any other rank. (With averaging it is 0: that
-line lies on the axis.)
+What happens if nobody averages? All ranks start with the same weights, and each has its own share of the data. After each step we look
+how far the weights have moved apart, which is the largest difference between a weight of rank 0 and the same weight of any other rank.
+(With averaging this difference is 0, and its line lies on the axis.)
 """
 
 
@@ -239,9 +239,9 @@ shows every sample exactly once. The shares are different, but nothing generates
 r"""
 ## The server
 
-All gradients go to rank 0 and the average comes back. All arrows of the picture pass through the server's one link. (Our server only averages,
-and every rank updates its own copy of the weights. A real parameter server *holds* the weights: gradients come in, it
-updates, and weights go out. The bytes are the same.)
+All gradients go to rank 0, and the average comes back. All arrows of the picture pass through the one link of the server. (Our server
+only averages, and every rank updates its own copy of the weights. A real parameter server *holds* the weights: gradients come in, the
+server updates, and weights go out. The number of bytes is the same.)
 
 ![A star: rank 0, the server, in the middle; from each other rank one arrow with a gradient leads to it and one with the average leads back, all through the server's one link](../docs/figures/star.svg)
 
@@ -254,9 +254,9 @@ guess
 
 # %% [markdown]
 r"""
-And the code: tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write it, which is worth
-more before you look. Here is the first, the server's first loop. Everyone else sends its tensor to rank `server`; the server adds
-what it receives to its own. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done, and
+Tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write the code, and you learn more if you write it
+before you look. The first of them is the server's first loop. All other ranks send their tensor to rank `server`, and the server adds
+what it receives to its own tensor. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done, and
 `wire.others(server, group)` lists all ranks but the server.
 """
 
@@ -332,7 +332,7 @@ print("twice the ranks, about three times the wait")
 r"""
 ## Count
 
-Now the bytes. The wire counts what each rank sends and receives in one call.
+How many bytes is that? The wire counts what each rank sends and receives in one call.
 """
 
 # %% count
@@ -356,9 +356,9 @@ print("server: (K-1) p in and (K-1) p out; everyone else: p out and p in")
 r"""
 ## Three things in one
 
-"Averaging gradients" is three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
-links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer, and a
-barrier before the call tells how long the others wait for it. Waiting and moving are in virtual time. The additions alone are
+"Averaging gradients" consists of three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
+links, and **adding up** (collective computation). The next cell takes the same call apart. One rank computes for 20 ms more than the
+others, and a barrier before the call tells how long they wait for it. Waiting and moving are in virtual time. The additions alone are
 repeated here, and their real time is measured.
 """
 
@@ -399,14 +399,14 @@ show.bars(
 
 # %% [markdown]
 r"""
-Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the
-first one. The third one is the only one that was really measured: the shortest of nine tries counts,
-as one alone takes a hundred times as long where other programs hold the processor at that moment.
+Faster links (NVLink inside a machine, InfiniBand between machines) make only the middle bar shorter. Lesson 11 deals with the first
+bar. The third bar is the only one that was really measured. It shows the shortest of nine tries, because a single try may take a hundred
+times as long if other programs hold the processor at that moment.
 
 ## What changed
 
-From stage 2's loop to stage 3's: the wrapper is gone, equal weights at the start and one line before the update
-have come. `batches` now yields this rank's share only. In the iteration no master hands out shards and weights any more, and every rank updates.
+Compared with stage 2's loop, the wrapper is gone. There is a broadcast at the start, and one more line before the update. `batches` now
+yields only this rank's share. In the iteration no master hands out shards and weights any more, and every rank makes the update.
 
 ![Each of three ranks takes a third of the batch and goes forward and backward with equal weights. Then ranks 1 and 2 send their gradients to rank 0, which sends the average back. Every rank makes the same update, so the weights stay equal](../docs/figures/iteration_03.svg)
 
@@ -420,9 +420,9 @@ show.diff(stage2_dataparallel.train, stage3_paramserver.train)
 r"""
 ## Claim: "a parameter server takes 2(K-1) p/b"
 
-For *this* server it does. But the first rank's average could be on its way back while the last rank's gradient still
-comes in, because a cable has two directions. So let a server cut the gradient into
-pieces and do both at once. In virtual time both servers collect and send 1 MiB, on links of 100 Mbit/s.
+*This* server does take so long. But a cable has two directions, so the first rank's average could be on its way back while the last
+rank's gradient still comes in. The next cell has a server that cuts the gradient into pieces and does both at once. Both servers collect
+and send 1 MiB in virtual time, on links of 100 Mbit/s.
 """
 
 
@@ -477,8 +477,8 @@ Even this server's time grows with K. Lesson 04 gets rid of the growth.
 
 ## On your GPUs
 
-The same on the devices of this machine, in real time: with GPUs, gradients travel by NCCL, one rank's after the other's, and
-all other GPUs wait. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
+Here the server averages on the devices of this machine, in real time. With GPUs the gradients travel by NCCL, one rank's after the
+other's, while all other GPUs wait. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
 """
 
 # %% on-your-gpus
@@ -490,10 +490,10 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-`dist.reduce` to one rank and `dist.broadcast` back would do the same job, and are cheaper than our two loops,
-because inside they are not stars: gloo's reduce is itself a ring, its broadcast a tree. DDP uses the broadcast,
-once, at construction. Servers are still in use where ranks should *not* wait for each other (asynchronous
-training), or where they hold huge embedding tables of which each rank needs only a few rows.
+`dist.reduce` to one rank and `dist.broadcast` back would do the same job. They are cheaper than our two loops, because inside they are
+not stars: gloo's reduce is a ring, and its broadcast is a tree. DDP uses the broadcast once, when the wrapper is made. Servers are still in
+use where ranks should *not* wait for each other (asynchronous training), and where huge embedding tables are stored of which each rank
+needs only a few rows.
 
 ## Check yourself
 
@@ -519,10 +519,10 @@ makes it certain instead of likely.
 r"""
 ## Yours in the comparison
 
-What you write can stand beside the course's stages and PyTorch's own: in the table, in the figure, in virtual time. Here is a
-training function as you would write it, with an average of one gradient at a time. Run it, then change it. Let the server keep
-its sum to itself, average in the first step alone, or leave out the broadcast: the row says by how much the weights differ from one
-device's, and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
+What you write can stand beside the course's stages and PyTorch's own, in the table and in the figure, in virtual time. Here is a
+training function as you would write it, which averages one gradient at a time. Run it, and then change it: let the server keep its sum to
+itself, average in the first step alone, or leave out the broadcast. The row then says by how much the weights differ from one device's,
+and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
 servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second.
 """
 
@@ -573,9 +573,9 @@ show.compare_figure(results)
 r"""
 ## In three lines
 
-1. Equal weights at the start (a broadcast) and equal gradients in every step keep K replicas one model.
-2. A server's one link carries 2(K-1) p, so its time grows with the number of ranks, as derived.
-3. Averaging is waiting, moving and adding up; without a slow rank, moving takes nearly all of the time.
+1. Equal weights at the start (by a broadcast) and equal gradients in every step keep K replicas one model.
+2. The one link of a server carries 2(K-1) p, so its time grows with the number of ranks, as derived.
+3. Averaging consists of waiting, moving and adding up. Without a slow rank, moving takes nearly all of the time.
 
 **Exercise:** [3](../exercises/03_parameter_server.ipynb), `exercises/03_parameter_server.ipynb`. **Next:**
 [4, ring all-reduce](04_ring_all_reduce.ipynb): no server.

@@ -14,7 +14,7 @@ An operation after which every rank has the sum over all ranks is an **all-reduc
 - say after each step which rank holds which sum,
 - count the bytes, measure the time, and say when the ring is *not* the best choice.
 
-*45 minutes, one of them computing.*
+*50 minutes, one of them computing.*
 """
 
 # %% imports

@@ -12,7 +12,7 @@ those of the first layers. Why not send them while backward still works on the r
 - predict from two numbers, one of the device and one of the link, when overlap pays,
 - show on a timeline that communication runs under the backward pass, and how much of it is hidden.
 
-*45 minutes, two of them computing; the optional part at the end takes 5 more.*
+*50 minutes, two of them computing; the optional part at the end takes 5 more.*
 """
 
 # %% imports

@@ -303,3 +303,38 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 
 # %% check-5-8 points=2
 check("5.8", most_ranks)
+
+
+# %% [markdown]
+# ## 5.9 Explain: two links and their caps
+#
+# *10 minutes · medium*
+#
+# Look at the last figure of the section "The bucket cap" in lesson 05: the time of a step over the cap, on a link with a
+# latency of 1 ms and on one without.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the curve of 1 ms rises towards the smallest caps, with a number of the figure or of the text |
+# | B | why both curves rise towards the largest cap |
+# | C | why the other curve does not rise on the left, although as many bytes travel |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-5-9
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "At 0.001 MiB there are 31 buckets, and each pays six latencies of 1 ms, 186 ms in all, which "
+        "backward cannot hide. With one large bucket nothing leaves before backward ends, so all "
+        "communication comes after it, on both links. Without a latency 31 messages cost no more than "
+        "one, since the same bytes travel in either case."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-5-9 points=2
+check("5.9", explain_figure)

@@ -351,3 +351,38 @@ def first_difference(all_reduce, model, batches, lr):
 
 # %% check-6-9 points=3
 check("6.9", first_difference)
+
+
+# %% [markdown]
+# ## 6.10 Explain: accumulation in three bars
+#
+# *10 minutes · medium*
+#
+# Look at the figure of the section "Accumulation" in lesson 06: the bytes that a rank sends for four micro-batches, in three
+# ways.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the second bar has a quarter of the first, with both numbers |
+# | B | why the third has half of the second |
+# | C | what none of the three ways makes shorter, or what the third one loses |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-6-10
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "Averaging every time runs four rings of 0.39 MiB each, while under no_sync gradients of "
+        "micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the "
+        "bytes are left. In bfloat16 each number has two bytes instead of four, which leaves 12.5 %. "
+        "Computing takes as long in all three, and sums in bfloat16 keep only eight significant bits."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-6-10 points=2
+check("6.10", explain_figure)

@@ -12,7 +12,7 @@ optimizer state. If they do not fit into one device, more ranks do not help, unl
 - say when fully sharded training is slower than DDP, and why memory may not fall,
 - train with mixed precision, accumulation and clipping in one loop, sharded or not.
 
-*50 minutes, two of them computing; the optional part at the end takes 5 more.* Some cells show only three dots. They measure,
+*50 minutes, two of them computing; what is optional, at the end, takes 10 more.* Some cells show only three dots. They measure,
 check or draw, or they hold what you are asked to write first. Run them like all others; a click on the dots shows the code.
 """
 
@@ -309,7 +309,7 @@ def bytes_kept(parameters, world_size, divided):
     return total
 
 
-fill_in(bytes_kept, {(1000, 4, ()): 16000, (1000, 4, ("state",)): 10000, (1000, 2, ("state", "gradients")): 10000})
+fill_in(bytes_kept, {(1000, 4, ()): 16000.0, (1000, 4, ("state",)): 10000.0, (1000, 2, ("state", "gradients")): 10000.0})
 
 # %% [markdown]
 r"""

@@ -309,3 +309,121 @@ def train_sharded(reduce_scatter, allgather, model, batches, lr):
 
 # %% check-7-8 points=2
 check("7.8", train_sharded)
+
+
+# %% [markdown]
+# ## 7.9 Explain: memory over a step
+#
+# *10 minutes · medium*
+#
+# Look at the figure of curves in the section "Why memory did not fall" of lesson 07: what a rank holds over a whole step, in
+# several ways.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the curves peak where forward ends and backward begins |
+# | B | why sharding lowers the whole curve, but takes nothing from its bump |
+# | C | why the curve with checkpointing peaks several times, each time lower |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-7-9
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "At 1, where forward ends, the activations of all 16 layers exist at the same time, and "
+        "backward then frees them one by one. Sharding divides parameters, gradients and state by K, "
+        "which lowers the curve everywhere, while every rank still runs the whole model on its "
+        "samples and keeps all activations. With checkpointing only the inputs of four parts are "
+        "kept, and each part is computed once more in backward, so its activations appear and go "
+        "again."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-7-9 points=2
+check("7.9", explain_figure)
+
+
+# %% [markdown]
+# ## 7.10 Reading lab: whose memory is this?
+#
+# *15 minutes · medium*
+#
+# torch's profiler has recorded how many bytes per parameter a rank holds over one step, in four ways of training. (On a GPU
+# `torch.cuda.memory._record_memory_history` records the same.) Moments 0 to 1 are the forward pass, 1 to 2 the backward pass and 2 to 3 the
+# update. These are sketches of the four:
+#
+#     "DDP": everything is on every rank          "ZeRO-1": only the optimizer's state is sharded
+#     bytes      /\                               bytes
+#          _____/  \____                                 /\  .--
+#                                                  _____/  \-
+#     "fully sharded"                             "checkpointed": fully sharded, activations computed once more
+#     bytes      /\                               bytes
+#               /  \                                     |\ |\ |\ |\
+#          ____/    \____                          ______| \| \| \| \____
+#
+# Write the rules by which you tell them apart. `held` is a list of pairs (moment, bytes per parameter), in order of time. Training is in
+# float32 with Adam, on `ranks` ranks. Numbers are never exact: they may be 0.3 bytes too large or too small, and a rank that shards
+# everything also holds the layer in use, about one byte.
+# %% answer-7-10
+def way_of(held, ranks):
+    """Return "DDP", "ZeRO-1", "fully sharded" or "checkpointed" for a list of (moment, bytes per parameter)."""
+    ### BEGIN SOLUTION
+    before = held[0][1]
+    backward = [count for moment, count in held if 1 <= moment < 2]
+    after = [count for moment, count in held if moment >= 2]
+    if before > 14:
+        return "DDP"
+    if after[0] > before + 2:
+        return "ZeRO-1"
+    rises = 0
+    for place in range(1, len(backward)):
+        rises += backward[place] > backward[place - 1] + 1
+    return "checkpointed" if rises >= 2 else "fully sharded"
+    ### END SOLUTION
+
+
+# %% check-7-10 points=2
+check("7.10", way_of)
+
+
+# %% [markdown]
+# ## 7.11 Reading lab: what does a trace of a sharded step say?
+#
+# *15 minutes · medium*
+#
+# `torch.profiler` writes what [Perfetto](https://ui.perfetto.dev) draws: a list of events, each a dict. Of a step under `fully_shard` you get
+#
+#     {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 118.0, "dur": 950.0, "args": {"stream": 20}}
+#     {"ph": "X", "cat": "kernel", "name": "sm90_xmma_gemm_bf16", "ts": 402.5, "dur": 310.0, "args": {"stream": 7}}
+#     {"ph": "X", "cat": "cpu_op", "name": "c10d::_allgather_base_", "ts": 60.0, "dur": 41.0}
+#
+# and so on, in any order. `ts` is when an event began and `dur` how long it took, in microseconds. What the GPU computes is on one stream, a
+# kernel at a time; NCCL's kernels are on others. The processor's events (`cpu_op`) only queue the kernels. For how long does the GPU send or
+# receive while it computes nothing? Say it for the gathers and for the scatters.
+# %% answer-7-11
+def exposed(events):
+    """Return {"AllGather": microseconds, "ReduceScatter": microseconds} in which no kernel computes."""
+    ### BEGIN SOLUTION
+    kernels = [event for event in events if event["cat"] == "kernel"]
+    computing = [event for event in kernels if "nccl" not in event["name"]]
+    waited = {"AllGather": 0.0, "ReduceScatter": 0.0}
+    for event in kernels:
+        begin = event["ts"]
+        end = begin + event["dur"]
+        for kind in waited:
+            if kind in event["name"]:
+                waited[kind] += event["dur"]
+                for other in computing:
+                    together = min(end, other["ts"] + other["dur"]) - max(begin, other["ts"])
+                    waited[kind] -= max(0.0, together)
+    return waited
+    ### END SOLUTION
+
+
+# %% check-7-11 points=2
+check("7.11", exposed)

@@ -12,7 +12,7 @@ activations and their gradients travel, from one rank to the next and back. The 
 - draw four schedules, GPipe, 1F1B, interleaved and zero bubble, and predict how long the ranks idle,
 - combine pipelines with data parallel training.
 
-*45 minutes, one of them computing.* Some cells show only three dots. They measure, check or draw, or they hold what you are asked to
+*50 minutes, one of them computing.* Some cells show only three dots. They measure, check or draw, or they hold what you are asked to
 write first. Run them like all others; a click on the dots shows the code.
 """
 

@@ -233,3 +233,38 @@ def backward(stage, number):
 
 # %% check-8-7 points=4
 check("8.7", forward, backward)
+
+
+# %% [markdown]
+# ## 8.8 Explain: idle ranks and micro-batches
+#
+# *10 minutes · medium*
+#
+# Look at the figure of the section "The bubble on real messages" in lesson 08: for what share of the time a rank idles, over
+# the number of micro-batches.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why one micro-batch leaves ranks idle for three quarters of the time |
+# | B | why more micro-batches help, and by which formula |
+# | C | why the curve never reaches zero, or what real devices add to it |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-8-8
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "With one micro-batch on 4 ranks, one rank works and three wait, so 75 % of the time is idle. "
+        "With M micro-batches the ranks fill and empty the pipeline once, which takes K-1 of M+K-1 "
+        "slots, so at 12 only 20 % is left. The pipeline must always fill and empty, M ends at the "
+        "number of samples, and on real devices each small micro-batch has a fixed cost of its own."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-8-8 points=2
+check("8.8", explain_figure)

@@ -12,7 +12,7 @@ the end all ways of splitting are combined on one mesh of ranks.
 - split a pair of linear layers so that one all-reduce per pass is enough,
 - lay a mesh of ranks over hosts and explain which way of splitting belongs on which link.
 
-*55 minutes, one of them computing; the three optional parts take 15 more.*
+*55 minutes, one of them computing; what is optional takes 15 more.*
 """
 
 # %% imports

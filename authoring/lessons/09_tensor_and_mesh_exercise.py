@@ -270,3 +270,39 @@ class SplitLoss(torch.autograd.Function):
 
 # %% check-9-6 points=5
 check("9.6", SplitLoss)
+
+
+# %% [markdown]
+# ## 9.7 Explain: four meshes on two hosts
+#
+# *10 minutes · medium*
+#
+# Look at the figure of the section "What travels, and on which link" in lesson 09: the time of a step on four meshes, with what
+# crosses between the hosts.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why tensor parallelism between hosts is the slowest |
+# | B | what the dash means, and why a bar ends at it or above it |
+# | C | why the pipeline sends least, and what it pays for that |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-9-7
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "Between hosts every block waits four times for a sum of activations on the cable of 15 "
+        "Mbit/s, and nothing hides it, so this bar is the longest. The dash is the time that the "
+        "cable alone needs for the bytes of both ranks of a host, and a bar above it also computes or "
+        "waits. A pipeline sends one activation forward and one gradient back per micro-batch, but "
+        "its ranks idle in the bubble."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-9-7 points=2
+check("9.7", explain_figure)

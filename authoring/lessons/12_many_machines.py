@@ -20,7 +20,7 @@ on many machines all devices share one network card. This lesson crosses that bo
 import torch
 
 from ddp_course import Link, collectives, launch, ring_all_reduce
-from ddp_course.lab import facts, show, theory, timing
+from ddp_course.lab import claims, facts, show, theory, timing
 from ddp_exercises import task
 from ddp_predictions import one_host
 from manyranks import links
@@ -118,6 +118,13 @@ show.bars(
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or seconds["two levels"] < 1.1 * seconds["flat ring"], seconds
 print("two levels are not slower than the flat ring")
+flat = formula["flat ring"]
+claims.decide(
+    25, "Over several hosts an all-reduce takes 2(K-1)/K p/b of the cable between them.", "virtual time",
+    {"the ring is flat": seconds["flat ring"] > 0.9 * flat,
+     "it goes in two levels": K > 2 and seconds["two levels"] > 0.9 * flat},
+    "Where the ranks of a host add up first, only 2(H-1)/H p cross the cable of each of H hosts.",
+)
 
 # %% [markdown]
 r"""

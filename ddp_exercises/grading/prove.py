@@ -28,7 +28,8 @@ RIGHT = "correct"
 RAISED = "your code raised"
 # Inputs are not all told, so nobody can work such numbers out.
 NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?=.*was expected)|\(yours: .*\)")
-# An author should be able to foresee what these do: a neighbour on the other side, an off-by-one, a missing division.
+# An author should be able to foresee what these do: a neighbour on the other side, an off-by-one,
+# a missing division.
 CHANGES = {
     r" \+ ": " - ",
     r" - ": " + ",

@@ -905,3 +905,39 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
     while 2 * ranks * gradient_bytes / bytes_per_s <= 4 * tokens / (ranks + 1) / flops_per_s:
         ranks += 1
     return ranks
+
+# %% 5.9 right: one of the points
+def explain_figure():
+    return 'At 0.001 MiB there are 31 buckets, and each pays six latencies of 1 ms, 186 ms in all, which backward cannot hide.', "A"
+
+# %% 5.9 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+
+# %% 5.9 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+
+# %% 5.9 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+
+# %% 5.9 told: lazy, all is ticked | 3 points in 23 different words
+def explain_figure():
+    return 'At 0.001 MiB there are 31 buckets, and each pays six latencies of 1 ms, 186 ms in all, which backward cannot hide.', "ABC"
+
+# %% 5.9 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+
+# %% 5.9 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+
+# %% 5.9 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+
+# %% 5.9 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -934,3 +934,119 @@ def train_sharded(reduce_scatter, allgather, model, batches, lr):
 #-         optimizer.step()
 #+         optimizer.step()
 #+         break
+
+
+# %% 7.9 right: one of the points
+def explain_figure():
+    return 'At 1, where forward ends, the activations of all 16 layers exist at the same time, and backward then frees them one by one.', "A"
+
+
+# %% 7.9 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 7.9 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+# %% 7.9 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 7.9 told: lazy, all is ticked | 3 points in 22 different words
+def explain_figure():
+    return 'At 1, where forward ends, the activations of all 16 layers exist at the same time, and backward then frees them one by one.', "ABC"
+
+
+# %% 7.9 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 7.9 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 7.9 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 7.9 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"
+
+
+# %% 7.10 right: by what is left after backward
+def way_of(held, ranks):
+    counts = [count for _, count in held]
+    peaks = [n for n in range(17, 32) if counts[n] > counts[n - 1] + 1.5]
+    if len(peaks) > 1:
+        return "checkpointed"
+    if min(counts) > 12:
+        return "DDP"
+    return "ZeRO-1" if counts[36] - counts[0] > 2 else "fully sharded"
+
+
+# %% 7.10 right: from the formulas
+def way_of(held, ranks):
+    end = sum(count for moment, count in held if moment >= 2) / 16
+    backward = [count for moment, count in held if 1 <= moment < 2]
+    kept = {"DDP": 16, "ZeRO-1": 8 + 8 / ranks, "fully sharded": 16 / ranks + 1}
+    way = min(kept, key=lambda name: abs(kept[name] - end))
+    jumps = sum(b - a > 1 for a, b in zip(backward, backward[1:]))
+    return "checkpointed" if jumps >= 2 else way
+
+
+# %% 7.10 told: lazy, by the peak | 'DDP' was returned, but
+#- if before > 14:
+#+ if max(count for _, count in held) > 25:
+# %% 7.10 told: lazy, no checkpoints | 'fully sharded' was returned, but it rises several times in the backward pass
+#- return "checkpointed" if rises >= 2 else "fully sharded"
+#+ return "fully sharded"
+# %% 7.10 told: any rise | 'checkpointed' was returned, but it begins with few bytes, has one peak
+#- backward[place - 1] + 1
+#+ backward[place - 1] - 2
+# %% 7.10 told: gradients are forgotten | 'fully sharded' was returned, but it begins with few bytes, and the whole gradients
+#- if after[0] > before + 2:
+#+ if after[0] > before + 20:
+# %% 7.10 told: as ZeRO-1 begins | 'ZeRO-1' was returned, but
+#- if after[0] > before + 2:
+#+ if before < 8:
+# %% 7.10 told: another word | the result is 'FSDP'
+#- else "fully sharded"
+#+ else "FSDP"
+# %% 7.11 right: moment by moment
+def exposed(events):
+    kernels = [event for event in events if event["cat"] == "kernel"]
+    spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
+    moments = sorted({moment for _, begin, end in spans for moment in (begin, end)})
+    waited = {"AllGather": 0.0, "ReduceScatter": 0.0}
+    for begin, end in zip(moments, moments[1:]):
+        running = [name for name, a, b in spans if a <= begin and end <= b]
+        if all("nccl" in name for name in running):
+            for name in running:
+                waited[name.split("_")[1]] += end - begin
+    return waited
+
+
+# %% 7.11 right: by stream
+#- "nccl" not in event["name"]
+#+ event["args"]["stream"] == 7
+# %% 7.11 wrong: lazy, all that is sent | what runs beside a kernel that computes is hidden: leave it out
+#-                 for other in computing:
+#-                     together = min(end, other["ts"] + other["dur"]) - max(begin, other["ts"])
+#-                     waited[kind] -= max(0.0, together)
+# %% 7.11 wrong: the processor's events too | cpu_op events only queue kernels: the GPU computes in none of them
+#- computing = [event for event in kernels if "nccl" not in event["name"]]
+#+ computing = [event for event in events if "nccl" not in event["name"]]
+# %% 7.11 wrong: what is hidden | that is the hidden part: the exposed one is what is left
+#-                 waited[kind] += event["dur"]
+#-                 for other
+#+                 for other
+#- waited[kind] -= max(0.0, together)
+#+ waited[kind] += max(0.0, together)
+# %% 7.11 wrong: gaps count too | where two spans do not meet, they have less than nothing in common: leave these out
+#- max(0.0, together)
+#+ together
+# %% 7.11 told: lazy, nothing is exposed | the result
+#- return waited
+#+ return {"AllGather": 0.0, "ReduceScatter": 0.0}
+# %% 7.11 told: a sum of both | a dict with AllGather and ReduceScatter was expected
+#- return waited
+#+ return sum(waited.values())
+# %% 7.11 wrong: in milliseconds | these are milliseconds: microseconds were asked for
+#- return waited
+#+ return {kind: count / 1000 for kind, count in waited.items()}

@@ -587,3 +587,36 @@ def backward(stage, number):
 #+         x = torch.empty(1000)
 #+         wire.recv(x, stage.before)
 #+         x = x[:15].view(stage.shape).clone()
+
+
+# %% 8.8 right: one of the points
+def explain_figure():
+    return 'With one micro-batch on 4 ranks, one rank works and three wait, so 75 % of the time is idle.', "A"
+
+
+# %% 8.8 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 8.8 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+# %% 8.8 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 8.8 told: lazy, all is ticked | 3 points in 19 different words
+def explain_figure():
+    return 'With one micro-batch on 4 ranks, one rank works and three wait, so 75 % of the time is idle.', "ABC"
+
+
+# %% 8.8 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 8.8 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 8.8 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 8.8 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -766,3 +766,38 @@ class SplitLoss(torch.autograd.Function):
 #+         every = torch.arange(len(columns))
 #+         at_target = logits[every, columns.clamp(0, logits.shape[1] - 1)]
 #+
+# %% 9.7 right: one of the points
+def explain_figure():
+    return 'Between hosts every block waits four times for a sum of activations on the cable of 15 Mbit/s, and nothing hides it, so this bar is the longest.', "A"
+
+# %% 9.7 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+
+# %% 9.7 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return "It is 20 % faster so.", "A"
+
+# %% 9.7 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+
+# %% 9.7 told: lazy, all is ticked | 3 points in 26 different words
+def explain_figure():
+    return 'Between hosts every block waits four times for a sum of activations on the cable of 15 Mbit/s, and nothing hides it, so this bar is the longest.', "ABC"
+
+# %% 9.7 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+
+# %% 9.7 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+
+# %% 9.7 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+
+# %% 9.7 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

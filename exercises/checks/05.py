@@ -21,7 +21,17 @@ from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import each_return, task
 from manyranks.devices import Device
 
-from .shared import as_sum, in_words, require, several, tensors, worlds
+from .shared import (
+    as_it_is,
+    as_sum,
+    form_of_explanation,
+    in_words,
+    nothing,
+    require,
+    several,
+    tensors,
+    worlds,
+)
 
 NOT_THERE = (
     "is it a gradient that is not there yet? register_post_accumulate_grad_hook calls when it is"
@@ -769,3 +779,12 @@ class MostRanks:
                 f" {gradient_bytes} bytes per gradient"
             )
             yield part, about, (tokens, rate, bandwidth, gradient_bytes)
+
+
+@task("5.9", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

@@ -26,9 +26,12 @@ from .shared import (
     NO_TENSOR,
     RING,
     SERVER,
+    as_it_is,
     copied_gradient,
+    form_of_explanation,
     in_words,
     noted_ring,
+    nothing,
     require,
     tensors,
     unequal_lengths,
@@ -710,3 +713,12 @@ class FirstDifference:
             is_equal = name.startswith(("a right", "a ring that hands"))
             part = "they are equal" if is_equal else "they differ"
             yield part, name, step
+
+
+@task("6.10", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

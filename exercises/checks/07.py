@@ -14,14 +14,17 @@ from ddp_course import wire
 from ddp_course.stage4_ring import allgather, reduce_scatter, ring_all_reduce
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
-from ddp_exercises.tasks import each_case, load_tasks, task
+from ddp_exercises.tasks import each_case, each_return, load_tasks, task
 from manyranks.torch_inside import tree_leaves
 
 from .shared import (
     OTHER_ALGORITHMS,
     SERVER,
+    as_it_is,
+    form_of_explanation,
     in_words,
     noted_ring,
+    nothing,
     require,
     several,
     tensors,
@@ -711,3 +714,114 @@ class TrainSharded:
         yield "a layer at a time", "calls of reduce_scatter, in all steps", len(summed)
         whole = [parameter.full_tensor().detach().view(-1) for parameter in parameters]
         yield "weights", "the weights after all steps", torch.cat(whole)
+
+
+@task("7.9", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation
+
+
+SAMPLES = 16  # So many moments of a phase are recorded.
+LOOK = {
+    "DDP": "all 16 bytes of a parameter are there before the step begins",
+    "ZeRO-1": "it begins with few bytes, and the whole gradients, 4 bytes, are still there when the update begins",
+    "fully sharded": "it begins with few bytes, has one peak, and falls back to where it began",
+    "checkpointed": "it rises several times in the backward pass, each time a part is computed once more",
+}
+
+
+def held_by(random, way, ranks, activations):
+    """Pairs (moment, bytes per parameter) of a step, as torch's profiler records them."""
+    kept = {"DDP": 16, "ZeRO-1": 4 + 8 / ranks}.get(way, 16 / ranks + 1)
+    whole_gradients = 4 if way == "ZeRO-1" else 0
+    checkpointed = way == "checkpointed"
+    held = []
+    for place in range(3 * SAMPLES):
+        moment = place / SAMPLES
+        forward = min(moment, 1)
+        backward = min(max(moment - 1, 0), 1)
+        count = kept + whole_gradients * backward
+        if checkpointed:
+            count += 0.1 * activations * (forward - backward)
+            if 1 <= moment < 2:
+                count += activations / 4 * (1 - 4 * backward % 1)
+        else:
+            count += activations * (forward - backward)
+        held.append((moment, round(count + random.uniform(-0.3, 0.3), 2)))
+    return held
+
+
+@task("7.10", "way_of", {"whole": 1, "sharded": 1})
+class WhoseMemory:
+    """Four ways to train, and what a rank holds over a step of each."""
+
+    def draw(random):
+        cases = []
+        ways = random.sample(list(LOOK) * 4, len(LOOK) * 4)
+        for number, way in enumerate(ways):
+            ranks = (4, 8)[number % 2]
+            cases.append((held_by(random, way, ranks, random.uniform(16, 30)), ranks))
+        return {"ways": ways, "cases": cases}
+
+    def probe(way_of, ways, cases):
+        return each_return(way_of, cases)
+
+    def read(returned, ways, cases):
+        for way, (held, ranks), answer in zip(ways, cases, returned, strict=True):
+            part = "sharded" if way in ("fully sharded", "checkpointed") else "whole"
+            counts = [count for _, count in held]
+            begins = f"{ranks} ranks, {counts[0]:.1f} bytes at the beginning"
+            ends = f"{max(counts):.1f} at most, {counts[2 * SAMPLES]:.1f} after backward"
+            fault = ""
+            if answer in LOOK and answer != way:
+                fault = f"{answer!r} was returned, but {LOOK[way]}"
+            yield part, f"{begins}, {ends}", fault
+            yield part, f"{begins}, {ends}, the way", answer
+
+
+def kernel(name, begin, duration, stream):
+    """An event of a trace: a kernel on the GPU."""
+    event = {"ph": "X", "cat": "kernel", "name": name, "ts": round(begin, 1)}
+    return event | {"dur": round(duration, 1), "args": {"stream": stream}}
+
+
+def trace_of(random, layers):
+    """Events of a step of `layers` sharded layers: gathers run ahead, scatters behind."""
+    events = []
+    clock = random.uniform(0, 1000)
+    link_is_free = clock
+    for name, count in (("AllGather", 1), ("ReduceScatter", 2)):  # forward, then backward
+        for _ in range(layers):
+            begin = link_is_free + random.uniform(1, 30)
+            takes = random.uniform(200, 900)
+            events.append(kernel(f"ncclDevKernel_{name}_RING_LL", begin, takes, 20))
+            event = {"ph": "X", "cat": "cpu_op", "name": f"c10d::{name}_base", "ts": begin - 50}
+            events.append(event | {"dur": 900.0})
+            link_is_free = begin + takes
+            for _ in range(count):
+                clock = max(clock, begin + random.uniform(50, 600)) + random.uniform(5, 40)
+                computes = random.uniform(100, 500)
+                events.append(kernel("sm90_xmma_gemm_bf16", clock, computes, 7))
+                clock += computes
+    return random.sample(events, len(events))
+
+
+@task("7.11", "exposed", {"AllGather": 1, "ReduceScatter": 1})
+class Exposed:
+    """How long the GPU communicates without computing, read from a trace's events."""
+
+    def draw(random):
+        return {"cases": [(trace_of(random, layers),) for layers in (2, 3, 5, 8)]}
+
+    def read(returned, cases):
+        for (events,), answer in zip(cases, returned, strict=True):
+            both = "a dict with AllGather and ReduceScatter was expected"
+            require(
+                isinstance(answer, dict) and set(answer) == {"AllGather", "ReduceScatter"}, both
+            )
+            for kind, waited in answer.items():
+                yield kind, f"{len(events)} events, exposed {kind} in microseconds", waited

@@ -22,7 +22,17 @@ from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
-from .shared import NO_TENSOR, in_words, require, several, tensors, unequal_lengths
+from .shared import (
+    NO_TENSOR,
+    as_it_is,
+    form_of_explanation,
+    in_words,
+    nothing,
+    require,
+    several,
+    tensors,
+    unequal_lengths,
+)
 
 COURSES_OWN = tuple(
     f"ddp_course.stage8_pipeline.schedules.{name}"
@@ -512,3 +522,12 @@ def end_to_end(gradients):
     for size, gradient in zip((25, 5), gradients, strict=True):
         parts.append(torch.zeros(size) if gradient is None else gradient.reshape(-1))
     return torch.cat(parts)
+
+
+@task("8.8", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

@@ -12,7 +12,16 @@ from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
-from .shared import in_words, require, several, tensors, worlds
+from .shared import (
+    as_it_is,
+    form_of_explanation,
+    in_words,
+    nothing,
+    require,
+    several,
+    tensors,
+    worlds,
+)
 
 
 @task("9.1", "my_slices", {"sum": 2, "sizes": 1})
@@ -532,3 +541,12 @@ def too_many(numbers):
         f"{numbers} numbers of {TOKENS} tokens were summed or compared: three per token are enough, the"
         " largest logit, the sum of exponentials and the target's logit"
     )
+
+
+@task("9.7", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

@@ -167,6 +167,36 @@ def different_words(sentence: Any) -> int:
     return len(set(str(sentence).lower().split()))
 
 
+def nothing(random: Any) -> dict:
+    """The inputs of a task that takes none."""
+    return {}
+
+
+def as_it_is(answer: Callable) -> Iterator[tuple]:
+    """Yield what an answer without arguments returns."""
+    yield "", "returned", answer()
+
+
+def form_of_explanation(returned: list) -> Iterator[tuple]:
+    """Evidence of a figure's explanation: the form of (text, letters of the points that it makes).
+
+    What the text says is for a person to read.
+    """
+    pair = 'a pair was expected: (your text, the letters that you tick, such as "AB")'
+    text, ticked = several(returned[0], 2, pair)
+    letters = sorted(set(map(str, ticked)))
+    words = different_words(text)
+    require(words >= 12, f"a text of at least twelve different words was expected, not of {words}")
+    require(any(sign.isdigit() for sign in str(text)), "name a number of the figure in your text")
+    yield "text", "its form", "as asked"
+    unknown = [letter for letter in letters if letter not in ("A", "B", "C")]
+    require(not unknown, f"{', '.join(map(repr, unknown))} is none of A, B and C")
+    require(letters, "tick at least one letter: what does your text say?")
+    each = f"{len(letters)} points in {words} different words: tick only what your text really says"
+    require(words >= 12 * len(letters), each)
+    yield "ticks", "their form", "as asked"
+
+
 def several(answer: Any, count: int, message: str) -> Any:
     """The answer, if it is a list or tuple of `count` things; else raise Wrong with `message` and
     what the answer is.
