@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..devices.device import FULL, REACH, Device, Reach
 from ..errors import EmulationError, LaunchError
+from .picture import picture
 from .rehearse import Request, orders_of, rehearse
 from .report import Report
 from .script import location
@@ -58,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default 3600)")
     parser.add_argument("--report", metavar="FILE", type=Path, help="write report.json there")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="write a trace for Perfetto")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the last step (SVG)")
     parser.add_argument(
         "--expect", metavar="FILE", type=Path, help="compare with a report that was kept"
     )
@@ -136,6 +138,8 @@ def write(args: argparse.Namespace, report: Report) -> None:
     if args.report:
         text = json.dumps(report.describe(), indent=1)
         args.report.write_text(f"{text}\n", encoding="utf-8")
+    if args.picture:
+        args.picture.write_text(picture(report), encoding="utf-8")
     if args.trace:
         args.trace.write_text(json.dumps(trace(report.told)), encoding="utf-8")
 
