@@ -20,6 +20,7 @@ class Package(NamedTuple):
 
 
 packages: dict[str, Package] = {}  # by name
+scripts: set[str] = set()  # The paths of programs that are run from files, wherever they lie.
 
 
 def register(name: str, folder: str, modules: Iterable[str] = ()) -> None:

@@ -8,6 +8,7 @@ change it.
 
 **After this lesson you can**
 
+- rehearse your own script on GPUs that you do not have,
 - predict the step time of a model on K devices and a link before you train it,
 - train it with torchrun, by DDP and by `fully_shard`, and explain a gap of more than a tenth,
 - go on from a checkpoint after a kill, with the same loss.
@@ -94,6 +95,26 @@ def torchrun(name, ranks=K, options="", resume=False):
 
 # %% [markdown]
 r"""
+## Rehearse
+
+Before anything is rented: how would your script run on GPUs that you do not have? `manyranks run` runs it as it is, on ranks that
+pretend to have an A100 each. What it computes is real, and its time is virtual. Replace the GPU and the link by what you could rent
+(`--device "H100" --link NVLink`), and add `--sizes-only --answer 0` when your model is larger than this machine.
+"""
+
+# %% rehearse
+rehearsal = f'python -m manyranks run --ranks {K} --device A100 --link "PCIe 4" {script}'
+ddp = f"{rehearsal} FOLDER/ddp --steps 3"
+sharded = f"{rehearsal} FOLDER/sharded --steps 3 --wrap fully_shard"
+_ = show.command(ddp, sharded, timeout=240)
+
+# %% [markdown]
+r"""
+Read the first line of each report: how long a step takes there, and how much of the sending hides under computing. Is most of it
+exposed, then more GPUs will not help; a larger batch or a faster link will. The table names the lines of your script that communicate,
+and *peak memory* says whether the model fits. (Kernels reach all of the datasheet here, and Python costs nothing: real steps of a model as
+small as the template's are far longer, as you will see. What to compare are two rehearsals.)
+
 ## Predict
 
 Rank 1 will be killed after step 25. The script saves every 10 steps.

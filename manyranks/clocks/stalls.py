@@ -108,8 +108,8 @@ def who_waits(
 def line_of(frame: Any) -> Line:
     """Return the innermost line, at or around a frame, that is the program's own.
 
-    Lines of packages in `own_code`, of installed packages and of Python are not. If all are, the
-    innermost line that is not Python's will do, or else any.
+    Lines of the program's scripts are. Lines of packages in `own_code`, of installed packages and of
+    Python are not. If all are of these, the innermost that is not Python's will do, or else any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))
@@ -118,7 +118,7 @@ def line_of(frame: Any) -> Line:
     for left_out in (libraries, PYTHON, nothing):
         for caller, number in stack:
             path = caller.f_code.co_filename
-            if not path.startswith(left_out):
+            if path in own_code.scripts or not path.startswith(left_out):
                 # A notebook's cell has no file.
                 name = os.path.basename(path) if os.path.exists(path) else "cell"
                 text = linecache.getline(path, number).strip()[:MOST_LETTERS]

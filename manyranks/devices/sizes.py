@@ -181,6 +181,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
         stack.enter_context(around(*torch_inside.CONVERSION, torch_inside.convert_without_values))
         stack.enter_context(around(torch.Tensor, "__format__", with_value_of))
         stack.enter_context(around(torch.Tensor, "numpy", mode.numpy))
+        stack.enter_context(around(torch, "save", save_sizes))
         stack.enter_context(mode)
         stack.enter_context(replaced(SizesOnly, "current", mode))
         yield
@@ -199,6 +200,24 @@ def with_values(run: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return `run(…)`, during which new tensors have values."""
     with torch_inside.no_fake_tensors():
         return run(*args, **kwargs)
+
+
+def save_sizes(run: Callable, what: Any, *args: Any, **kwargs: Any) -> None:
+    """Save tensors that have sizes only as those of torch's device "meta", and all else as it is.
+
+    What was saved so is small, whatever the model is, and takes no time.
+    """
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor
+        while hasattr(local, "_local_tensor"):
+            local = local._local_tensor
+        if not isinstance(local, torch_inside.FakeTensor):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    with torch_inside.no_fake_tensors():
+        run(torch_inside.tree_map_only(torch.Tensor, to_meta, what), *args, **kwargs)
 
 
 def with_value_of(run: Callable, tensor: torch.Tensor, form: str) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from ..devices.device import FULL, REACH, Device, Reach
 from ..errors import EmulationError, LaunchError
+from .picture import picture
 from .rehearse import Request, orders_of, rehearse
 from .report import Report
+from .script import location
 from .trace import trace
 
 FAILED = 1
@@ -45,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fold",
         action="store_true",
-        help="with --sizes-only: run one rank, and book the others as its copies",
+        help="with --sizes-only: run the first and the last rank, and book the others as copies",
     )
     parser.add_argument(
         "--answer", type=float, metavar="NUMBER", help="with --sizes-only, for loss.item()"
@@ -57,8 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default 3600)")
     parser.add_argument("--report", metavar="FILE", type=Path, help="write report.json there")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="write a trace for Perfetto")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the last step (SVG)")
     parser.add_argument(
         "--expect", metavar="FILE", type=Path, help="compare with a report that was kept"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is a module's name, as for torchrun"
     )
     parser.add_argument("script", help="a script for torchrun")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -66,20 +72,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Rehearse as the options say; return the exit code."""
-    if not Path(args.script).is_file():
-        return tell(f"there is no file {args.script}", IMPOSSIBLE)
     try:
+        args.file, _ = location(args.script, args.module)
         request = request_of(args)
         report = rehearse(args.script, args.arguments, request)
         print(report.words())
         print(remarks(request))
         write(args, report)
-        annotate("notice", args.script, report.line())
+        annotate("notice", args.file, report.line())
         verdict = orders_of(args.script, args.arguments, request) if args.orders else None
     except (EmulationError, ValueError, OSError) as error:
         return tell(str(error), IMPOSSIBLE)
     except LaunchError as error:
-        annotate("error", args.script, str(error).partition("\n")[0])
+        annotate("error", args.file, str(error).partition("\n")[0])
         return tell(str(error), FAILED)
     if verdict is not None:
         print(verdict)
@@ -103,6 +108,7 @@ def request_of(args: argparse.Namespace) -> Request:
         latency=args.latency,
         sizes_only=args.sizes_only,
         fold=args.fold,
+        module=args.module,
         answer=args.answer,
         timeout=args.timeout,
         progress=sys.stderr is not None and sys.stderr.isatty(),
@@ -121,7 +127,7 @@ def remarks(request: Request) -> str:
     if request.sizes_only:
         words.append("Nothing was computed.")
     if request.fold:
-        words.append("One rank was run, the others are its copies; the last one was compared.")
+        words.append("The first and the last rank were run, the others are their copies.")
     if request.device.reach == FULL:
         words.append("Kernels reach the device's full rate: real ones reach a part (--reach).")
     return " ".join(words)
@@ -132,6 +138,8 @@ def write(args: argparse.Namespace, report: Report) -> None:
     if args.report:
         text = json.dumps(report.describe(), indent=1)
         args.report.write_text(f"{text}\n", encoding="utf-8")
+    if args.picture:
+        args.picture.write_text(picture(report), encoding="utf-8")
     if args.trace:
         args.trace.write_text(json.dumps(trace(report.told)), encoding="utf-8")
 
@@ -146,7 +154,7 @@ def differences(args: argparse.Namespace, report: Report) -> bool:
     for name in different:
         words = f"{name} is {found.get(name)}, and was {kept.get(name)} in {args.expect}"
         tell(words, DIFFERENT)
-        annotate("error", args.script, words)
+        annotate("error", args.file, words)
     return bool(different)
 
 

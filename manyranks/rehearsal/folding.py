@@ -1,8 +1,9 @@
-"""Folding: one rank is run, and all others are booked as its copies.
+"""Folding: the first and the last rank are run, and all others are booked as their copies.
 
-Ranks that share the data do the same at the same moments. So a collective of all ranks begins when
-one has come, and takes the time that it takes for all. The last rank is run, too: where it does
-not do what the first one does, or comes later anywhere, nothing is claimed.
+Ranks that share the data do the same at the same moments, but for the last ones, whose shards may
+be smaller. So a collective of all ranks begins when these two have come, and takes the time that it
+takes for all. Where the two do not communicate alike, nothing is claimed. What no run of two ranks
+can see is a rank between them that comes later than both.
 """
 
 import io
@@ -59,28 +60,24 @@ class Copies:
 class Folded(Group):
     """The group of all ranks: this process is one of them, and the others are its copies."""
 
-    table: Any = None  # It knows the links between all ranks; this process's own has one of each.
+    table: Any = None  # It knows the links between all ranks; the launch's own has two ranks.
 
     def begin(self, of_some_ranks: bool) -> None:
-        """Take a number of this process's own; raises EmulationError for a group of some ranks."""
+        """Raise an EmulationError for a group of some ranks."""
         if len(self.members) < self.table.ranks:
             raise EmulationError(UNLIKE)
-        table = clocks.process.table
-        self.number = 1 + table.rank
-        table.members[self.number][table.rank] = 1
 
     def mover(self) -> Copies:
         """Return what moves the data: there is nobody to move it to."""
         return Copies()
 
     def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
-        """Begin a collective of all ranks: the others come when this one comes."""
+        """Join a collective of all ranks, which begins when the two have come that are run."""
         duration = steps * self.table.step_takes(nbytes, self.members)
 
         def join() -> Work:
             call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
-            alone = [clocks.process.table.rank]
-            ticket = events.join(self.number, alone, duration, nbytes > 0, name)
+            ticket = events.join(self.number, [0, 1], duration, nbytes > 0, name)
             return Work(work, ticket, call)
 
         return streams.at_its_start(join)
@@ -95,7 +92,7 @@ class Folded(Group):
 
 
 def run_folded(
-    path: str, arguments: list[str], device: Any, per_host: int, link: Any, ranks: int
+    path: tuple, arguments: list[str], device: Any, per_host: int, link: Any, ranks: int
 ) -> Told:
     """Run the script as the first or the last of `ranks` ranks; return what it did."""
     is_last = dist.get_rank() == 1
@@ -115,25 +112,12 @@ def run_folded(
 
 
 def check_alike(told: list[Told], rank: int) -> None:
-    """Raise an EmulationError where the last `rank` does not do what the first one does, in time.
-
-    It may be earlier, as one is whose shard is smaller: the first one decides then.
-    """
+    """Raise an EmulationError where the last `rank` communicates otherwise than the first one."""
     first, last = told
-    if len(first.calls) != len(last.calls) or len(first.steps) != len(last.steps):
-        raise EmulationError(
-            f"rank 0 makes {len(first.steps)} steps with {len(first.calls)} collectives, rank"
-            f" {rank} {len(last.steps)} with {len(last.calls)}: they are not alike; {ALL}"
-        )
     for mine, other in zip(first.calls, last.calls, strict=True):
-        file, line, text = mine[3]
         if mine[:4] != other[:4]:
-            difference = f"calls {other[0]} of {other[2]:.0f} bytes, line {other[3][1]}"
-        elif other[4] > mine[4]:
-            difference = f"comes {(other[4] - mine[4]) / 1e9:.6f} ms later"
-        else:
-            continue
-        raise EmulationError(
-            f"{file} line {line}: {text}: rank 0 calls {mine[0]} of {mine[2]:.0f} bytes, rank"
-            f" {rank} {difference}: they are not alike; {ALL}"
-        )
+            name, _, nbytes, (file, line, text), *_ = mine
+            raise EmulationError(
+                f"{file} line {line}: {text}: rank 0 calls {name} of {nbytes:.0f} bytes, rank"
+                f" {rank} calls {other[0]} of {other[2]:.0f} bytes: they are not alike; {ALL}"
+            )

@@ -2,7 +2,6 @@
 
 from copy import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .. import presets
@@ -14,7 +13,7 @@ from ..orders.every import every_order
 from ..orders.verdict import Verdict
 from .folding import check_alike, run_folded
 from .report import Report
-from .script import run_for_orders, run_script
+from .script import location, run_for_orders, run_script
 
 
 @dataclass
@@ -22,8 +21,8 @@ class Request:
     """The machines on which a script is rehearsed: `hosts` have equally many ranks, in blocks.
 
     `link` joins all ranks, or the ranks of each host where `between` joins the hosts. With `fold`
-    one rank is run, and the others are booked as its copies. Raises EmulationError, or ValueError,
-    for a request that cannot be met.
+    two ranks are run, and the others are booked as their copies; with `module` the script is given
+    by a module's name. Raises EmulationError, or ValueError, for a request that cannot be met.
     """
 
     ranks: int
@@ -34,6 +33,7 @@ class Request:
     latency: str = "0ms"
     sizes_only: bool = False
     fold: bool = False
+    module: bool = False
     answer: float | None = None
     timeout: float = 3600.0
     progress: bool = False
@@ -86,7 +86,7 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
 
     Raises the errors of `launch`.
     """
-    script = (str(Path(path).resolve()), arguments, request.device, request.per_host)
+    script = (location(path, request.module), arguments, request.device, request.per_host)
     folded = (request.emulated, request.ranks) if request.fold else ()
     told = launch(
         run_folded if request.fold else run_script,
@@ -115,7 +115,5 @@ def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:
         raise ValueError("orders are compared by values: leave out --sizes-only, or --orders")
     device = copy(request.device)
     device.streams = False
-    source = str(Path(path).resolve())
-    return every_order(
-        run_for_orders, source, arguments, device, request.per_host, world_size=request.ranks
-    )
+    script = (location(path, request.module), arguments, device, request.per_host)
+    return every_order(run_for_orders, *script, world_size=request.ranks)

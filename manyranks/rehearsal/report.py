@@ -75,8 +75,7 @@ class Report:
         for rank, told in enumerate(self.told):
             start, end = self.window(rank, number)
             busy = spans.within(self.busy(told), start, end)
-            sent = [call[5:7] for call in told.calls if call[6] is not None]
-            sending = spans.within(spans.union(sent), start, end)
+            sending = spans.within(self.sent(told), start, end)
             exposed = spans.outside(sending, busy)
             computing = spans.length(busy)
             parts = (computing, spans.length(sending) - exposed, exposed)
@@ -87,6 +86,10 @@ class Report:
     def busy(self, told: Told) -> spans.Spans:
         """Return the moments at which any stream of a rank computes."""
         return spans.union(span for stream in told.busy.values() for span in stream)
+
+    def sent(self, told: Told) -> spans.Spans:
+        """Return when a rank sends or receives, as far as somebody waited for that."""
+        return spans.union(call[5:7] for call in told.calls if call[6] is not None)
 
     def sites_of(self, step: Step) -> list[Site]:
         """Return the sites at which the rank of the last step communicates in that step."""

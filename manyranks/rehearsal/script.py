@@ -1,6 +1,7 @@
 """Runs the script on each rank of a rehearsal as torchrun would, and keeps what it did when."""
 
 import builtins
+import importlib.util
 import linecache
 import os
 import sys
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,10 +19,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import clocks
+from .. import clocks, own_code
 from ..clocks import recording, stalls, streams
 from ..devices.memory import Memory
 from ..devices.sizes import Counted
+from ..joining import join
 from ..torch_inside import replaced
 from .as_gpus import as_gpus
 
@@ -44,7 +47,9 @@ class Told:
     made_group: bool = False
 
 
-def run_script(path: str, arguments: list[str], device: Any, per_host: int) -> Told:
+def run_script(
+    path: tuple[str, str | None], arguments: list[str], device: Any, per_host: int
+) -> Told:
     """Run the script as this rank's `__main__`; return what it did.
 
     The patches here end with the rank's process.
@@ -105,8 +110,9 @@ def own_group(told: Told) -> Iterator[None]:
     It may ask for any backend, and gets the group with clocks that the launch has made.
     """
 
-    def make(*_: Any, **__: Any) -> None:
+    def make(*_: Any, **__: Any) -> tuple[int, int]:
         told.made_group = True
+        return dist.get_rank(), dist.get_world_size()
 
     with ExitStack() as stack:
         functions = {
@@ -117,6 +123,7 @@ def own_group(told: Told) -> Iterator[None]:
         }
         for name, function in functions.items():
             stack.enter_context(replaced(dist, name, function))
+        stack.enter_context(replaced(join, "join", make))
         yield
 
 
@@ -147,14 +154,38 @@ def steps_noted(told: Told) -> Iterator[None]:
             hook.remove()
 
 
-def execute(path: str, arguments: list[str]) -> None:
+def location(script: str, is_module: bool) -> tuple[str, str | None]:
+    """Return the file of a script and, if it is given by a module's name, its package.
+
+    Raises ValueError if there is none.
+    """
+    if not is_module:
+        path = Path(script).resolve()
+        if not path.is_file():
+            raise ValueError(f"there is no file {script}")
+        return str(path), None
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(script)
+    except ImportError:
+        spec = None
+    finally:
+        sys.path.pop(0)
+    if spec is None or not spec.has_location:
+        raise ValueError(f"there is no module {script}")
+    return str(spec.origin), spec.parent
+
+
+def execute(location: tuple[str, str | None], arguments: list[str]) -> None:
     """Run a file as `__main__` with these arguments; `sys.exit()` without an error ends it."""
+    path, package = location
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=builtins)
+    module.__dict__.update(__file__=path, __package__=package, __builtins__=builtins)
     with open(path, encoding="utf-8") as file:
         source = file.read()
+    own_code.scripts.add(path)
     sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.insert(0, os.path.dirname(path) if package is None else os.getcwd())
     linecache.checkcache(path)
     with replaced_main(module):
         try:
@@ -175,7 +206,9 @@ def replaced_main(module: types.ModuleType) -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
-def run_for_orders(path: str, arguments: list[str], device: Any, per_host: int) -> None:
+def run_for_orders(
+    path: tuple[str, str | None], arguments: list[str], device: Any, per_host: int
+) -> None:
     """Run the script where its messages are tried in every order."""
     rank = dist.get_rank()
     os.environ.update(variables(rank, dist.get_world_size(), per_host))
