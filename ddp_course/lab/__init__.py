@@ -11,6 +11,8 @@ traces       profiles of real GPUs              on_your_gpus   the stages on rea
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .interrupts import tell_in_one_line
+
 if TYPE_CHECKING:  # Types for people and checkers; at run time a name is imported on its first use.
     from . import showing
 
@@ -39,6 +41,8 @@ _MODULES = {
     "traces": "measuring.traces",
 }
 __all__ = [*_MODULES, "on_your_gpus"]
+
+tell_in_one_line()
 
 if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
 
