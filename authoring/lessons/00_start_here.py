@@ -51,8 +51,9 @@ squares
 
 # %% [markdown]
 r"""
-A cell like the next one is a *check*: it prints one line, and raises an error if something is wrong. (The comment in its
-first line is for the tests of the course: what the cell prints is the same everywhere.)
+A cell like the next one is a *check*: it prints one line, and raises an error if something is wrong. (Its first line,
+`# NBVAL_CHECK_OUTPUT`, is a note for the tests of the course, and does nothing: what such a cell prints is the same on every
+machine.)
 """
 
 # %% check-launch

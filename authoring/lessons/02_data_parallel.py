@@ -336,10 +336,13 @@ busy = {}
 for name, works in show.progress(pairs.items()):
     busy[name] = max(launch(cores, *works, world_size=1)[0] for _ in range(3))
 of_python, _, of_tiny, of_large = busy.values()
+title = f"Large products: {of_large:.1f} cores busy; tiny ones: {of_tiny:.1f}; Python: {of_python:.1f}"
+if of_large < 1.2:
+    title = "Nothing to see here: this machine is too busy, or has one core"
 show.bars(
     busy,
     "processor time / wall time",
-    f"Large products: {of_large:.1f} cores busy; tiny ones: {of_tiny:.1f}; Python: {of_python:.1f}",
+    title,
     kind="measured",
 )
 
@@ -375,10 +378,13 @@ for count in show.progress((1, 2, 4, 8)):
     threads[count] = 1000 * max(launch(with_threads, count, world_size=K))
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
+title = f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1"
+if threads[1] > 1.5 * min(threads.values()):
+    title = "Nothing to see here: this machine was busy with something else, too"
 show.bars(
     {f"{count} per rank": ms for count, ms in threads.items()},
     "time for the same work (ms)",
-    f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1",
+    title,
     form="{:.0f}",
     kind="measured",
 )

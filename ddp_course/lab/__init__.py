@@ -11,6 +11,8 @@ traces       profiles of real GPUs              on_your_gpus   the stages on rea
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .interrupts import tell_in_one_line
+
 # People and checkers see the types here; at run time a name is imported on its first use.
 if TYPE_CHECKING:
     from . import showing
@@ -40,6 +42,8 @@ _MODULES = {
     "traces": "measuring.traces",
 }
 __all__ = [*_MODULES, "on_your_gpus"]
+
+tell_in_one_line()
 
 if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
 

@@ -8,13 +8,25 @@ from typing import Any
 from .protocol import Progress
 
 DRAWING_SECONDS = 1.0  # The bar is drawn this often.
+LATE_SECONDS = 5.0  # Nobody should look at nothing for longer.
+
+
+def somebody_looks() -> bool:
+    """Tell whether a person sees what appears now: at a terminal, or in a notebook that is open.
+
+    Programs that run notebooks, such as tests, take no input.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        return sys.stderr is not None and sys.stderr.isatty()
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)
 
 
 class Bar:
     """The bar that the caller shows.
 
     It appears with the first step, or after a second without one, and its seconds go on between
-    steps, too.
+    steps, too. A launch without steps that takes long shows its seconds as long as it runs.
     """
 
     def __init__(self, progress: Progress):
@@ -27,15 +39,27 @@ class Bar:
             progress = ("rank 0", progress)
         self.name, self.total = progress
         self.bar: Any = None  # tqdm's own
-        self.next_drawing = time.monotonic() + DRAWING_SECONDS
+        wait = DRAWING_SECONDS if self.total else LATE_SECONDS
+        self.next_drawing = time.monotonic() + wait
 
     def tick(self) -> None:
         """Draw the bar again every second, if one is wanted, so that its seconds go on."""
-        if self.total and time.monotonic() > self.next_drawing:
+        if time.monotonic() > self.next_drawing:
             self.next_drawing += DRAWING_SECONDS
-            if self.bar is None:
+            if self.bar is None and self.total:
                 self.advance_to(0)
-            self.bar.refresh()
+            elif self.bar is None and somebody_looks():
+                self.bar = self.seconds()
+            if self.bar is not None:
+                self.bar.refresh()
+
+    def seconds(self) -> Any:
+        """Return a bar without a length that says how long the launch has taken, and goes with it."""
+        from tqdm.auto import tqdm
+
+        seconds = tqdm(bar_format="the launch runs: {elapsed}", leave=False)
+        seconds.start_t -= LATE_SECONDS
+        return seconds
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ...files import replace_file
@@ -49,6 +49,21 @@ SETTINGS = {
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
     # Explorers return when a lesson is reopened.
     "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
+}
+
+FIRST_LESSON = "notebooks/00_start_here.ipynb"
+FIRST_TAB = f"notebook:{FIRST_LESSON}"
+FIRST_TABS = {  # This is how JupyterLab keeps its tabs: one notebook is open.
+    "data": {
+        "layout-restorer:data": {
+            "main": {
+                "dock": {"type": "tab-area", "currentIndex": 0, "widgets": [FIRST_TAB]},
+                "current": FIRST_TAB,
+            }
+        },
+        FIRST_TAB: {"data": {"path": FIRST_LESSON, "factory": "Notebook"}},
+    },
+    "metadata": {"id": "default"},
 }
 
 
@@ -90,11 +105,15 @@ def main(args: argparse.Namespace) -> None:
         flush=True,
     )
     prepare_environment(folder)
-    with say_while("JupyterLab starts, some seconds"):
-        from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
-
     sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
-    LabApp.launch_instance([*lab_options(folder), *args.options])
+    with ExitStack() as until_ready:
+        until_ready.enter_context(say_while("JupyterLab starts, some seconds"))
+        from jupyterlab.labapp import LabApp  # When it is imported, it reads the environment.
+        from tornado.ioloop import IOLoop
+
+        # What is put into the loop runs once the server answers.
+        IOLoop.current().add_callback(until_ready.close)
+        LabApp.launch_instance([*lab_options(folder), *args.options])
 
 
 def lab_options(folder: Path) -> list[str]:
@@ -104,8 +123,8 @@ def lab_options(folder: Path) -> list[str]:
         "--MappingKernelManager.cull_idle_timeout=3600",
         "--MappingKernelManager.cull_connected=True",
         f"--ServerApp.root_dir={folder}",
-        "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
-        "--LabApp.news_url=None",  # no address, so that JupyterLab asks for no news
+        f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}",
+        "--LabApp.news_url=None",  # Without an address JupyterLab asks for no news.
         "--LabApp.custom_css=True",
         f"--LabApp.extra_labextensions_path={Path(__file__).with_name('labextensions')}",
         "--ServerApp.log_level=WARN",
@@ -126,6 +145,8 @@ def prepare_environment(folder: Path) -> None:
         [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     )
     os.chdir(folder)
+    from jupyterlab_server.workspaces_handler import WorkspacesManager
+
     home = folder / ".jupyter"
     files = {
         "labconfig/default_setting_overrides.json": json.dumps(SETTINGS),
@@ -134,8 +155,11 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
-    # Each copy has its own tabs.
+    # Each copy has its own tabs; the first one is lesson 00, at whichever address the lab is opened.
     os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
+    tabs = WorkspacesManager(str(home / "workspaces"))
+    if not tabs.list_workspaces():
+        tabs.save("default", json.dumps(FIRST_TABS))
     folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
 

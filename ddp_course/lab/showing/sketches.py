@@ -60,12 +60,12 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     state = ring_states(world_size)[step]
     complete = sum(len(summed) == world_size for chunks in state for summed in chunks)
     progress = f"{complete} of {world_size**2} chunks complete"
-    message = f"after step {step} of {len(schedule)}: {progress}"
     outlook = "all ranks have all sums"
     sent_chunks = []
     if step < len(schedule):
         phase, sent_chunks = schedule[step]
         outlook = f"next: {phase}"
+    message = f"Step {step} of {len(schedule)}, {progress}; {outlook}"
     height = 0.62 * world_size + 1.4
     width = max(5.6, 1.7 * world_size + 0.6)
     with panels(1, 1, width, height, message, "A grid of ranks and chunks") as (picture, axes):
@@ -82,8 +82,7 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
             _arrow(axes, start, start + 0.5, chunk + 0.36)
             if rank == world_size - 1:
                 _arrow(axes, -0.36, 0, chunk + 0.36)
-        title = f"Step {step} of {len(schedule)}, {progress}; {outlook}"
-        axes.set_title(title, loc="center")
+        axes.set_title(message, loc="center")
         axes.set(xlim=(-1.5, 1.7 * world_size + 0.3), ylim=(world_size + 0.1, -1.0))
     return picture
 

@@ -48,8 +48,9 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
             first, _ = recorded.reduced[0]
             shown_ms = 1000 * first.start
         whole.set(xlim=(0, step_ms), ylim=(2.2, -0.6))
+        whole.set_xlabel("numbers: elements in each all-reduce", fontsize=9)
         part.set(xlim=(shown_ms - BEFORE_MS, shown_ms + AFTER_MS), xlabel="time (ms)")
-        name_spans(picture, [recorded.gpu], loc="outside lower center")
+        name_spans(picture, [recorded.processor, recorded.gpu], loc="outside lower center")
     return picture
 
 

@@ -9,8 +9,10 @@ function's name and plain values.
 import base64
 import inspect
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from html import escape
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,6 +27,9 @@ from .plots import STAGE_COLOURS, Picture, panels
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
+LAG_SECONDS = 0.3  # A figure that takes longer says that it is being drawn.
+# Screen readers read this, and nobody sees it.
+HIDDEN = '<span style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
 # No notebook program shows this type; the course's web site does.
 MIME = "application/vnd.ddp-course+json"
 
@@ -45,13 +50,22 @@ class Explorer(ipywidgets.VBox):
         )
         # HTML wraps a long text, which a Label would cut.
         self.message = ipywidgets.HTML()
-        super().__init__([*controls.values(), self.image, self.message])
+        # It has its place also when it says nothing, so that the figure stays where it is.
+        self.state = ipywidgets.HTML(layout=ipywidgets.Layout(min_height="24px"))
+        self.seconds = 0.0  # The last figure took so long.
+        super().__init__([*controls.values(), self.state, self.image, self.message])
         for control in controls.values():
             control.observe(self.redraw, "value")
         self.redraw()
 
     def redraw(self, *_: Any) -> None:
-        """Draw the figure for the present values."""
+        """Draw the figure for the present values.
+
+        While it is drawn, the browser keeps the last position of a slider, and sends that alone.
+        """
+        if self.seconds > LAG_SECONDS:
+            self.state.value = "<i>drawing …</i>"
+        begin = time.perf_counter()
         picture = self.picture()
         # The browser keeps so much room while it loads the new image; otherwise the page would
         # jump.
@@ -59,8 +73,12 @@ class Explorer(ipywidgets.VBox):
         self.image.width = str(int(width))
         self.image.height = str(int(height))
         self.image.value = picture.png()
-        self.message.value = picture.caption
+        caption = escape(picture.caption)
+        self.message.value = HIDDEN.format(caption) if picture.has_title else caption
         self.alt = picture.alt
+        self.caption = picture.caption
+        self.state.value = ""
+        self.seconds = time.perf_counter() - begin
 
     def picture(self) -> Picture:
         """Return the figure of the present values, as a plain `Picture`."""
@@ -70,7 +88,7 @@ class Explorer(ipywidgets.VBox):
         bundle = super()._repr_mimebundle_(**options)
         bundle |= {
             "image/png": base64.b64encode(self.image.value).decode(),
-            "text/plain": self.message.value,
+            "text/plain": self.caption,
             MIME: self.recipe,
         }
         return bundle, {"image/png": {"alt": self.alt}}
@@ -127,7 +145,7 @@ def ring_stepper(world_size: int = 4) -> Any:
     play = ipywidgets.Play(min=0, max=step.max, interval=1200, repeat=True)
     for trait in ("value", "max"):
         ipywidgets.jslink((step, trait), (play, trait))
-    stepper.children = [ranks, ipywidgets.HBox([play, step]), stepper.image, stepper.message]
+    stepper.children = [ranks, ipywidgets.HBox([play, step]), *stepper.children[2:]]
     return stepper
 
 

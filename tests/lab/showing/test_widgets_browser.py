@@ -183,7 +183,7 @@ def has_names(cells):
     """A screen reader has a name for every figure, slider, player and choice."""
     for cell, role, name in (
         ("figure", "img", "Twice as long (measured)"),
-        ("ring", "img", re.compile("after step .* chunks complete")),
+        ("ring", "img", re.compile("Step .* chunks complete")),
         ("ring", "slider", "ranks K"),
         ("ring", "slider", "step"),
         ("ring", "button", "play"),

@@ -498,6 +498,12 @@ def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monke
     assert drawn.count("0/1") > 3 and "0/1 [00:01<" in drawn and "1/1" in drawn
     launch(time.sleep, 0.5, world_size=1)
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr(bar, "LATE_SECONDS", 0.3)
+    launch(time.sleep, 0.5, world_size=1)  # Nobody looks.
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(bar, "somebody_looks", lambda: True)
+    launch(time.sleep, 1, world_size=1)
+    assert "the launch runs: 00:0" in capfd.readouterr().err
 
 
 def test_random_faults_leave_nothing_behind():

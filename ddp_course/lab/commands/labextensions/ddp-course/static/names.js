@@ -25,7 +25,7 @@ function nameAll(app) {
     for (const cell of panel.content?.widgets ?? []) nameFigures(cell.outputArea);
   }
   for (const image of document.querySelectorAll("img.widget-image")) {
-    const said = image.parentElement.querySelector(":scope > .widget-html .widget-html-content");
+    const said = [...image.parentElement.querySelectorAll(":scope > .widget-html .widget-html-content")].pop();
     if (said) image.alt = said.textContent;
   }
   for (const row of document.querySelectorAll(".widget-inline-hbox")) nameSlider(row);

@@ -1,0 +1,45 @@
+"""An interrupted cell says in one line where it stopped."""
+
+import linecache
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+
+def tell_in_one_line() -> None:
+    """In a notebook, let an interrupt say where it came, without frames of torch.
+
+    Elsewhere, or where somebody handles exceptions in a way of their own, nothing changes.
+    """
+    if "IPython" not in sys.modules:
+        return
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()  # type: ignore[no-untyped-call]
+    if shell is not None and not shell.custom_exceptions:
+        shell.set_custom_exc((KeyboardInterrupt,), show)
+
+
+def show(
+    shell: Any, kind: type, error: Any, trace: TracebackType | None, tb_offset: Any = None
+) -> None:
+    """Show the interrupt as IPython would, with one line in place of the traceback."""
+    line = f"Stopped{where(trace, shell.user_ns)}. The kernel goes on: run any cell."
+    error._render_traceback_ = lambda: [line]
+    shell.showtraceback((kind, error, trace))
+
+
+def where(trace: TracebackType | None, names: dict[str, Any]) -> str:
+    """The line of the notebook in which the program was, in words.
+
+    `names` are the notebook's own: code that does not see them is a library's.
+    """
+    words = ""
+    for frame, number in traceback.walk_tb(trace):
+        if frame.f_globals is names:
+            text = linecache.getline(frame.f_code.co_filename, number).strip()
+            function = frame.f_code.co_name
+            of = "the cell" if function.startswith("<") else f"the cell that defines {function}"
+            words = f" at line {number} of {of}: {text}"
+    return words

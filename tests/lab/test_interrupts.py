@@ -1,0 +1,64 @@
+"""A cell that is interrupted: one line says where, in a real kernel."""
+
+import queue
+import time
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+LOOP = """def wait_long():
+    print("begun", flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    manager, client = start_new_kernel()
+    try:
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def interrupted(kernel, code):
+    """The error of a cell that is interrupted once it has printed "begun"."""
+    manager, client = kernel
+    # Otherwise the kernel would drop the cell that comes next.
+    request = client.execute(code, stop_on_error=False)
+    sent = False
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            message = client.get_iopub_msg(timeout=1)
+        except queue.Empty:
+            continue
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        begun = message["msg_type"] == "stream" and "begun" in message["content"]["text"]
+        if begun and not sent:
+            sent = True
+            manager.interrupt_kernel()
+        if message["msg_type"] == "error":
+            return message["content"]
+    raise AssertionError("the cell was not interrupted")
+
+
+def test_an_interrupted_cell_says_in_one_line_where_it_stopped(kernel):
+    _, client = kernel
+    client.execute("import time\nimport ddp_course.lab\n" + LOOP)
+    error = interrupted(kernel, "wait_long()\nprint('never')")
+    assert error["ename"] == "KeyboardInterrupt"
+    assert error["traceback"] == [
+        "Stopped at line 6 of the cell that defines wait_long: time.sleep(0.1)."
+        " The kernel goes on: run any cell."
+    ]
+    launched = "from ddp_course import launch\nlaunch(wait_long, world_size=2)"
+    [line] = interrupted(kernel, launched)["traceback"]
+    assert line.startswith("Stopped at line 2 of the cell: launch(wait_long, world_size=2).")
+    seen: list = []  # Other errors are shown as ever.
+    client.execute_interactive("1 / 0", output_hook=seen.append, timeout=60)
+    [error] = [message["content"] for message in seen if message["msg_type"] == "error"]
+    assert error["ename"] == "ZeroDivisionError" and len(error["traceback"]) > 1
