@@ -27,15 +27,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
-from ..torch_private import as_plain_tensors, uncompiled
+from ..torch_private import accumulators_of, returned_by_grad, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
-from .unused import UNUSED, bypassed, not_finished, ready_twice
+from .unused import RETURNED, UNUSED, bypassed, converted, not_finished, ready_twice
 
 
 class ForwardPass:
@@ -111,6 +110,7 @@ class Reducer:
         self.dtype = dtype
         self.divisor = dist.get_world_size(group)
         self.hooked = False
+        self.allows_grad = False  # In `no_sync` a program may ask for gradients of this rank alone.
         self.current = None  # This is a `Pass` from `begin` to `finish`.
         self.awaited = None  # the newest `ForwardPass`, until its backward pass has ended
         self.number = None  # autograd's number of the backward pass that is running here
@@ -133,9 +133,7 @@ class Reducer:
             if reducer is not None:
                 reducer.gradient_ready(index)
 
-        # An accumulator and its hooks last only as long as somebody keeps it.
-        with as_plain_tensors():
-            self.accumulators = [get_gradient_edge(p).node for p in self.parameters]
+        self.accumulators = accumulators_of(self.parameters)
         for index, accumulator in enumerate(self.accumulators):
             accumulator.register_hook(partial(report, index))
 
@@ -217,7 +215,8 @@ class Reducer:
     def begin(self, forward, *_):
         """The hook on outputs: a backward pass has come to those of `forward`.
 
-        Raises RuntimeError if another pass has begun and not ended.
+        Raises RuntimeError if another pass has begun and not ended, and for gradients that
+        `torch.autograd.grad` would return without an average.
         """
         number = backward_pass()
         if self.number != number:
@@ -227,6 +226,8 @@ class Reducer:
             self.local = True
         if forward.local:
             return
+        if not self.allows_grad and returned_by_grad(self.accumulators):
+            raise RuntimeError(RETURNED)
         self.local = False
         self.forward = forward
         if self.current and self.current.number == number:  # The loss has several forward passes.
@@ -244,14 +245,30 @@ class Reducer:
     def leave(self, number, local, forward):
         """Called by autograd at the end of a backward pass that came to outputs.
 
-        Go on with the pass around it, if there is one.
+        Go on with the pass around it, if there is one. Raises RuntimeError for parameters of whose
+        gradients nobody hears any more.
         """
+        if self.current and len(self.current.ready) < len(self.parameters):
+            self.check_accumulators()
         self.number = number
         self.local = local
         self.forward = forward
         Reducer.running = max(0, Reducer.running - 1)
         if self.current and not self.current.ready:  # It led to no parameter of this model.
             self.current = None
+
+    def check_accumulators(self):
+        """Raise RuntimeError, with names, if parameters have other accumulators than at first.
+
+        A parameter gets another one with another dtype, or with memory by `Tensor.set_`.
+        """
+        names = []
+        known = zip(self.names, self.parameters, self.accumulators, strict=True)
+        for name, parameter, accumulator in known:
+            if parameter.requires_grad and accumulators_of([parameter]) != [accumulator]:
+                names.append(name)
+        if names:
+            raise RuntimeError(converted(names))
 
     @uncompiled
     def gradient_ready(self, index):
