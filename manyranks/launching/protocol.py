@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-LOOPBACK = "127.0.0.1"
 # How many steps a progress bar expects, or True; a pair says what it is called, too.
 Progress = bool | int | tuple[str, int]
 
